@@ -60,6 +60,11 @@ class ModelFacts:
         return tuple(p for p in self.trainable if p.group is not None)
 
     @cached_property
+    def outside(self) -> tuple[ParameterFacts, ...]:
+        """Those with gradients that no optimizer has: engines of torch keep these, as no ``zero_grad`` drops them."""
+        return tuple(p for p in self.trainable if p.group is None)
+
+    @cached_property
     def units(self) -> Mapping[str, tuple[ParameterFacts, ...]]:
         """The parameters of each shard unit, in registration order; the root's under ""."""
         found: dict[str, list[ParameterFacts]] = {"": []}

@@ -130,8 +130,12 @@ class _TracedUnits:
         self.elements = gradient_elements(training.model, lambda p: _shard_elements(p, shards))
         self.casts = {name: _cast_bytes(members, policy) for name, members in units.items()}
         self.before = {name: trace.order[i - 1] for i, name in enumerate(trace.order) if i}
+        undropped = sum(_shard_elements(p, shards) for p in training.model.outside) * policy.master.itemsize
+        device, host = (0, undropped) if engine.cpu_offload else (undropped, 0)
         step = memory.step
-        self.base = MemoryAccount(device=replace(step.device, gradients=0), host=replace(step.host, gradients=0))
+        self.base = MemoryAccount(
+            device=replace(step.device, gradients=device), host=replace(step.host, gradients=host)
+        )
 
     def points(self, *, reduces: bool) -> Iterator[Point]:
         """In the order of the step; ``reduces``: gradients are reduced, and not added to unsharded ones that wait."""
@@ -142,16 +146,20 @@ class _TracedUnits:
             unit, backward, made = segment.unit, segment.phase == "backward", segment.peak_gradients
             base = self.base + self._gradients(done if reduces else ())
             full = self._gathered(unit, [name for name in passed if name not in done], done)
-            in_flight = self._all_gather_buffers(segment, next(reversed(passed), ""))
+            last = next(reversed(passed), "")
+            in_flight = self._all_gather_buffers(segment, last, done)
             reducing = last_reduced * backward
             if unit and unit not in done:
                 # The unit is copied out of its all-gather buffer; in a single process from its casts.
                 own = (self.again if backward else self.unsharded).get(unit, 0)
-                cast = min(own, self.casts.get(unit, 0)) if self.engine.shard == 1 else own
+                buffers = own
+                if not backward and unit != last:
+                    # Forward keeps the last unit's buffer until then (``FSDPParamGroup.wait_for_unshard``).
+                    buffers += self.unsharded[last]
+                apart = 0 if self.engine.shard == 1 else buffers
+                cast = apart or min(own, self.casts.get(unit, 0))
                 kinds = KindBytes(gathered=full, activations=before, communication=cast + reducing)
-                yield self._point(
-                    f"{segment.phase} of {unit}, gathering", base, kinds, own if self.engine.shard > 1 else 0
-                )
+                yield self._point(f"{segment.phase} of {unit}, gathering", base, kinds, apart)
             before = segment.end_activations + segment.end_gradients
             kinds = KindBytes(gathered=full, activations=segment.peak - made, communication=in_flight + reducing)
             yield self._point(segment.name, base, replace(kinds, gradients=made), in_flight)
@@ -180,13 +188,15 @@ class _TracedUnits:
         own = self.unsharded.get(unit, 0) if unit and unit not in done else 0
         return self.unsharded[""] + own + others
 
-    def _all_gather_buffers(self, segment: Segment, last: str) -> int:
-        """In forward the unit's own buffer or the last one's, in backward the next one's."""
+    def _all_gather_buffers(self, segment: Segment, last: str, done: Sequence[str]) -> int:
+        """In forward the unit's own buffer or the last one's; in backward the next one's, begun by the root."""
         if self.engine.shard == 1:
             return 0
         if segment.phase == "forward":
             return self.unsharded.get(segment.unit or last, 0)
-        return self.again.get(self.before.get(segment.unit, "-"), 0)
+        left = [name for name in self.trace.order if name not in done]
+        ahead = self.before.get(segment.unit, "-") if segment.unit else left[-1] if left and self.unsharded[""] else "-"
+        return self.again.get(ahead, 0)
 
     def _gradients(self, done: Sequence[str]) -> MemoryAccount:
         """Reduced gradients, summed over micro-batches, and unsharded ones that wait on the device."""

@@ -115,6 +115,6 @@ def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners
 def gradient_elements(model: ModelFacts, resident: Callable[[ParameterFacts], int]) -> dict[str, int]:
     """Elements of a rank's gradients of each unit; ``resident``: of one parameter."""
     found = dict.fromkeys(model.units, 0)
-    for p in model.trainable:
+    for p in model.stepped:
         found[p.unit] += resident(p)
     return found

@@ -30,6 +30,7 @@ def step_points(training: Training, engine: TorchDDPFacts, memory: StepMemory, t
     """See `lightning_shard.planning.predict.step_points`: backward makes gradients in full, and they stay."""
     elements = gradient_elements(training.model, lambda p: p.numel)
     total = memory.step.device.gradients
+    kept = sum(p.numel for p in training.model.outside) * training.policy.master.itemsize
     base = MemoryAccount(device=replace(memory.step.device, gradients=0))
     done: tuple[str, ...] = ()
     in_buckets = engine.gradient_as_bucket_view
@@ -37,10 +38,10 @@ def step_points(training: Training, engine: TorchDDPFacts, memory: StepMemory, t
     in_place = in_buckets or (engine.reduce_at_boundary and memory.waiting > 0)
     for segment in trace.segments:
         # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket.
-        gradients = total if in_buckets else memory.waiting
+        gradients = total if in_buckets else memory.waiting or kept
         if segment.phase == "backward" and not in_place:
             reduced = sum(elements[name] for name in done) * training.policy.master.itemsize
-            gradients = memory.waiting + reduced + segment.peak_gradients
+            gradients += reduced + segment.peak_gradients
         elif segment.phase == "backward" and in_buckets and not engine.reduce_at_boundary:
             # The sums of the micro-batches before wait beside DDP's own gradients.
             gradients += memory.waiting

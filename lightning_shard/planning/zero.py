@@ -23,16 +23,28 @@ ALLREDUCE_BUCKET = 500_000_000
 """Elements of gradients that stage 0 reduces at a time (``runtime/engine.py``, MEMORY_OPT_ALLREDUCE_SIZE)."""
 
 
+def _stepped(training: Training) -> Training:
+    """To DeepSpeed's optimizers parameters that no optimizer has are frozen ones."""
+    parameters = tuple(replace(p, trainable=p.trainable and p.group is not None) for p in training.model.parameters)
+    return replace(training, model=replace(training.model, parameters=parameters))
+
+
 def step_memory(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
+    # Full gradients of what no optimizer has stay, as nobody drops them.
+    kept = compute_bytes(training.model.outside, training.policy.compute)
+    gradients, training = MemoryAccount(device=KindBytes(gradients=kept)), _stepped(training)
     if engine.stage == 0:
-        return _stage_0(training)
+        return _beside(_stage_0(training), gradients)
     memory = (stages_1_2 if engine.stage < 3 else stage_3)(training, engine)
     # This rank's slices of frozen parameters that casting rounded stay on the host for checkpoints.
     compute, frozen = training.policy.compute, [p for p in training.model.parameters if not p.trainable]
     rounded = [p for p in frozen if p.dtype.is_floating_point and torch.promote_types(p.dtype, compute) != compute]
     copies = sum(_shard_elements(p, engine.ranks) * p.dtype.itemsize for p in rounded)
-    host = MemoryAccount(host=KindBytes(masters=copies))
-    return replace(memory, forward=memory.forward + host, backward=memory.backward + host, step=memory.step + host)
+    return _beside(memory, gradients + MemoryAccount(host=KindBytes(masters=copies)))
+
+
+def _beside(memory: ZeroMemory, other: MemoryAccount) -> ZeroMemory:
+    return replace(memory, forward=memory.forward + other, backward=memory.backward + other, step=memory.step + other)
 
 
 def _stage_0(training: Training) -> ZeroMemory:
@@ -100,10 +112,13 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
         activations=trace.segments[-1].end_activations,
     )
     yield Point(name="end of backward", account=replace(backward, device=end))
+    # Stage 3 ends its step with new persistent parameters beside the old ones (``stage3.py``, ``_post_step``).
+    left = replace(forward.device, gathered=2 * always_gathered, activations=end.activations)
+    yield Point(name="end of the step", account=replace(forward, device=left))
 
 
 def collectives(training: Training, engine: DeepSpeedFacts) -> list[Collective]:
-    model, compute, micro_batches = training.model, training.policy.compute, training.micro_batches
+    model, compute, micro_batches = _stepped(training).model, training.policy.compute, training.micro_batches
 
     def sent(kind: str, what: str, payload: int) -> Collective:
         return Collective(kind=kind, what=what, ranks=engine.ranks, payload=payload)

@@ -24,7 +24,25 @@ from lightning_shard.resume.rng import rng_state
 from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.tensors import fake
 from tests.models import loader, quiet_trainer
-from tests.planning.counts import MODELS
+from tests.planning.counts import MODELS, Causal
+
+
+class FrozenLayers(Causal):
+    """No unit has a gradient: only the head is trained."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.model.requires_grad_(False)
+
+
+class SomeInTheOptimizer(Causal):
+    """The first unit and all outside of units have gradients that no ``zero_grad`` drops."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.model.model.layers[1:].parameters(), lr=1e-3)
+
+
+FORMS = {**MODELS, "frozen layers": FrozenLayers, "some in the optimizer": SomeInTheOptimizer}
 
 
 def _storages() -> dict[int, Any]:
@@ -140,7 +158,7 @@ def peaks(
     )
     mode = fake.fake_mode()
     with mode:
-        whole = MODELS[model]()
+        whole = FORMS[model]()
         whole.configure_model()
     fake.make_fake(whole, mode)
     whole.__dict__["log"] = lambda *args, **kwargs: None
@@ -162,7 +180,7 @@ def peaks(
     training = Training(model=facts, policy=strategy.policy, optimizer=found, micro_batches=micro_batches)
     most = peak(step_points(training, engine, trace))
     predicted = most.account.device.total + most.account.host.total
-    module = MODELS[model]()
+    module = FORMS[model]()
     module.configure_optimizers = at_once(module.configure_optimizers)
     trainer.fit(module, data)
     kinds = " ".join(f"{k}={v}" for k, v in vars(most.account.device).items() if v)

@@ -39,10 +39,17 @@ def test_predicted_bytes_are_those_that_are_counted() -> None:
 
 
 def check_peak(
-    ranks: int, model: str, name: str, checkpointing: Checkpointing, *, batch_size: int = 64, micro_batches: int = 1
+    ranks: int,
+    model: str,
+    name: str,
+    checkpointing: Checkpointing,
+    *,
+    batch_size: int = 64,
+    micro_batches: int = 1,
+    precision: str = "",
 ) -> None:
     """The most that a step holds at one time is as predicted; at 64 samples activations are most of it, at 8 states."""
-    precision = "32-true" if name in ("shard_ddp", "shard_deepspeed_stage_0") else "bf16-mixed"
+    precision = precision or ("32-true" if name in ("shard_ddp", "shard_deepspeed_stage_0") else "bf16-mixed")
     case = (model, name, precision, checkpointing, batch_size, micro_batches)
     found = run_distributed(peaks, ranks, *case, timeout=300)
     counted, predicted, *details = max(found)
@@ -89,6 +96,14 @@ def test_other_precisions_and_the_contract() -> None:
 @pytest.mark.parametrize("name", names())
 def test_table_of_peaks(ranks: int, model: str, name: str, checkpointing: Checkpointing) -> None:
     check_peak(ranks, model, name, checkpointing)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("model", ["frozen layers", "some in the optimizer"])
+@pytest.mark.parametrize("stage", ["ddp", "fsdp", *(f"deepspeed_stage_{s}" for s in (1, 2, 3))])
+def test_peaks_where_not_all_is_trained(stage: str, model: str, precision: str) -> None:
+    check_peak(2, model, f"shard_{stage}", None, batch_size=4, precision=precision)
 
 
 @pytest.mark.matrix

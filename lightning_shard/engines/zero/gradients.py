@@ -86,7 +86,7 @@ def user() -> tuple[FrameType | None, set[str]]:
 
     A comprehension stands for the function that it is in. Frames of the caller's own file do not count.
     """
-    # No variable keeps this call's own frame: it would be a cycle, and all callers' tensors would wait for a collection.
+    # A variable with this call's own frame would be a cycle: all callers' tensors would wait for garbage collection.
     frame, through = inspect.currentframe(), set[str]()
     frame = frame and frame.f_back
     file = frame and frame.f_code.co_filename
