@@ -25,33 +25,31 @@ from tests.models import all_parameters, quiet_trainer
 from tests.strategies.test_switch import NAMES
 
 GLOBAL = 12  # samples of a batch of all processes: 1, 2, 3 and 4 divide it
-SAMPLES = 46
+UNEVEN, EVEN = 46, 48  # Samples of an epoch; the even ones are no others at another number of processes.
 STEPS = 7
 
 
 class Augmented(Dataset[Any]):
     """Draws for each sample, from the global generators and from one of its own."""
 
-    def __init__(self) -> None:
-        self.rng = random.Random(3)
+    def __init__(self, length: int) -> None:
+        self.length, self.rng = length, random.Random(3)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         noise = torch.rand(6) + self.rng.random() + random.random()
-        return torch.tensor(index), noise + torch.arange(6) * index / SAMPLES
+        return torch.tensor(index), noise + torch.arange(6) * index / UNEVEN
 
 
 def _loader(spec: dict[str, Any], per_rank: int) -> Any:
     options = {"num_workers": spec["workers"], "persistent_workers": spec["persistent"] and spec["workers"] > 0}
-    kind = spec["loader"]
+    kind, data = spec["loader"], Augmented(spec["samples"])
     if kind == "batch sampler":
-        return DataLoader(
-            Augmented(), batch_sampler=BatchSampler(RandomSampler(Augmented()), per_rank, True), **options
-        )
+        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), per_rank, True), **options)
     cls: Any = StatefulDataLoader if kind == "stateful" else DataLoader
-    made = cls(Augmented(), per_rank, shuffle=spec["shuffle"], drop_last=spec["drop_last"], **options)
+    made = cls(data, per_rank, shuffle=spec["shuffle"], drop_last=spec["drop_last"], **options)
     return CombinedLoader({"a": made}, "min_size") if kind == "combined" else made
 
 
@@ -125,6 +123,7 @@ def fit(name: str, spec: dict[str, Any], folder: str, *, save: int | None, resum
 def drawn(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     return {
+        "samples": UNEVEN,
         "precision": draw.choice(["32-true", "bf16-mixed", "16-mixed"]),
         "accumulate": draw.choice([1, 1, 2, 3]),
         "clip": draw.choice([None, 0.1]),
@@ -168,7 +167,8 @@ def test_a_run_goes_on_under_another_engine_as_if_it_had_not_stopped(tmp_path: A
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(40))
 def test_a_run_goes_on_at_another_number_of_processes_with_the_same_samples(tmp_path: Any, seed: int) -> None:
-    spec = {**drawn(seed), "loader": "stock", "accumulate": 1, "drop_last": True, "precision": "32-true"}
+    spec = {**drawn(seed), "samples": EVEN, "accumulate": 1, "precision": "32-true"}
+    spec["loader"] = {"combined": "combined", "stateful": "stateful"}.get(spec["loader"], "stock")
     worlds = spec["worlds"]
     names = [_engine(name, world) for name, world in zip(spec["names"], worlds, strict=True)]
     options = {"dropout": False}
