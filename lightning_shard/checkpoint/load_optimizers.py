@@ -119,7 +119,19 @@ def plan_optimizers(
         else:
             taken = _plan_groups(plan, live, source)
             match.unexpected.extend(sorted(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
+        if configured and plan.overridden and (lacking := _lacking(plan.optimizers[index], source)):
+            match.problems.append(
+                f"optimizer {index} needs {', '.join(lacking)} with the hyperparameters as configured, and it was "
+                "saved without: take the checkpoint's hyperparameters, or configure those"
+            )
     return plan
+
+
+def _lacking(optimizer: Optimizer, source: _Saved) -> list[str]:
+    """Slots that a step of ``optimizer`` makes with its own settings, and that saved state does not have."""
+    known = {slot for slots in (*source.keys.values(), *source.values.values()) for slot in slots}
+    small = optimizer_state.state_of_small(optimizer, torch.zeros(2)) if known else None
+    return sorted(plain_slots(small[1]).keys() - known) if small else []
 
 
 def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> set[str]:

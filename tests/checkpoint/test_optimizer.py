@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -361,3 +363,30 @@ def begin_a_fit(folder: str) -> str:
 def test_a_fit_does_not_begin_with_an_optimizer_that_can_not_be_saved(tmp_path):
     for said in run_distributed(begin_a_fit, 2, str(tmp_path)):
         assert said.startswith("0 steps: the state of WithNorms can't be saved: optimizer.0.parameter.norms has")
+
+
+RMS = torch.optim.RMSprop
+
+
+@pytest.mark.parametrize(
+    ("saved", "configured", "lacking"),
+    [
+        (partial(torch.optim.AdamW), partial(torch.optim.AdamW, amsgrad=True), "max_exp_avg_sq"),
+        (partial(RMS), partial(RMS, momentum=0.9, centered=True), "grad_avg, momentum_buffer"),
+        (partial(RMS, centered=True), partial(RMS, centered=False), None),
+        (partial(torch.optim.SGD, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9), None),
+    ],
+)
+def test_configured_hyperparameters_that_need_other_state_are_refused(tmp_path, saved, configured, lacking):
+    nets = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    one, other = saved(nets[0].parameters()), configured(nets[1].parameters())
+    nets[0](torch.ones(1, 2)).sum().backward()
+    one.step()
+    save_module(tmp_path / "a.ckpt", module=nets[0], optimizers=[one])
+    said = f"needs {lacking} with the hyperparameters as configured, and it was saved without"
+    with pytest.raises(CheckpointMismatchError, match=said) if lacking else nullcontext():
+        load_module(tmp_path / "a.ckpt", module=nets[1], optimizers=[other], configured=True)
+    if lacking:
+        load_module(tmp_path / "a.ckpt", module=nets[1], optimizers=[other])
+    nets[1](torch.ones(1, 2)).sum().backward()
+    other.step()
