@@ -101,7 +101,11 @@ def _try(
     def made() -> Tensor:
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
-    values, *different = [[made(), made()] for _ in range(1 + _STEPS)]
+    # What follows its progress needs some steps. Of other sizes, so that a mean over both shows.
+    steps = _STEPS if shape == _SHAPES[len(shape)] else 4 * _STEPS
+    values, *different = [[made(), 100 * made()] for _ in range(1 + steps)]
+    # Orthogonal to its value, on which AdamP's kin project whole parameters.
+    different[0] = [_turned(value) for value in values]
     # The first one twice: what estimates a step's size from its progress (Prodigy) changes it only then.
     gradients = [different[0], *different]
     with torch.random.fork_rng(in_use()):
@@ -175,6 +179,14 @@ def _refuse_unsharded(optimizer: Optimizer, tried: _Tried, *, exact: bool) -> No
             f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
             "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
         )
+
+
+def _turned(value: Tensor) -> Tensor:
+    """A tensor without any part along ``value``, nor a row's along its row."""
+    if value.ndim == 0:
+        return value.clone()
+    first, second = value.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([second, -first], -1).flatten(-2)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -49,6 +49,35 @@ class Holding(optim.SGD):
         self.masters = {0: params}
 
 
+class Projecting(Optimizer):
+    """As AdamP: without its part along the parameter where there is next to none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            step = p.grad + 0.1 * p
+            if torch.cosine_similarity(p.grad.view(-1), p.view(-1), dim=0).abs() < 1e-3 and p.ndim > 1:
+                step -= p * (p * step).sum() / p.square().sum()
+            p.sub_(0.1 * step)
+
+
+class DecayedTogether(Optimizer):
+    """As AdamS: weight decay by the mean size of all gradients, which changes the last digits."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = self.param_groups[0]["params"]
+        size = torch.cat([p.grad.view(-1) for p in every]).square().mean().sqrt()
+        for p in every:
+            p.mul_(1 - 1e-6 / size).sub_(0.1 * p.grad)
+
+
 def test_parameters_that_stage_3_emptied_are_on_no_device() -> None:
     class Unseen(optim.AdamW):
         """What the probes of this process found of AdamW does not count."""
@@ -76,6 +105,7 @@ FULL: list[Any] = [
     optim.Adafactor,
     lambda p: optim.Muon(p[:1]),
     lambda p: Wrapping(Lamb(p)),
+    Projecting,
     # On a CPU torch rounds a tensor's last elements, which fill no vector, otherwise than the others.
     lambda p: optim.AdamW(p, fused=True),
     lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -83,7 +113,7 @@ FULL: list[Any] = [
 
 
 @pytest.mark.parametrize(
-    "make", FULL, ids=["lamb", "begins at 0", "adafactor", "muon", "wrapped", "fused adamw", "fused sgd"]
+    "make", FULL, ids=["lamb", "begins at 0", "adafactor", "muon", "wrapped", "projecting", "fused adamw", "fused sgd"]
 )
 def test_others_need_full_parameters(make: Any) -> None:
     assert probed(make(parameters()))
@@ -93,6 +123,7 @@ def test_others_need_full_parameters(make: Any) -> None:
     ("make", "message"),
     [
         (NormalizedTogether, "NormalizedTogether couples parameters"),
+        (DecayedTogether, "DecayedTogether couples parameters"),
         (optim.LBFGS, "LBFGS couples parameters"),
         (Noisy, "Noisy draws random numbers"),
         (Holding, "Holding can't be tried .* its attribute masters holds the parameters"),

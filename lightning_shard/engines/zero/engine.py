@@ -293,6 +293,7 @@ class Zero(Engine):
             self._written.take_over()
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._take_over()
         return step(*args, **kwargs) if self._running is None else self._inside(step, *args, **kwargs)
 
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -266,7 +266,11 @@ def refresh(running: Running) -> None:
 def stop(running: Running) -> None:
     """Take DeepSpeed's hooks off the module and its parameters. No communication."""
     swapping.release(running.zero, running.engine.module.parameters())
+    # DeepSpeed takes all state for dicts of parameters, but an optimizer may count there (MADGRAD).
+    state = {} if running.optimizer is None else running.optimizer.state
+    others = {key: state.pop(key) for key in [key for key, each in state.items() if not isinstance(each, dict)]}
     running.engine.destroy()
+    state.update(others)
 
 
 def replay_cpu_adam(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> None:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_shard.engines.refusals import not_gathered
 from lightning_shard.engines.zero import layout
 from lightning_shard.engines.zero.gradients import user
-from lightning_shard.engines.zero.running import Running
+from lightning_shard.engines.zero.running import Running, refresh
 from lightning_shard.engines.zero.saved_weights import version
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
@@ -40,6 +40,7 @@ class Written:
         self._parameters = {fqn: p for fqn, p in named_parameters(module).items() if p.is_floating_point()}
         self._running, self._values = running, values
         self._steps, self._found = 0, False
+        self._masters = self._versions()
         self._cast = {fqn for fqn, _, kept in self._kept() if kept.dtype != self._parameters[fqn].dtype}
         self.note()
 
@@ -47,16 +48,25 @@ class Written:
         """Say that the engine has put parameters where they are now."""
         self._noted = {fqn: (version(p), _memory(p)) for fqn, p in self._parameters.items()}
 
+    def _versions(self) -> list[int]:
+        return [version(group.flat) for group in self._running.groups]
+
     def stepped(self) -> None:
         self._steps += 1
+        self._masters = self._versions()
         self.note()
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Copy what was written into the masters of stages 1 and 2. All ranks call it.
+        """Copy what was written into the masters of stages 1 and 2, or to these into the parameters. All ranks call it.
 
         ConfigurationError: stage 3 has shards alone, or the masters have more digits than what was written.
         """
+        if self._masters != self._versions():
+            # By the optimizer, outside of its step: those of ScheduleFree have values for training and for evaluation.
+            refresh(self._running)
+            self._masters = self._versions()
+            self.note()
         touched = {fqn for fqn, p in self._parameters.items() if not self._is_as_noted(fqn, p)}
         compares = self._found or self._steps <= _COMPARED
         if not touched and not compares:
