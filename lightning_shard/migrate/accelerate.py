@@ -40,6 +40,8 @@ TOP: Mapping[str, Field] = {
         "main_process_port dynamo_backend",
     ),
     **each(Field(kind="int"), "num_machines num_processes"),
+    # Newer versions of Accelerate refuse it here, but files have it.
+    "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int", "auto"),
     "use_cpu": Field(kind="bool"),
     "rdzv_backend": satisfied("the launcher's; see the first lines of the file that is written", "str", "static", ""),
     "same_network": setting("", "bool", True, False),

@@ -107,6 +107,10 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     # With a + a list is added to that of another file.
     keys = [*known.trainer_keys, *(f"{key}+" for key in known.trainer_keys)]
     reading.check_keys("trainer", trainer, keys, "the Trainer")
+    if (accelerator := trainer.get("accelerator")) in _NOT_HERE:
+        reading.problems.append(
+            f"trainer.accelerator is {shown(accelerator)!r}, but the engines run on CPUs and GPUs: set it to gpu or cpu"
+        )
     strategy = trainer.pop("strategy", None)
     given_before = reading.engine
     if given_before is not None:
@@ -133,6 +137,8 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     content = {**content, "trainer": trainer}
     reading.carried = copy.deepcopy(content)
 
+
+_NOT_HERE = ("hpu", "tpu", "ipu", "hpu_parallel")
 
 _SHOWN = (
     "accelerator", "num_nodes", "devices", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",

@@ -285,3 +285,8 @@ def test_the_axes_of_deepspeed(migrated: Callable[..., dict[str, Any]], refused:
     content = zero(zero_stage=3)
     assert arguments(migrated({**content, "parallelism_config": {"dp_shard_size": 2}}))["stage"] == 3
     assert "sp_size: 2. The mesh has the axes" in refused({**content, "parallelism_config": {"sp_size": 2}})
+
+
+def test_accumulation_at_the_top_of_the_file(migrated: Callable[..., dict[str, Any]]) -> None:
+    given = {"distributed_type": "MULTI_GPU", "num_processes": 8, "gradient_accumulation_steps": 4}
+    assert migrated(given)["trainer"]["accumulate_grad_batches"] == 4

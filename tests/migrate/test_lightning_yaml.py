@@ -216,3 +216,9 @@ def test_files_of_nemo(
 )
 def test_files_of_other_trainers_are_not_taken_for_others(keys: str, whose: str, refused: Callable[..., str]) -> None:
     assert f"is a file of {whose}" in refused({key: {} for key in keys.split()})
+
+
+@pytest.mark.parametrize("accelerator", ["hpu", "tpu"])
+def test_accelerators_on_which_nothing_runs(accelerator: str, refused: Callable[..., str]) -> None:
+    said = refused({"trainer": {"accelerator": accelerator, "devices": 8, "strategy": "ddp"}})
+    assert f"trainer.accelerator is '{accelerator}', but the engines run on CPUs and GPUs" in said
