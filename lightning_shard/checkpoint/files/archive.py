@@ -13,7 +13,7 @@ import struct
 import sys
 import zipfile
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,6 +123,9 @@ def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
     known = torch.serialization.safe_globals([(stand_in, name) for name, stand_in in (allowed or {}).items()])
     with known, damaged_if(partial(refusal, path)):
         tree = torch.load(path, map_location="meta", weights_only=True, mmap=False)
+        tensors: list[Tensor] = []
+        tree_map_only(Tensor, tensors.append, tree)
+        file.check_places(tensor.untyped_storage() for tensor in tensors if _is_dense(tensor))
         return tree_map_only(Tensor, partial(_archived, file), tree)
 
 
@@ -147,6 +150,27 @@ class _Archive:
             raise CheckpointError(f"{path} was written on a machine of another byte order ({orders[0]!r})")
         self._starts = [info.header_offset for info in self._records]
         self._checked: set[str] = set()
+
+    def check_places(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Refuse a file that was zipped anew: of its own files torch computes where storages lie, and does not look.
+
+        It writes ``data/0``, ``data/1`` ... one after the other; what begins where one of its size does is that one.
+        """
+        if not any(info.filename.endswith("/.format_version") for info in self._records):
+            return
+        sizes, numbers = dict[int, int](), list[int]()
+        with open(self.path, "rb") as stream:
+            for info in self._records:
+                if (found := re.fullmatch("[^/]*/data/([0-9]+)", info.filename)) is not None:
+                    numbers.append(int(found[1]))
+                    stream.seek(info.header_offset + 26)  # the lengths of the name and of what follows it
+                    sizes[info.header_offset + 30 + sum(struct.unpack("<2H", stream.read(4)))] = info.file_size
+        lie = (sizes.get(cast(int, storage._checkpoint_offset)) == storage.nbytes() for storage in storages)
+        if numbers != sorted(set(numbers)) or not all(lie):
+            raise CheckpointError(
+                f"{self.path} was zipped anew, or is damaged: its tensors do not lie where torch.save puts them. Save "
+                "it again, by torch.save(torch.load(path), path), or use another checkpoint."
+            )
 
     def read(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
         """``count`` values from byte ``start`` of the file on."""
@@ -181,8 +205,12 @@ def materialize(value: Any) -> Any:
     return tree_map_only(StoredTensor, lambda stored: stored.read(), value)
 
 
+def _is_dense(value: Tensor) -> bool:
+    return value.layout == torch.strided and not value.is_quantized
+
+
 def _archived(file: _Archive, meta: Tensor) -> ArchivedTensor:
-    if meta.layout != torch.strided or meta.is_quantized:
+    if not _is_dense(meta):
         raise CheckpointError(f"{file.path} holds a {meta.layout} tensor; only dense tensors can be read")
     # torch notes in a storage without bytes where they lie in the file.
     begin = cast(int, meta.untyped_storage()._checkpoint_offset)
