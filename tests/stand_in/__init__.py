@@ -109,19 +109,7 @@ class Current:
         extension().set_device(self._before)
 
 
-TOTAL = 8 << 30  # bytes
-_KIND = types.SimpleNamespace(name=NAME, total_memory=TOTAL, major=9, minor=0, multi_processor_count=1)
 _NO_STATE = torch.zeros(16, dtype=torch.uint8)  # random numbers are drawn from the CPU's generator
-
-
-def _memory(device: Any = None) -> dict[str, int]:
-    now, most = extension().allocated(_index(device)), extension().peak(_index(device))
-    of = {
-        f"{kind}_bytes.all.{when}": n
-        for kind in ("allocated", "reserved")
-        for when, n in (("current", now), ("peak", most))
-    }
-    return {**of, "num_alloc_retries": 0, "num_ooms": 0}
 
 
 def _module() -> types.ModuleType:
@@ -137,7 +125,9 @@ def _module() -> types.ModuleType:
         set_device=lambda device: extension().set_device(_index(device)),
         synchronize=lambda device=None: torch.accelerator.synchronize(_index(device)),
         device=Current,
-        get_device_properties=lambda device=None: _KIND,
+        get_device_properties=lambda device=None: types.SimpleNamespace(
+            name=NAME, total_memory=extension().total, major=9, minor=0, multi_processor_count=1
+        ),
         get_device_name=lambda device=None: NAME,
         get_device_capability=lambda device=None: (9, 0),
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
@@ -155,13 +145,13 @@ def _module() -> types.ModuleType:
         ),
         set_stream=torch.accelerator.set_stream,
         # Memory
-        memory_stats=_memory,
-        memory_allocated=lambda device=None: extension().allocated(_index(device)),
-        max_memory_allocated=lambda device=None: extension().peak(_index(device)),
-        memory_reserved=lambda device=None: extension().allocated(_index(device)),
-        max_memory_reserved=lambda device=None: extension().peak(_index(device)),
-        reset_peak_memory_stats=lambda device=None: extension().reset_peak(_index(device)),
-        mem_get_info=lambda device=None: (TOTAL - extension().allocated(_index(device)), TOTAL),
+        memory_stats=lambda device=None: torch.accelerator.memory_stats(_index(device)),
+        memory_allocated=lambda device=None: torch.accelerator.memory_allocated(_index(device)),
+        max_memory_allocated=lambda device=None: torch.accelerator.max_memory_allocated(_index(device)),
+        memory_reserved=lambda device=None: torch.accelerator.memory_reserved(_index(device)),
+        max_memory_reserved=lambda device=None: torch.accelerator.max_memory_reserved(_index(device)),
+        reset_peak_memory_stats=lambda device=None: torch.accelerator.reset_peak_memory_stats(_index(device)),
+        mem_get_info=lambda device=None: torch.accelerator.get_memory_info(_index(device)),
         empty_cache=lambda: None,
         # Random numbers
         _is_in_bad_fork=lambda: False,

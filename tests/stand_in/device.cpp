@@ -167,6 +167,7 @@ struct Block { size_t size = 0; Device device = c10::kCPU; std::set<Key> streams
 std::map<char*, Block>& blocks() { static auto* all = new std::map<char*, Block>; return *all; }
 std::map<char*, size_t>& pinned() { static auto* all = new std::map<char*, size_t>; return *all; }
 int64_t allocated[kDevices] = {}, peak[kDevices] = {};
+constexpr int64_t kTotal = int64_t(8) << 30;  // bytes of a device
 
 void Guard::recordDataPtrOnStream(const c10::DataPtr& ptr, const Stream& s) const {
   std::lock_guard<std::recursive_mutex> lock(mutex);
@@ -192,7 +193,7 @@ void release(void* context) {
   else free(begin);
 }
 
-struct DeviceAllocator final : c10::Allocator {
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     Device device(kStandIn, current_device);
@@ -206,6 +207,22 @@ struct DeviceAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override { launch(); memcpy(to, from, n); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& ptr, Stream stream) override { Guard().recordDataPtrOnStream(ptr, stream); }
+  // Nothing is cached: what is reserved is what is allocated.
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
+      (*bytes)[0].current = allocated[device];
+      (*bytes)[0].peak = peak[device];
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex device) override { peak[device] = allocated[device]; }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override { return {kTotal - allocated[device], kTotal}; }
 };
 DeviceAllocator device_allocator;
 REGISTER_ALLOCATOR(kStandIn, &device_allocator);
@@ -668,10 +685,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return c10::static_intrusive_pointer_cast<c10d::Backend>(c10::make_intrusive<Group>(rank, size, std::move(gloo)));
   });
   m.def("device_count", [] { return int(kDevices); });
+  m.attr("total") = kTotal;
   m.def("current_device", [] { return int(current_device); });
   m.def("set_device", [](int d) { Guard().setDevice(Device(kStandIn, d)); });
-  m.def("allocated", [](int d) { return allocated[d]; });
-  m.def("peak", [](int d) { return peak[d]; });
-  m.def("reset_peak", [](int d) { peak[d] = allocated[d]; });
   m.def("counts", [] { return std::map<std::string, int64_t>{{"host_waits", host_waits}, {"late_copies", late_copies}, {"hazards", hazards}}; });
 }
