@@ -234,7 +234,7 @@ def _accelerate_deepspeed() -> None:
             self._compile_backend, self._nvtx_domains = "inductor", {}
 
         def available_memory(self, device_index: Any = None) -> int:
-            return TOTAL
+            return int(extension().total)
 
         def lazy_call(self, callback: Any) -> None:
             callback()
