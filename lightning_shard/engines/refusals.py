@@ -39,12 +39,22 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
         )
 
 
+def refuse_lazy(module: nn.Module, strategy: str, ignored: Container[Tensor] = ()) -> None:
+    """Refuse parameters without a size, but those that are ``ignored``: ConfigurationError."""
+    if lazy := [name for name, p in module.named_parameters() if p not in ignored and is_lazy(p)]:
+        raise ConfigurationError(
+            f"{strategy} can't take parameters that are uninitialized, without a size before a first forward: "
+            f"{', '.join(lazy)}. Run a batch through the model in configure_model, or give the modules their sizes."
+        )
+
+
 def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, ignored: Container[Tensor] = ()) -> None:
     """Refuse parameters of kinds that an engine which shards can't step, all of them named.
 
     ``hooked``: also those that a module's own hook reads ahead of the engine's. Those that are ``ignored`` may be of
     any kind. The ConfigurationError says what to use.
     """
+    refuse_lazy(module, strategy, ignored)
     inside = dict(module.named_modules())
     sparse = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "sparse", False) is True}
     # Its forward writes them, where an engine sees gathered or cast copies.
@@ -52,7 +62,6 @@ def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, igno
     scripted = {f"{n}.{p}" for n, m in inside.items() if isinstance(m, ScriptModule) for p, _ in m.named_parameters()}
     buffers = {name for name, _ in module.named_buffers()}
     kinds: dict[str, Callable[[str, Tensor], bool]] = {
-        "uninitialized (run a batch through the model in configure_model)": lambda n, p: is_lazy(p),
         "complex (use its real view, torch.view_as_real)": lambda n, p: p.is_complex(),
         "with sparse gradients (set sparse=False)": lambda n, p: n in sparse and p.requires_grad,
         "renormalised in forward (clip a copy there in place of max_norm)": lambda n, p: (

@@ -12,7 +12,7 @@ from lightning_shard.errors import ConfigurationError
 
 def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
     module = nn.Module()
-    module.lazy, module.table = nn.LazyLinear(2), nn.Embedding(4, 2, sparse=True)
+    module.table = nn.Embedding(4, 2, sparse=True)
     module.clipped, module.scripted = nn.Embedding(4, 2, max_norm=1.0), torch.jit.script(nn.Linear(2, 2, bias=False))
     module.frozen = nn.Embedding(4, 2, sparse=True, max_norm=1.0).requires_grad_(False)
     module.phase, module.none = nn.Parameter(torch.zeros(2, dtype=torch.complex64)), nn.Parameter(torch.zeros(0, 2))
@@ -22,7 +22,6 @@ def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
     for text in (
         "complex (use its real view, torch.view_as_real): phase",
         "without elements (register it as a buffer): none",
-        "uninitialized (run a batch through the model in configure_model): lazy.weight, lazy.bias",
         "renormalised in forward (clip a copy there in place of max_norm): clipped.weight",
         "of scripted modules (use the Python module, and compile: true): scripted.weight",
         "with sparse gradients (set sparse=False): table.weight",
@@ -30,6 +29,13 @@ def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
         assert text in said
     refuse_kinds(module, "ShardFSDPStrategy", ignored={*module.parameters()})
     refuse_kinds(module.frozen, "ShardFSDPStrategy")
+
+
+def test_parameters_without_a_size_are_refused() -> None:
+    module = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match=r"uninitialized.*: 0\.weight, 0\.bias\. Run a batch"):
+        refuse_kinds(module, "ShardFSDPStrategy")
+    refuse_kinds(module, "ShardFSDPStrategy", ignored={*module.parameters()})
 
 
 def test_trained_fp64_parameters_are_refused() -> None:
