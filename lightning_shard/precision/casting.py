@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id  # which backward pass runs, as torch.utils.checkpoint asks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
@@ -179,20 +180,29 @@ _depth = 0  # How many modules with a cast output are being called, one inside t
 _autocast: dict[str, bool] = {}  # Device type to whether autocast was on where the outermost of them was called.
 
 
+_NO_BACKWARD = -1
 _LEAVING = 2**62  # The number of the hook after a module's call, which no other hook has.
 
 
 def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
     """Cast the output of calls that come from no other module, and switch autocast off for what runs inside of them.
 
-    A compiler only sees calls inside of a module.
+    What a user's ``torch.utils.checkpoint`` calls again in backward comes from where it came from in forward. A
+    compiler only sees calls inside of a module.
     """
+    nested, again = False, False
 
     def enter(module: nn.Module, args: Any) -> None:
         global _depth
+        nonlocal nested, again
         if torch.compiler.is_compiling():
             return
+        in_backward = _current_graph_task_id() != _NO_BACKWARD
+        if not in_backward:
+            nested = _depth > 0
         if _depth == 0:
+            again = in_backward and nested
+        if _depth == 0 and not again:
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     torch.set_autocast_enabled(device, False)
@@ -204,7 +214,7 @@ def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], Non
         if torch.compiler.is_compiling():
             return None
         _depth -= 1
-        if _depth > 0:
+        if _depth > 0 or again:
             return None
         while _autocast:
             torch.set_autocast_enabled(*_autocast.popitem())
