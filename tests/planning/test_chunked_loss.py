@@ -40,7 +40,7 @@ def counted(name: str, precision: str) -> list[tuple[int, int]]:
     """Counted and predicted peak for each number of chunks."""
     found = []
     for chunks in CHUNKS:
-        peaks.MODELS["chunked"] = lambda chunks=chunks: WideHead(chunks)
+        peaks.FORMS["chunked"] = lambda chunks=chunks: WideHead(chunks)
         found.append(peaks.peaks("chunked", name, precision, None, 64)[:2])
     return found
 

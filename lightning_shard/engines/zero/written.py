@@ -40,12 +40,12 @@ class Written:
         self._parameters = {fqn: p for fqn, p in named_parameters(module).items() if p.is_floating_point()}
         self._running, self._values = running, values
         self._steps, self._found = 0, False
-        self._masters = self._versions()
         self._cast = {fqn for fqn, _, kept in self._kept() if kept.dtype != self._parameters[fqn].dtype}
         self.note()
 
     def note(self) -> None:
-        """Say that the engine has put parameters where they are now."""
+        """Say that the engine has put parameters where they are now, and written the masters."""
+        self._masters = self._versions()
         self._noted = {fqn: (version(p), _memory(p)) for fqn, p in self._parameters.items()}
 
     def _versions(self) -> list[int]:
@@ -53,7 +53,6 @@ class Written:
 
     def stepped(self) -> None:
         self._steps += 1
-        self._masters = self._versions()
         self.note()
 
     @torch.no_grad()
@@ -65,7 +64,6 @@ class Written:
         if self._masters != self._versions():
             # By the optimizer, outside of its step: those of ScheduleFree have values for training and for evaluation.
             refresh(self._running)
-            self._masters = self._versions()
             self.note()
         touched = {fqn for fqn, p in self._parameters.items() if not self._is_as_noted(fqn, p)}
         compares = self._found or self._steps <= _COMPARED
@@ -81,6 +79,8 @@ class Written:
                 wrong.append(fqn)
             else:
                 kept.copy_(own)
+        # Ranks write to their own parts, and what one alone has written is not the optimizer's.
+        self._masters = self._versions()
         if self._steps <= _COMPARED and (self._cast or self._running.stage == 3):
             # Each rank has compared its own part.
             wrong = [fqn for found in Ranks.of().gather(wrong) for fqn in found]
