@@ -148,7 +148,8 @@ def load_training_state(
     hyperparameters of optimizers that differ from the checkpoint's stay as they are. With ``averaged``, weights get
     their averages where the checkpoint has some.
 
-    Raises on every rank the same, before any tensor is changed: CheckpointMismatchError (missing, unexpected and
+    Raises on every rank the same, before any value is changed (buffers may have been resized by the module's own code):
+    CheckpointMismatchError (missing, unexpected and
     reshaped keys together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors
     are read: CheckpointCorruptError.
     """
