@@ -20,6 +20,8 @@ A message says the value that was found, the rule it breaks and what to do. Erro
 every rank.
 """
 
+from collections import abc
+
 
 class ShardError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -71,3 +73,12 @@ class CheckpointMismatchError(CheckpointError):
 
 class CheckpointUnreachableError(CheckpointError):
     """An object store that does not answer, or refuses: what is there can't be told."""
+
+
+def chain(error: BaseException | None) -> abc.Iterator[BaseException]:
+    """``error`` and what it was raised from or beside, each once: such chains may be closed."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

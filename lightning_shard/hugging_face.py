@@ -42,9 +42,10 @@ def read_config(config: str) -> Any:
             raise FileNotFoundError(f"there is no such file, nor folder (from {Path.cwd()})")
         found = AutoConfig.from_pretrained(path) if path.exists() else getattr(importlib.import_module(module), name)()
     except Exception as error:  # of whatever a class of configurations refuses
+        yaml = f" A run's own file is given as --config {config}." if path.suffix in (".yaml", ".yml") else ""
         raise ConfigurationError(
             f"config is {config!r}, which can't be read: {error}. Give a config.json of transformers, the folder that "
-            "it is in, or a class: transformers.LlamaConfig."
+            f"it is in, or a class: transformers.LlamaConfig.{yaml}"
         ) from error
     if not isinstance(found, PretrainedConfig):
         raise ConfigurationError(f"config is {config!r}, a {type(found).__name__}, and no configuration of a model.")

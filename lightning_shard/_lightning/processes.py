@@ -31,9 +31,11 @@ _LAST_WORDS_SECONDS = 5.0
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each other process; where there is none, a notebook can be what runs."""
 
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if self.is_interactive_compatible:  # else LOCAL_RANK is set, and a later fit takes its processes for started
+            return function(*args, **kwargs)
         os.environ[_STARTED_BY] = str(os.getpid())
-        return super().launch(*args, **kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -44,18 +46,24 @@ class ChildrenLauncher(MultiProcessingLauncher):
     """Starts all processes as children of this one, whose module is given the full weights at the end of a fit."""
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._start_method == "fork" and dist.is_initialized():
-            raise ConfigurationError(
-                "start_method is 'fork', but this process has a process group, such as that of an earlier fit with "
-                "devices=1, which forked processes would take for their own. Start the notebook's kernel anew and fork "
-                "first, or call torch.distributed.destroy_process_group(), after which modules that were sharded in "
-                "this process can't be used any more."
-            )
+        if self._start_method == "fork":
+            # Each child would take it for its own, and train alone.
+            refuse_smaller_group(len(self._strategy.parallel_devices or ()))
         return super().launch(*args, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         trainer.lightning_module.register_state_dict_post_hook(_full_tensors)
         return super()._collect_rank_zero_results(trainer, results)
+
+
+def refuse_smaller_group(size: int) -> None:
+    """ConfigurationError: a run of ``size`` processes begins in the process group of an earlier one with fewer."""
+    if dist.is_initialized() and dist.get_world_size() < size:
+        raise ConfigurationError(
+            f"The Trainer asks for {size} processes, but this one is in a group of {dist.get_world_size()}, such as "
+            "that of an earlier fit with fewer devices. Start the script or the notebook's kernel anew, or call "
+            "torch.distributed.destroy_process_group(), after which modules that were sharded can't be used any more."
+        )
 
 
 def launcher(strategy: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"]) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_shard._lightning import Replacements
+from lightning_shard._lightning import Replacements, processes
 from lightning_shard.resume.metrics import set_update_count
 
 # Hooks that run again in a resumed run, or at the epoch's real end: their values must not be counted twice.
@@ -49,6 +49,8 @@ def log_graphs(replacements: Replacements, trainer: Trainer) -> None:
     """
     module = trainer.lightning_module
     sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
+    if (first := next(module.parameters(), None)) is not None:
+        processes.set_device(module, first.device)  # where loggers put the example input
     for logger in trainer.loggers if trainer.enable_autolog_hparams else []:
         try:
             if not sharded:

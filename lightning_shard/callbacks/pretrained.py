@@ -8,6 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_shard.arguments import checked
 from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.names import class_name
 
 
 class PretrainedWeights(Callback):
@@ -47,7 +48,7 @@ class PretrainedWeights(Callback):
         except AttributeError:
             children = ", ".join(name for name, _ in pl_module.named_children())
             raise ConfigurationError(
-                f"PretrainedWeights: module is {self.module!r}, which {type(pl_module).__name__} does not have. Its "
+                f"PretrainedWeights: module is {self.module!r}, which {class_name(pl_module)} does not have. Its "
                 f"submodules are {children}."
             ) from None
         load_pretrained(module, self.path, rename=self.rename, strict=self.strict)

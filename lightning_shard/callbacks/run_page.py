@@ -13,6 +13,7 @@ from lightning_shard.arguments import checked
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.memory import memory_table
+from lightning_shard.tensors.names import class_name
 from lightning_shard.text import show_seconds
 
 Points = list[tuple[int, float]]  # step and value
@@ -122,7 +123,7 @@ class RunPageCallback(Callback):
             if isinstance(c, MemoryCallback) and c.measured is not None
         ]
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(page(type(trainer.lightning_module).__name__, facts, self.metrics, self.marks, tables))
+        self._file.write_text(page(class_name(trainer.lightning_module), facts, self.metrics, self.marks, tables))
         rank_zero_info(f"page of the run: {self._file}")
 
 

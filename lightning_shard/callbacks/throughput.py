@@ -21,7 +21,6 @@ from lightning_shard._lightning.loops import follow_actions
 from lightning_shard.arguments import checked
 from lightning_shard.devices import name_of
 from lightning_shard.engines.resident import is_sharded
-from lightning_shard.engines.units import class_name
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import throughput
 from lightning_shard.meters.flops import FlopCount, count_flops
@@ -29,6 +28,7 @@ from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.precision.policy import BITS
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.fake import meta_copy, put_on_device
+from lightning_shard.tensors.names import class_name
 from lightning_shard.text import first_line
 
 

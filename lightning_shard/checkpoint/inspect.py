@@ -120,7 +120,8 @@ def verify(path: layout.StrPath) -> list[str]:
     """Check every file of the checkpoint at ``path``; returns the names of what was checked. One process calls it.
 
     Of a portable checkpoint each file is compared with its size and checksum, and the metadata and the trainer's
-    state are opened as a load does; of a file of ``torch.save`` each record is compared with its own checksum.
+    state are opened as a load does; of a file of ``torch.save`` each record is compared with its own checksum, and it
+    is opened as a load does.
 
     Raises CheckpointCorruptError that names every damaged file, CheckpointNotFoundError, and CheckpointError for a
     form that has no checksums.
@@ -150,10 +151,11 @@ def verify(path: layout.StrPath) -> list[str]:
 
 
 def _verify_archive(path: Path) -> list[str]:
-    """Every record of a zip file against its CRC-32."""
+    """Every record of a zip file against its CRC-32, and whether what is in it can be loaded."""
     with layout.damaged_if(lambda error: f"{path} is damaged: {error}. Use another checkpoint."):
         check_archive(path, path)
         with zipfile.ZipFile(path) as archive:
             if (bad := archive.testzip()) is not None:
                 raise zipfile.BadZipFile(f"Bad CRC-32 for file {bad!r}")
+    open_full(path, number=True)
     return [path.name]

@@ -82,8 +82,7 @@ class ShardCLI(ConfiguredCLI):
             # Lightning ends a run in which Ctrl-C was pressed by itself.
             if isinstance(ended.__context__, KeyboardInterrupt) and self.trainer.is_global_zero:
                 print(f"interrupted at step {self.trainer.global_step}")
-                if not self._print_checkpoints():
-                    print("no checkpoint was saved")
+                self._print_checkpoints(wanted=True)
             raise
         except Exception as error:
             cause = failures.cause_of(error, getattr(getattr(self, "parser", None), "failure", None))
@@ -157,14 +156,23 @@ class ShardCLI(ConfiguredCLI):
             release_signals()  # nobody else notes them
 
     def after_fit(self) -> None:
-        """Say where the checkpoint is, and how to validate it and go on; rank 0."""
+        """Say where the checkpoint is, and how to validate it and go on, or what was not done; rank 0."""
         if self.trainer.is_global_zero:
-            self._print_checkpoints()
+            if 0 in (self.trainer.num_training_batches, self.trainer.limit_train_batches):
+                print("nothing was trained: the training dataloader has no batches")
+            self._print_checkpoints(wanted=self.trainer.checkpoint_callback is not None)
 
-    def _print_checkpoints(self) -> bool:
+    def _print_checkpoints(self, *, wanted: bool) -> None:
+        logged = sorted(self.trainer.callback_metrics)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if (monitor := getattr(callback, "monitor", None)) and monitor not in (*logged, "epoch", "step"):
+                said = f"monitors {monitor!r}, which was never logged. Logged were: {', '.join(logged) or 'nothing'}"
+                print(f"{type(callback).__name__} {said}")
         callback, prog = self.trainer.checkpoint_callback, self.parser.prog
         if not isinstance(callback, ModelCheckpoint) or not (callback.best_model_path or callback.last_model_path):
-            return False
+            if wanted:
+                print("no checkpoint was saved")
+            return
         best, last = _shortest(callback.best_model_path), _shortest(callback.last_model_path)
         score = callback.best_model_score if best else None
         scored = "" if score is None else f" (best {callback.monitor}: {float(score):.6g})"
@@ -177,7 +185,6 @@ class ShardCLI(ConfiguredCLI):
             arguments = validate_arguments(self._arguments, loading[0])
             print(f"validate it with: {program} {shlex.join(arguments)}")
             print(f"resume with: {program} {shlex.join(['fit', *arguments[1:-1], loading[-1]])}")
-        return bool(loading)
 
 
 _FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them

@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
-from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace
+from lightning_shard.commands.options import add_output, count, options_parser, refuse_to_replace
 from lightning_shard.devices import accelerator, name_of, visible
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.traffic import Links, write_links
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--folder", type=Path, help="folder that all nodes are to share, such as the run's default_root_dir")
     add("--seconds", type=float, default=120.0, help="how long a process may be late (default: 120)")
-    add("--megabytes", type=int, help="size of what is gathered (default: 256 on GPUs, else 16)")
+    add("--megabytes", type=count, help="size of what is gathered (default: 256 on GPUs, else 16)")
     add_output(parser, "speeds of all-gathers in and between nodes, for plan --links FILE")
     add("--backend", choices=["gloo", "nccl"], help="backend (default: nccl where there are GPUs)")
     return parser

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.cluster.traces import package_of, user_frame
 from lightning_shard.commands.options import UsageError
-from lightning_shard.errors import ShardError
+from lightning_shard.errors import ShardError, chain
 
 MISTAKE_EXIT_CODE = 2
 # How long a rank other than 0 keeps a mistake to itself: rank 0 has most often made the same one, says it, and
@@ -37,7 +37,15 @@ def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mappi
             raise SystemExit(MISTAKE_EXIT_CODE) from error
         terminate(children)
         return
-    rank = global_rank(environ)
+    if not getattr(error, "said", False):  # by another rank, whose failure this is the outcome of
+        _say(error, arguments, global_rank(environ))
+    terminate(children)
+    if "--traceback" in arguments:
+        traceback.print_exception(error)
+    raise SystemExit(MISTAKE_EXIT_CODE) from error
+
+
+def _say(error: Exception, arguments: Sequence[str], rank: int) -> None:
     if rank != 0:
         time.sleep(_SILENCE_SECONDS)
     sys.stdout.flush()
@@ -45,18 +53,12 @@ def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mappi
     raised = f"\n(raised in {where})" if where else ""
     file = broken_config(arguments) if isinstance(error, UsageError) else ""
     print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {file}{error}{raised}", file=sys.stderr, flush=True)
-    terminate(children)
-    if "--traceback" in arguments:
-        traceback.print_exception(error)
-    raise SystemExit(MISTAKE_EXIT_CODE) from error
 
 
 def _where(error: BaseException) -> str | None:
     """The user's line; of a module that can't be imported, of which the parser tells the words alone, that line."""
-    inner = error.__cause__ or error.__context__
-    while inner is not None and not isinstance(inner, ImportError):
-        inner = inner.__cause__ or inner.__context__
-    return user_frame(error) or (None if inner is None else user_frame(inner))
+    inner = (one for one in chain(error) if one is not error and isinstance(one, ImportError))
+    return user_frame(error) or next(map(user_frame, inner), None)
 
 
 def broken_config(arguments: Sequence[str]) -> str:

@@ -34,7 +34,10 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
 }
 """Each with what its answer must match."""
 
-_STEPS_ON_HOST = r"shard_deepspeed_\w+_offload(_nvme)?"
+_NEEDS = {  # of an optimizer, by engine and precision
+    r"shard_deepspeed_\w+_offload(_nvme)? in (bf16|16)-true": "DeepSpeedCPUAdam",
+    r"shard_(ddp|fsdp)\w*(?<!_aligned) in 16-true": "an eps that is not zero in fp16",
+}
 
 _DESCRIPTION = """\
 Look at this machine, ask five things, and write one complete YAML with comments that trains as it is. --answers gives
@@ -89,9 +92,11 @@ def main(arguments: Sequence[str]) -> int:
     usual = ("quickstart", f"{gpus} gpu" if gpus else "2 cpu", "yes" if shutil.which("sbatch") else "no", "choose")
     found = _answers(options.answers, [*usual, "bf16-mixed" if gpus else "32-true"])
     own = "/" not in found["train"] and found["train"] != "quickstart"
-    if not own and found["precision"] in ("bf16-true", "16-true") and re.fullmatch(_STEPS_ON_HOST, found["engine"]):
+    form = f"{found['engine']} in {found['precision']}"
+    needs = next((what for forms, what in _NEEDS.items() if re.fullmatch(forms, form)), None)
+    if not own and needs:
         raise ConfigurationError(
-            f"{found['engine']} in {found['precision']} needs DeepSpeedCPUAdam; {found['train']} has torch's AdamW. "
+            f"{form} needs {needs}; {found['train']} has torch's AdamW. "
             f"Take {found['engine']}_aligned, or {found['precision'].replace('true', 'mixed')}."
         )
     copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]

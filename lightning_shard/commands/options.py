@@ -20,7 +20,14 @@ class UsageError(Exception):
     """Arguments or a configuration file that can't be parsed; the message is complete."""
 
 
-_KINDS = {"int": "a whole number", "float": "a number"}
+_KINDS = {"int": "a whole number", "float": "a number", "count": "a whole number, 1 or more"}
+
+
+def count(text: str) -> int:
+    """The type of an option that is 1 or more."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 class OptionsParser(argparse.ArgumentParser):
@@ -55,7 +62,7 @@ class OptionsParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         name, _, said = message.removeprefix("argument ").partition(": ")
-        if wrong := re.match(r"invalid (int|float) value: '(.*)'", said):
+        if wrong := re.match(r"invalid (\w+) value: '(.*)'", said):
             message = f"{name}: got {wrong[2]}; allowed: {_KINDS[wrong[1]]}"
         elif wrong := re.match(r"invalid choice: '(.*?)' \(choose from (.*)\)", said):
             choices = wrong[2].replace("'", "")

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_shard.commands.options import options_parser
+from lightning_shard.commands.options import count, options_parser
 
 _DESCRIPTION = """\
 Train a tiny model by every engine on the processes that this is started on: alone it starts 2 on the CPU, or one for
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     add("--names", nargs="+", metavar="NAME", help="strategies (default: aligned DDP, FSDP and ZeRO 1 to 3)")
     add("--precision", choices=["32-true", "bf16-mixed"], default="bf16-mixed", help="default: bf16-mixed")
     add("--accelerator", choices=["cpu", "gpu"], help="devices (default: gpu where there are GPUs)")
-    add("--devices", type=int, help="processes where no launcher has started them (default: 2, or all GPUs)")
+    add("--devices", type=count, help="processes where no launcher has started them (default: 2, or all GPUs)")
     folder = "where checkpoints go and are removed from, shared by all nodes (default: selftest in this folder)"
     add("--folder", type=Path, default=Path("selftest"), help=folder)
     return parser

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.policy import DTYPES
+from lightning_shard.tensors.names import class_name
 from lightning_shard.text import did_you_mean
 
 ClassNames = list[str | type[nn.Module]]
@@ -203,14 +204,6 @@ def runs_forward(module: nn.Module) -> bool:
     """
     has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)
-
-
-def class_name(module: nn.Module) -> str:
-    """The name of a module's own class, also once an engine has put its own class in front (``FSDPBlock``)."""
-    for cls in type(module).__mro__:
-        if not cls.__module__.startswith("torch.distributed") and cls.__module__ != "abc":
-            return cls.__name__
-    return type(module).__name__
 
 
 def _check_names(root: nn.Module, names: list[str]) -> None:

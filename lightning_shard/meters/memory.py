@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.resident import Resident, is_sharded, unsharded
 from lightning_shard.engines.transforms import SAVED_OBSERVERS
+from lightning_shard.errors import chain
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount, most
 from lightning_shard.meters.throughput import size_text
 from lightning_shard.tensors.tracing import tree_leaves
@@ -221,6 +222,7 @@ def memory_table(
 _REASONS = {
     "activations": "measured alone; `lightning-shard plan` predicts them",
     "communication": "predicted at the peak of backward, counted at the end of it",
+    "gradients": "predicted while a unit's full ones are not reduced yet, counted when all are",
 }
 """Why a kind's measured bytes differ from those predicted."""
 
@@ -293,15 +295,11 @@ _WORDS = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, or what it was raised from, says so."""
-    seen: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in seen:
-        said = isinstance(following, RuntimeError) and any(words in str(following) for words in _WORDS)
-        if said or isinstance(following, torch.OutOfMemoryError | MemoryError):
-            return True
-        seen.append(following)
-        following = following.__cause__ or following.__context__
-    return False
+    return any(
+        isinstance(one, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(one, RuntimeError) and any(words in str(one) for words in _WORDS))
+        for one in chain(error)
+    )
 
 
 def append_to_message(error: BaseException, text: str) -> None:

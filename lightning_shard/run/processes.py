@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -38,7 +39,7 @@ from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, chain
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.ranks import forget_made_groups, set_timeout
 
@@ -83,7 +84,9 @@ class Processes:
         self._device = device
         options: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
         backend = self._backend or dist.get_default_backend_for_device(device)
-        if not dist.is_initialized() and environment.world_size() > 1:
+        world = environment.world_size()
+        processes.refuse_smaller_group(world)
+        if not dist.is_initialized() and world > 1:
             store, place = self._meet(environment, launch, os.environ, settings, root)
             prepare_gloo(place.address, os.environ, gpu=device.type != "cpu")
             store.set_timeout(self.timeout)
@@ -159,6 +162,8 @@ def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu:
     return Launch(nodes=nodes, devices=devices, launcher=launcher, gpu=gpu)
 
 
+_LETTING_GO_SECONDS = 0.05
+
 # The process group of this process, where its ranks met, and how many runs there were on it.
 _met: tuple[ProcessGroup, Place, int] | None = None
 
@@ -194,6 +199,8 @@ def _leave() -> None:
     if made is not None and made[0] is group.WORLD and not hasattr(sys, "last_value"):
         forget_made_groups()
         destroy_process_group()
+        # What is still there keeps the group, and its thread may be letting go of the last collective's tensors.
+        time.sleep(_LETTING_GO_SECONDS)
 
 
 class RunWatch:
@@ -274,14 +281,12 @@ class RunWatch:
 
 
 def _say_nothing_of(outcome: BaseException) -> None:
-    """Print no traceback where ``outcome`` ends this process: its cause is on another rank, and was said in a line."""
+    """Print nothing more where ``outcome`` ends this process: its cause is on another rank, and was said in a line."""
+    outcome.said = True  # type: ignore[attr-defined]
     print_traceback = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        link: BaseException | None = error
-        while link is not None and link is not outcome:
-            link = link.__cause__ or link.__context__
-        if link is None:
+        if all(link is not outcome for link in chain(error)):
             print_traceback(kind, error, trace)
 
     sys.excepthook = hook

@@ -138,3 +138,11 @@ def outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Itera
     if "_orig_mod" not in children and not hasattr(root.__dict__.get("forward"), "_torchdynamo_orig_callable"):
         for child in children.values():
             yield from outside_graphs(child, seen)
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's own class, also once an engine has put its own class in front (``FSDPBlock``)."""
+    for cls in type(module).__mro__:
+        if not cls.__module__.startswith("torch.distributed") and cls.__module__ != "abc":
+            return cls.__name__
+    return type(module).__name__

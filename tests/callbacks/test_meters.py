@@ -79,17 +79,19 @@ def test_tables_name_what_there_is() -> None:
         "buffers          5 B         -",
         "total       3.00 GiB  1.50 MiB",
     ]
-    other = MemoryAccount(device=KindBytes(parameters=3 << 30, communication=7))
+    other = MemoryAccount(device=KindBytes(parameters=3 << 30, communication=7, gradients=2))
     assert memory_table(other, title="both", notes=["note"], predicted=account).splitlines() == [
         "both",
         "                 device  device, predicted  host  host, predicted",
         "parameters     3.00 GiB           3.00 GiB     -                -",
+        "gradients           2 B                  -     -                -",
         "optimizer             -                  -     -         1.50 MiB",
         "buffers               -                5 B     -                -",
         "communication       7 B                  -     -                -",
         "total          3.00 GiB           3.00 GiB   0 B         1.50 MiB",
         "note",
         "communication: predicted at the peak of backward, counted at the end of it",
+        "gradients: predicted while a unit's full ones are not reduced yet, counted when all are",
     ]
     assert largest([MemoryAccount(), account, MemoryAccount(host=KindBytes(masters=1 << 40))]) == 1
 

@@ -55,6 +55,7 @@ def test_a_page_shows_the_whole_of_a_run(strategy: str, tmp_path: Path) -> None:
     assert first["marks"] == [("saved", 3), ("resumed", 3), ("saved", 6)]
     assert set(second["metrics"]) <= set(first["metrics"]), "what rank 1 has, it read from the checkpoint"
     text = (tmp_path / "run.html").read_text()
+    assert "<title>Logs</title>" in text, "not the class that FSDP puts in front"
     assert "6 steps in" in text
     assert "1 restarts; ended" in text
     titles = re.findall(r'font-weight="bold">([^<]*)<', text)

@@ -17,6 +17,8 @@ import yaml
 
 from lightning_shard import ConfigurationError, DataError, ShardCLI
 from lightning_shard.commands import failures
+from lightning_shard.errors import chain
+from lightning_shard.meters.memory import is_out_of_memory
 from tests.harness import ROOT
 
 DEMO = "lightning.pytorch.demos.boring_classes"
@@ -36,6 +38,7 @@ BASE = {
     },
 }
 USER_CODE = """
+import time
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_shard import DataError
 
@@ -47,6 +50,9 @@ class Model(BoringModel):
     def training_step(self, batch, batch_idx):
         if self.global_rank == self.fails:
             raise DataError(f"no batch on rank {self.fails}")
+        if self.fails == 2:  # both, rank 1 first
+            time.sleep(1 - self.global_rank)
+            raise DataError("no batch on any rank")
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
@@ -100,6 +106,17 @@ def test_what_is_a_mistake() -> None:
     assert not failures.is_mistake(raised(ValueError("from this file, which is no library")))
     assert not failures.is_mistake(raised(RuntimeError("x")))
     assert failures.user_frame(raised(DataError("x"))).startswith(__file__)
+
+
+def test_errors_that_are_raised_from_each_other_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their chain has no end: the report came to none either."""
+    error, other = ConfigurationError("x"), ValueError("y")
+    error.__cause__, other.__context__ = other, error
+    with pytest.raises(SystemExit):
+        failures.end(error, None, [], {})
+    assert "error: x" in capsys.readouterr().err
+    assert not is_out_of_memory(other)
+    assert [*chain(error)] == [error, other]
 
 
 def test_children_are_taken_and_ended() -> None:
@@ -206,4 +223,13 @@ def test_a_mistake_on_rank_0_ends_all(folder: Path) -> None:
     run = _run([sys.executable, "-m", "lightning_shard", "fit", "--config", "base.yaml", "--model.fails", "0"], folder)
     assert run.returncode == 2, run.stderr
     assert re.search("^error: no batch on rank 0", run.stderr, re.MULTILINE)
+    assert "Traceback" not in run.stderr
+
+
+@needs_proc
+@pytest.mark.matrix
+def test_a_mistake_of_all_ranks_is_said_once(folder: Path) -> None:
+    run = _run([sys.executable, "-m", "lightning_shard", "fit", "--config", "base.yaml", "--model.fails", "2"], folder)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.count("error: no batch on any rank") == 1, run.stderr
     assert "Traceback" not in run.stderr

@@ -102,6 +102,8 @@ def test_answers_come_from_a_file_or_a_terminal(folder: Path, monkeypatch: pytes
             "engine=shard_deepspeed_stage_3_offload precision=bf16-true",
             "CPUAdam; quickstart has torch's AdamW. Take shard",
         ),
+        ("engine=shard_fsdp precision=16-true", "needs an eps that is not zero in fp16; quickstart has torch's AdamW"),
+        ("engine=shard_fsdp_offload precision=16-true", "Take shard_fsdp_offload_aligned, or 16-mixed"),
     ],
 )
 def test_answers_that_are_none(answer: str, says: str, folder: Path) -> None:

@@ -52,6 +52,7 @@ WRONG = {
     "plan": "--device-memory: required, and not given: lightning-shard plan",
     "plan --device-memory 80": "--device-memory: '80' is no size. Write a number and a unit",
     "plan --device-memory 80GB --devices two": "--devices: got two; allowed: a whole number",
+    "selftest --devices 0": "--devices: got 0; allowed: a whole number, 1 or more",
     "slurm --sbatch --qos=high": "--sbatch: needs a value; one that begins with a dash is given as --sbatch=VALUE",
     "doctor --seconds soon": "--seconds: got soon; allowed: a number",
     "doctor --secons 3": "--secons is no option of doctor. Did you mean --seconds",

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_shard.engines.units import UnitRule, class_name, computes, find_units
+from lightning_shard.engines.units import UnitRule, computes, find_units
 from lightning_shard.errors import WrappingError
+from lightning_shard.tensors.names import class_name
 from tests.models import llama
 
 

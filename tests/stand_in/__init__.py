@@ -51,6 +51,16 @@ NOT_ON_A_DEVICE = {
     "test_changed_in_hooks.py::test_what_can_not_be_followed_is_refused": "its hook puts a module on the CPU there",
     "test_settings_that_cannot_work": "it names the CPU in a message",
     "test_trains_as_under_ddp[Frozen-32-true]": "it compares with one process on the CPU",
+    "test_live.py::test_ddp": "Adam's step counts lie on the host beside a device",
+    "test_live.py::test_fsdp": "Adam's step counts lie on the host beside a device; gradients there have no padding",
+    "test_kernels.py": "DeepSpeed compiles more for a device, and a process can load an operator from one folder only",
+    "test_steps_that_do_something_of_their_own": "its steps make tensors on the CPU",
+    "fit_is_one_with_it[shard_deepspeed_stage_1_aligned]": "a device's allocator rounds up to more than its limit",
+    "is_refused[no limit-": "a device has memory of its own",
+    "test_a_logger_has_the_meters_of_all_ranks": "resident memory is a CPU's",
+    "test_what_is_not_known_is_left_out": "it names the CPU in a message",
+    "test_evaluation_is_never_in_inference_mode": "stock DDP takes the group for one without gloo",
+    "test_a_slow_rank_is_named": "what a rank waits for in a collective is a device's to wait for",
 }
 """Part of a test's id, and the reason."""
 

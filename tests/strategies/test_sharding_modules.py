@@ -271,7 +271,7 @@ def _check_kind(kind: type[Regression], options: list[dict[str, Any]], precision
 
 
 def _check_cut(module: Regression, case: dict[str, Any]) -> None:
-    from lightning_shard.engines.units import class_name
+    from lightning_shard.tensors.names import class_name
 
     whole = {p for m in module.modules() if class_name(m) in case.get("ignored_modules", []) for p in m.parameters()}
     for name, parameter in module.named_parameters():

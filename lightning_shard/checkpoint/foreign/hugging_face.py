@@ -31,7 +31,7 @@ from lightning_shard.checkpoint.foreign.pretrained import INDEX, SINGLE
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.names import fqns, unwrapped_modules
+from lightning_shard.tensors.names import class_name, fqns, unwrapped_modules
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -193,7 +193,7 @@ def _pretrained_model(module: nn.Module) -> tuple[str, nn.Module]:
             found[name] = part
     if len(found) != 1:
         raise CheckpointError(
-            f"the name of a checkpoint ends in .hf, but {type(module).__name__} has "
+            f"the name of a checkpoint ends in .hf, but {class_name(module)} has "
             f"{', '.join(sorted(found)) or 'no model'} of transformers or PEFT, and such a checkpoint is one model. "
             "Save without .hf, and use lightning-shard checkpoint export --module NAME."
         )
