@@ -2,15 +2,11 @@
 
 A checkpoint is opened once: every rank reads the manifest, ``trainer.pt`` and ``boxes.bin`` once, and every other file
 is compared with its checksum by one rank. What was opened is then loaded; nothing is checked or read again.
-
-The gradients of a step's micro-batches so far lie in a checkpoint as in memory: averaged over the ranks, or every
-rank's own in full where they are averaged at the step's end. Where it is read as it was written, both are read back bit
-by bit; else a rank's own become averages, and averages every rank's own, which the ranks' average gives back.
 """
 
 import hashlib
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +29,7 @@ from lightning_shard.checkpoint.files.manifest import (
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
-from lightning_shard.checkpoint.matching import LoadReport, Match, match
+from lightning_shard.checkpoint.matching import LoadReport, by_key, match_keys
 from lightning_shard.checkpoint.optimizer_state import (
     left_out,
     live_tensors,
@@ -42,10 +38,10 @@ from lightning_shard.checkpoint.optimizer_state import (
     sharded_names,
 )
 from lightning_shard.checkpoint.plan import digests
-from lightning_shard.errors import CheckpointCorruptError
+from lightning_shard.checkpoint.state_dict import StateDict, StoredValues
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
-from lightning_shard.tensors.names import Names, fqns
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.tensors.names import Names
 
 _OPENINGS = 20  # of a checkpoint that is replaced all the time, until all ranks have opened the same one
 
@@ -62,6 +58,19 @@ class OpenCheckpoint:
     @property
     def path(self) -> Place:
         return self.directory.path
+
+    def full(self, key: str) -> Tensor:
+        """The full tensor ``key``, new and on the host. No communication."""
+        return read_full(self.directory, self.metadata, key)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Name of the module, tied ones too, to what stands for the full tensor until its values are asked for."""
+        stored = {
+            key: StoredValues.of(key, entry.shape, layout.torch_dtype(entry.dtype), self.full)
+            for key, entry in self.manifest.tensors.items()
+            if key.startswith(layout.MODEL_PREFIX)
+        }
+        return {name: stored[key] for name, key in StateDict.of(self.manifest).keys.items()}
 
 
 def _open(path: layout.StrPath, *, share: tuple[int, int] = (0, 1)) -> OpenCheckpoint:
@@ -139,6 +148,7 @@ def load_training_state(
     strict: bool = True,
     configured: bool = False,
     averaged: bool = False,
+    state: StateDict | None = None,
 ) -> LoadReport:
     """Load a module (wrapped or not) and its optimizers in place. All ranks call it, with any engine and mesh.
 
@@ -146,17 +156,18 @@ def load_training_state(
     own tensor, which stays. ``averages``: FQN to what is filled with the tensor's average, if the checkpoint has
     averages. Each rank reads the boxes that it has, and casts where the dtype differs. With ``configured``,
     hyperparameters of optimizers that differ from the checkpoint's stay as they are. With ``averaged``, weights get
-    their averages where the checkpoint has some.
+    their averages where the checkpoint has some. ``state``: what the module's own code made of names.
 
     Raises on every rank the same, before any value is changed (buffers may have been resized by the module's own code):
-    CheckpointMismatchError (missing, unexpected and
-    reshaped keys together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors
-    are read: CheckpointCorruptError.
+    CheckpointMismatchError (missing, unexpected and reshaped keys together; with ``strict=False`` only reshaped keys,
+    and nothing that matches at all). While tensors are read: CheckpointCorruptError.
     """
     ranks, found = Ranks.of(), checkpoint.manifest
+    state = StateDict.of(found) if state is None else state
 
     def full(name: str) -> Tensor:
-        return read_full(checkpoint.directory, checkpoint.metadata, layout.MODEL_PREFIX + name)
+        key = state.keys[name]
+        return state.values[key] if key in state.values else checkpoint.full(key)
 
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], load_optimizers.OptimizerPlan, LoadReport]:
         if optimizers and layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
@@ -165,19 +176,19 @@ def load_training_state(
                 "Resume from another; or begin a new run with its weights: export them (lightning-shard checkpoint "
                 "export), for the callback PretrainedWeights."
             )
-        shapes = {
-            name: entry.shape for name, entry in layout.without_prefix(layout.MODEL_PREFIX, found.tensors).items()
-        }
+        shapes = {name: state.shapes[key] for name, key in state.keys.items()}
         names = make_room(module, sharded_names(module), shapes, full)
         wanted = {layout.MODEL_PREFIX: live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
-        matched = _matched(found, names, wanted, kept=left_out(module, names) if strict else None)
+        matched = match_keys(found, state, names, wanted, kept=left_out(module, names) if strict else None)
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
-        plan = load_optimizers.plan_optimizers(optimizers, names, found, saved, matched, configured=configured)
+        plan = load_optimizers.plan_optimizers(
+            optimizers, names, found, saved, matched, configured=configured, homes=state.keys
+        )
         report = matched.judge(checkpoint.path, strict)
         report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
-        live, targets = _joined(wanted), []
+        live, targets = by_key(wanted), []
         for key, source in matched.sources.items():
             average = layout.AVERAGE_PREFIX + source.removeprefix(layout.MODEL_PREFIX)
             targets.append((average if averaged and average in found.tensors else source, live[key]))
@@ -188,7 +199,8 @@ def load_training_state(
         _check_frozen(checkpoint, live_tensors(names, masters))
 
     def fill(targets: Iterable[tuple[str, Any]]) -> None:
-        read_tensors(checkpoint.directory, checkpoint.metadata, targets)
+        stored = [(key, target) for key, target in targets if not state.fill(key, target)]
+        read_tensors(checkpoint.directory, checkpoint.metadata, stored)
 
     scalars = ranks.agree(
         f"reading {checkpoint.path}", lambda: load_optimizers.read_scalars(plan, lambda empty: fill(empty.items()))
@@ -203,32 +215,6 @@ def load_training_state(
     return report
 
 
-def _matched(
-    found: Manifest, names: Names, wanted: Mapping[str, Mapping[str, LiveTensor]], *, kept: set[str] | None
-) -> Match:
-    """The checkpoint's tensor for each of the live ones, which are ``wanted`` by prefix of their keys and FQN.
-
-    ``kept``: those that may be missing, with which digests are compared; None: all.
-    """
-    aliases = {
-        p + alias: p + fqn for p, known in wanted.items() for alias, fqn in names.aliases.items() if fqn in known
-    }
-    stored = {key: entry.shape for key, entry in found.tensors.items() if key.startswith(tuple(wanted))}
-    tied = layout.without_prefix(layout.MODEL_PREFIX, found.aliases).items()
-    homes = {p + alias: p + key.removeprefix(layout.MODEL_PREFIX) for p in wanted for alias, key in tied}
-    matched = match(_shapes(_joined(wanted)), aliases, stored, {a: home for a, home in homes.items() if home in stored})
-    if kept is not None:
-        digested, own = ({layout.MODEL_PREFIX + fqn for fqn in fqns} for fqns in (found.facts.frozen, kept))
-        matched.kept.extend(key for key in matched.missing if key in own - digested)
-        matched.missing[:] = [key for key in matched.missing if key not in own | digested]
-    matched.unexpected[:] = [key for key in matched.unexpected if key.startswith(layout.MODEL_PREFIX)]
-    return matched
-
-
-def _joined(wanted: Mapping[str, Mapping[str, LiveTensor]]) -> dict[str, LiveTensor]:
-    return {prefix + fqn: tensor for prefix, tensors in wanted.items() for fqn, tensor in tensors.items()}
-
-
 def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) -> None:
     """Refuse frozen weights that are not those which the checkpoint was saved without. All ranks call it."""
     frozen = checkpoint.manifest.facts.frozen
@@ -239,13 +225,6 @@ def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) ->
             f"{layout.listed(other, most=5)}: load the same ones first, in configure_model or on_fit_start. "
             "strict_loading=False goes on from those that are here."
         )
-
-
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    for key, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.is_meta:
-            raise errors.CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
-    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
@@ -259,7 +238,7 @@ def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
     opened.directory.compare(found.files if compared else {})
 
     def stored(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-        return StoredTensor(shape=shape, dtype=dtype, read=lambda: read_full(opened.directory, opened.metadata, key))
+        return StoredTensor(shape=shape, dtype=dtype, read=lambda: opened.full(key))
 
     return Contents(
         facts=found.facts,
@@ -368,67 +347,3 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
             own.append((int(facts["step"]), float(facts["time"]), str(path), facts))
     newest_first = sorted(own, key=lambda one: one[:3], reverse=True)
     return Found(own=tuple(one[2:] for one in newest_first), broken=tuple(broken), others=tuple(sorted(others)))
-
-
-def keyed(gradients: Mapping[str, Accumulated]) -> dict[str, Any]:
-    """Key of a checkpoint to tensor, of gradients by FQN on this rank."""
-    keys = {True: layout.GRADIENT_PREFIX, False: f"{layout.RANK_GRADIENT_PREFIX}{Ranks.of().rank}."}
-    return {keys[each.reduced] + fqn: each.tensor for fqn, each in gradients.items()}
-
-
-def stored_gradients(keys: Collection[str]) -> dict[str, dict[int | None, str]]:
-    """FQN to key by rank, None: averaged over the ranks; empty where a checkpoint has no gradients."""
-    found: dict[str, dict[int | None, str]] = {}
-    for key in keys:
-        if key.startswith(layout.GRADIENT_PREFIX):
-            found.setdefault(key.removeprefix(layout.GRADIENT_PREFIX), {})[None] = key
-        elif key.startswith(layout.RANK_GRADIENT_PREFIX):
-            rank, _, fqn = key.removeprefix(layout.RANK_GRADIENT_PREFIX).partition(".")
-            if not fqn or not rank.isdecimal():
-                raise CheckpointCorruptError(f"{key} is the gradient of no rank")
-            found.setdefault(fqn, {})[int(rank)] = key
-    return found
-
-
-def load_gradients(
-    checkpoint: OpenCheckpoint,
-    module: nn.Module,
-    begin: Callable[[Collection[str]], Mapping[str, Accumulated]],
-    *,
-    factor: float,
-) -> None:
-    """Read a checkpoint's gradients, times ``factor``, into those that ``begin`` makes zeros of. All ranks call it.
-
-    Gradients of what is not trained here are left out. Raises CheckpointCorruptError, on every rank.
-    """
-    ranks, path, writers = Ranks.of(), checkpoint.path, checkpoint.manifest.facts.world_size
-    found = ranks.agree(f"opening {path}", lambda: stored_gradients(checkpoint.manifest.tensors))
-    names = fqns(module)
-    stored = {own: keys for fqn, keys in found.items() if (own := names.aliases.get(fqn, fqn)) in names.tensors}
-    live = begin(stored.keys())
-
-    def read() -> None:
-        for name, keys in stored.items():
-            if name not in live:
-                continue
-            if None in keys or live[name].reduced or writers != ranks.size:
-                # The average of what some ranks have, where the others have used nothing.
-                share = 1.0 if None in keys else 1 / writers
-                _read_sum(checkpoint, live[name], list(keys.values()), share * factor)
-            else:
-                own = [key for rank, key in keys.items() if rank == ranks.rank]
-                _read_sum(checkpoint, live[name], own, factor)
-
-    ranks.agree(f"reading {path}", read)
-
-
-@torch.no_grad()
-def _read_sum(checkpoint: OpenCheckpoint, live: Accumulated, keys: Sequence[str], factor: float) -> None:
-    """Fill ``live`` with ``factor`` times the sum of stored tensors, which is taken in fp32."""
-    sums: list[Tensor] = []
-    for key in keys:
-        read_tensors(checkpoint.directory, checkpoint.metadata, [(key, live.tensor)])
-        here = [part.to(torch.float32, copy=True) for part in live.parts] if len(keys) > 1 or factor != 1 else []
-        sums = [one.add_(other) for one, other in zip(sums, here, strict=True)] if sums else here
-    for part, total in zip(live.parts, sums, strict=bool(sums)):
-        part.copy_(total.mul_(factor))

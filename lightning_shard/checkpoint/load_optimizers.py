@@ -61,14 +61,14 @@ class _Saved:
     values: Mapping[str, Values]  # FQN as stored to slots that are no tensors.
     groups: Mapping[str, Values]  # FQN as stored to its group.
     further: Mapping[str, list[str]]  # Live FQN to its other names.
-    tied: Mapping[str, str]  # Alias as stored to key.
+    homes: Mapping[str, str]  # Name that weights are looked for by, to the key that has them.
     match: Match  # Takes what does not fit.
 
     def name_of(self, fqn: str) -> str | None:
         """The name that the state of a live parameter goes by; None if the saved optimizer did not step it."""
         known = [fqn, *self.further.get(fqn, ())]
-        homes = [self.tied[name].removeprefix(layout.MODEL_PREFIX) for name in known if name in self.tied]
-        return next((name for name in known + homes if name in self.groups), None)
+        homes = [self.homes[name].removeprefix(layout.MODEL_PREFIX) for name in known if name in self.homes]
+        return next((name for name in homes + known if name in self.groups), None)
 
     def weights(self, stored: str) -> TensorEntry | None:
         key = layout.MODEL_PREFIX + stored
@@ -92,11 +92,13 @@ def plan_optimizers(
     saved: Sequence[Mapping[str, Any]],
     match: Match,
     *,
+    homes: Mapping[str, str],
     configured: bool = False,
 ) -> OptimizerPlan:
     """Fit saved optimizers (``saved`` as of `optimizer_states`) to live ones by parameter name.
 
-    The order of groups and of parameters in them does not matter. Tied names are followed. ``match`` is told of live
+    The order of groups and of parameters in them does not matter. Tied names are followed, and ``homes``, name to key
+    that has the weights. ``match`` is told of live
     parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, of slots that it did not have of some
     of a flat tensor's parameters, of saved keys for which there is no live parameter, and of what can't be loaded.
     """
@@ -108,11 +110,10 @@ def plan_optimizers(
     for key, name in manifest.slots.items():
         keys.setdefault(name.optimizer, {}).setdefault(name.fqn, {})[name.slot] = key
     further = further_names(names.aliases)
-    tied = layout.without_prefix(layout.MODEL_PREFIX, manifest.aliases)
     for index, (optimizer, described) in enumerate(zip(optimizers, saved, strict=True)):
         by_name = {fqn: group for group in described["groups"] for fqn in group["params"]}
         own = keys.get(index, {})
-        source = _Saved(index, manifest, own, described["slots"], by_name, further, tied, match)
+        source = _Saved(index, manifest, own, described["slots"], by_name, further, homes, match)
         live = optimizer_state.groups_of(index, optimizer, names)
         if (problem := other_kind(plan.optimizers[index], live, described)) is not None:
             match.problems.append(f"optimizer {index} {problem}")

@@ -7,11 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.layout import listed
+from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.optimizer_state import Group, kind_of
-from lightning_shard.errors import CheckpointMismatchError
+from lightning_shard.checkpoint.state_dict import StateDict
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.tensors.flat import LiveTensor
+from lightning_shard.tensors.names import Names
 
 _SHOWN = 20
 
@@ -62,13 +68,14 @@ class Match:
 
 
 def match(
-    live: Shapes, live_aliases: Mapping[str, str], stored: Shapes, stored_aliases: Mapping[str, str] | None = None
+    live: Shapes, live_aliases: Mapping[str, str], stored: Shapes, homes: Mapping[str, str] | None = None
 ) -> Match:
     """Find each live tensor among the stored ones; both are given as name to full shape, each tensor once.
 
-    ``live_aliases`` and ``stored_aliases``: further name of a tied tensor to its name there.
+    ``live_aliases``: further name of a tied tensor to its name. ``homes``: each name that is looked for, to the one
+    that has it in ``stored``; None: the same.
     """
-    homes = {name: name for name in stored} | dict(stored_aliases or {})
+    homes = {name: name for name in stored} if homes is None else homes
     further, found = further_names(live_aliases), Match()
     for name, shape in live.items():
         source = next((homes[n] for n in (name, *further.get(name, ())) if n in homes), None)
@@ -78,9 +85,56 @@ def match(
         found.sources[name] = source
         if stored[source] != shape:
             found.reshaped.append(f"{name} {stored[source]} there, {shape} here")
-    known = {*found.sources.values(), *live, *live_aliases}
-    found.unexpected.extend(name for name in stored if name not in known)
+    known = {homes[name] for name in (*live, *live_aliases) if name in homes}
+    found.unexpected.extend(name for name in dict.fromkeys(homes.values()) if name not in known)
     return found
+
+
+def match_keys(
+    found: Manifest,
+    state: StateDict,
+    names: Names,
+    wanted: Mapping[str, Mapping[str, LiveTensor]],
+    *,
+    kept: set[str] | None,
+) -> Match:
+    """The tensor of a checkpoint for each of the live ones, which are ``wanted`` by prefix of their keys and FQN.
+
+    ``kept``: those that may be missing, with which digests are compared; None: all.
+    """
+    stored = {**{key: entry.shape for key, entry in found.tensors.items()}, **state.shapes}
+    homes, aliases = {}, {}
+    for prefix, known in wanted.items():
+        aliases.update({prefix + alias: prefix + fqn for alias, fqn in names.aliases.items() if fqn in known})
+        for name, key in state.keys.items():
+            home = key if key in state.values else prefix + key.removeprefix(layout.MODEL_PREFIX)
+            if home in stored:
+                homes[prefix + name] = home
+    matched = match(_shapes(by_key(wanted)), aliases, stored, homes)
+    own = {names.aliases.get(name, name) for name in state.kept}
+    for fqn in own:
+        if names.tensors[fqn].shape != (full := tuple(wanted[layout.MODEL_PREFIX][fqn].shape)):
+            matched.problems.append(
+                f"{fqn} was taken from the module's own state_dict(), which has no values of it under this engine: it "
+                f"has shape {full}. Compare with shapes that do not come from there, or delete the names"
+            )
+    if kept is not None:
+        digested, left = ({layout.MODEL_PREFIX + fqn for fqn in fqns} for fqns in (found.facts.frozen, own | kept))
+        matched.kept.extend(key for key in matched.missing if key in left - digested)
+        matched.missing[:] = [key for key in matched.missing if key not in left | digested]
+    matched.unexpected[:] = [key for key in matched.unexpected if key.startswith(layout.MODEL_PREFIX)]
+    return matched
+
+
+def by_key(wanted: Mapping[str, Mapping[str, LiveTensor]]) -> dict[str, LiveTensor]:
+    return {prefix + fqn: tensor for prefix, tensors in wanted.items() for fqn, tensor in tensors.items()}
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    for key, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            raise CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 def further_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:

@@ -22,7 +22,8 @@ from lightning_shard.checkpoint.files.tensor_files import Values, Written, descr
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.load import keyed, open_portable
+from lightning_shard.checkpoint.gradients import keyed
+from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.optimizer_state import extra_state, live_tensors, optimizer_states, sharded_names
 from lightning_shard.checkpoint.plan import Plans, live_values
 from lightning_shard.errors import CheckpointError

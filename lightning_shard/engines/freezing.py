@@ -26,23 +26,22 @@ class Freezing:
                 "reduces their gradients or shards them. Make them in configure_model, setup or __init__."
             )
 
-    def changed(self, master: torch.dtype, batch_idx: int) -> bool:
+    def changed(self, batch_idx: int) -> bool:
         """Whether other parameters are trainable than at the last look.
 
-        ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen. In the
-        first batch of the fit and of an epoch also as `refuse_new`.
+        ConfigurationError: as `refuse_new`, in the first batch of the fit and of an epoch.
         """
         if batch_idx == 0 or not self._looked:
             self.refuse_new()
             self._looked = True
-        trainable = [p.requires_grad for p in self._parameters]
-        if trainable == self._trainable:
-            return False
-        self._trainable = trainable
+        before, self._trainable = self._trainable, [p.requires_grad for p in self._parameters]
+        return self._trainable != before
+
+    def refuse_without_masters(self, master: torch.dtype) -> None:
+        """ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen."""
         stepped = [p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()]
         if thawed := [dtype for dtype in stepped if dtype != master]:
             raise ConfigurationError(
                 f"{len(thawed)} parameters were thawed that were frozen in {thawed[0]} when the fit began, and so have "
                 f"no {master} masters. Load them in {master}, or let the fit begin with them trainable."
             )
-        return True

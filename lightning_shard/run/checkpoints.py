@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -20,11 +20,13 @@ from lightning_shard.checkpoint.files.place import place, refuse_url
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
+from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.matching import differing as schedules_differing
 from lightning_shard.checkpoint.optimizer_state import check_savable, left_out, live_tensors, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
+from lightning_shard.checkpoint.state_dict import follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.errors import CheckpointError
@@ -267,7 +269,8 @@ class Checkpoints(CheckpointIO):
         is_open = opened is not None and str(opened.path) == str(place(path))
         self._loading = opened if opened is not None and is_open else load.open_checkpoint(path)
         self._loading.directory.path = place(given)  # which errors name
-        return load.with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
+        state = load.with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
+        return {**state, "state_dict": self._loading.state_dict() if _follows_names(self._module) else {}}
 
     def _convert(self, path: str | os.PathLike[str]) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
@@ -294,25 +297,33 @@ class Checkpoints(CheckpointIO):
 
     def load_tensors(
         self,
+        hooked: Mapping[str, Any] | None = None,
+        schedules: Sequence[Any] = (),
         *,
         optimizers: bool,
         strict: bool,
-        schedules: Sequence[Any] = (),
         begins: bool = True,
         averaged: bool = False,
     ) -> None:
         """Read the tensors into the live parameters and buffers, and with ``optimizers`` into their slots.
 
-        All ranks call it. ``strict``: refuse missing and unexpected tensors. ``schedules``: Lightning's configurations
-        of schedulers, which get their state after this. ``begins``: a run begins with it: of hyperparameters that
-        differ it is said whose win. ``averaged``: weights get their averages, where the checkpoint has some.
+        All ranks call it. ``hooked``: what ``on_load_checkpoint`` made of what `load_checkpoint` gave; without
+        optimizers in it these begin anew. ``strict``: refuse missing and unexpected tensors. ``schedules``: Lightning's
+        configurations of schedulers, which get their state after this. ``begins``: a run begins with it: of
+        hyperparameters that differ it is said whose win. ``averaged``: weights get their averages, where it has some.
 
         CheckpointError: on every rank, before anything was changed.
         """
         assert self._loading is not None
         self.synchronize()
         tensors, state, configured = self._engine.tensors, self._loading.trainer_state, self._configured and begins
+        edited = None
+        if hooked is not None and state.get(layout.OPTIMIZER_STATES):
+            optimizers = optimizers and bool(hooked.get(layout.OPTIMIZER_STATES))
         try:
+            if hooked is not None and _follows_names(self._module):
+                given = hooked["state_dict"]
+                edited, strict = follow_names(self._module, self._loading.manifest, given, strict=strict)
             report = load.load_training_state(
                 self._loading,
                 module=self._module,
@@ -322,8 +333,9 @@ class Checkpoints(CheckpointIO):
                 strict=strict,
                 configured=configured,
                 averaged=averaged,
+                state=edited,
             )
-            has_gradients = optimizers and begins and load.stored_gradients(self._loading.manifest.tensors)
+            has_gradients = optimizers and begins and stored_gradients(self._loading.manifest.tensors)
             self.accumulated = self._loading if has_gradients else None
         finally:
             if self._converted is not None and self.accumulated is None:
@@ -342,8 +354,14 @@ class Checkpoints(CheckpointIO):
         """Read those of `accumulated`, times ``factor``, to be added to. All ranks call it."""
         assert self.accumulated is not None
         self._engine.before_reading()
-        load.load_gradients(self.accumulated, self._module, self._engine.accumulated, factor=factor)
+        load_gradients(self.accumulated, self._module, self._engine.accumulated, factor=factor)
         self.accumulated = None
+
+
+def _follows_names(module: nn.Module) -> bool:
+    """Whether the module has code of its own that sees a ``state_dict`` before it is loaded."""
+    own = type(module).load_state_dict is not nn.Module.load_state_dict
+    return own or is_overridden("on_load_checkpoint", module, parent=LightningModule)
 
 
 def _settle_schedules(schedules: Sequence[Any], state: Mapping[str, Any], *, configured: bool) -> list[str]:
@@ -363,7 +381,7 @@ def _warn_of(report: load.LoadReport, differing: Sequence[str], *, strict: bool,
     """Say what was not loaded, and whose hyperparameters win where they differ."""
     for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
         if names:
-            why = "state_dict() leaves them out" if strict else "strict_loading is False"
+            why = "The module's own code leaves them out" if strict else "strict_loading is False"
             rank_zero_warn(f"{why}: these {what} ({len(names)}): {layout.listed(names, most=5)}.")
     if differing:
         rank_zero_warn(

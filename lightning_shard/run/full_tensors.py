@@ -4,7 +4,8 @@ LightningModule from a checkpoint directory, on one process.
 
 import io
 import warnings
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files.layout import StrPath
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
+from lightning_shard.checkpoint.state_dict import follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.errors import ConfigurationError
@@ -129,12 +131,25 @@ def load_from_checkpoint(module_class: type[M], path: StrPath, *, strict: bool |
     stand_in = io.BytesIO()
     torch.save({**{k: v for k, v in state.items() if k != "optimizer_states"}, "state_dict": {}}, stand_in)
     stand_in.seek(0)
+    state_dict: Mapping[str, Any] = {}
+
+    def follow(module: M, loaded: dict[str, Any]) -> None:
+        nonlocal state_dict
+        state_dict = loaded["state_dict"] = checkpoint.state_dict()
+        module_class.on_load_checkpoint(module, loaded)
+        state_dict, loaded["state_dict"] = loaded["state_dict"], {}
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The state dict in .* contains no parameters|Found keys that are in")
         # Lightning builds the module and calls its hooks; the tensors follow.
-        module = module_class.load_from_checkpoint(stand_in, strict=False, weights_only=True, **kwargs)
+        hooks = {"on_load_checkpoint": follow, "load_state_dict": nn.Module.load_state_dict}
+        reader = cast(type[M], type(module_class.__name__, (module_class,), hooks))
+        module = reader.load_from_checkpoint(stand_in, strict=False, weights_only=True, **kwargs)
+        module.__class__ = module_class
     # What is on the meta device gets memory; buffers that a checkpoint does not have get their values.
     materializer = Materializer(module, device=torch.device("cpu"), seed=0)
     materializer.fill(materializer.fqns)
-    load_training_state(checkpoint, module=module, strict=module.strict_loading if strict is None else strict)
+    strict = module.strict_loading if strict is None else strict
+    edited, strict = follow_names(module, checkpoint.manifest, state_dict, strict=strict)
+    load_training_state(checkpoint, module=module, strict=strict, state=edited)
     return module

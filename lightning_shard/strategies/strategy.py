@@ -354,8 +354,9 @@ class ShardStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.saver.look()
-        if self._freezing.changed(self.policy.master, batch_idx):
-            self.model = self.engine.follow_freezing()
+        if self._freezing.changed(batch_idx):
+            self.model = self.engine.follow_freezing()  # first, as DeepSpeed has all in 16 bits and masters elsewhere
+            self._freezing.refuse_without_masters(self.policy.master)
 
     @override
     def on_train_end(self) -> None:
@@ -418,7 +419,6 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """See `Checkpoints.save_checkpoint`; in the background it returns as soon as the tensors may change."""
         trainer = self._module.trainer
         checkpoint, own = self._data.saved(trainer, checkpoint, self._preemption.before_validation)
         running = self._fits and trainer.state.status == TrainerStatus.RUNNING
@@ -432,14 +432,14 @@ class ShardStrategy(ParallelStrategy):
         checkpoint = self.checkpoints.load_checkpoint(checkpoint_path, fits=self._fits)
         if self._fits:
             self._data.loaded(checkpoint, self.global_rank)
-        return {**checkpoint, "state_dict": {}}
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._fits:
             self._data.resume(checkpoint, self._module.trainer, thaws=self.engine.follows_freezing)
-        schedules, averaged = self.lr_scheduler_configs, callbacks.evaluates_average(self._module.trainer)
-        self.checkpoints.load_tensors(optimizers=self._fits, strict=strict, schedules=schedules, averaged=averaged)
+        load, averaged = self.checkpoints.load_tensors, callbacks.evaluates_average(self._module.trainer)
+        load(checkpoint, self.lr_scheduler_configs, optimizers=self._fits, strict=strict, averaged=averaged)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_shard import ShardPrecision
 from lightning_shard.checkpoint.files.manifest import read_manifest
+from lightning_shard.checkpoint.gradients import stored_gradients
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
-from lightning_shard.checkpoint.load import stored_gradients
 from lightning_shard.errors import CheckpointCorruptError
 from lightning_shard.tools import convert
 from tests.harness import run_distributed

@@ -323,7 +323,7 @@ def test_what_the_modules_own_state_dict_leaves_out_is_left_out(strategy: str) -
         assert "model.embed.weight" not in keys
         assert {"model.head.weight", "optimizer.0.embed.weight.exp_avg"} <= set(keys)
         assert right
-        told = ["state_dict() leaves them out: these keep their values (1): model.embed.weight."]
+        told = ["The module's own code leaves them out: these keep their values (1): model.embed.weight."]
         assert said == (told if rank == 0 else [])
 
 

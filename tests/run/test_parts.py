@@ -240,13 +240,15 @@ def test_freezing_is_seen_once_and_needs_masters() -> None:
     module = net()
     module[0].to(torch.bfloat16).requires_grad_(False)
     freezing = Freezing(module, frozen_too=False)
-    assert not freezing.changed(torch.float32, 1)
+    assert not freezing.changed(1)
     module[2].requires_grad_(False)
-    assert freezing.changed(torch.float32, 1)
-    assert not freezing.changed(torch.float32, 1)
+    assert freezing.changed(1)
+    freezing.refuse_without_masters(torch.float32)
+    assert not freezing.changed(1)
     module[0].requires_grad_(True)
+    assert freezing.changed(1)
     with pytest.raises(ConfigurationError, match="2 parameters were thawed"):
-        freezing.changed(torch.float32, 1)
+        freezing.refuse_without_masters(torch.float32)
 
 
 @pytest.mark.parametrize("frozen_too", [True, False])
@@ -257,7 +259,7 @@ def test_parameters_that_come_later_are_refused_at_the_first_look(frozen_too: bo
     module[2].bias = nn.Parameter(torch.zeros(2))
     named = "1.weight, 1.bias, 2.bias came" if frozen_too else "2.bias came"
     with pytest.raises(ConfigurationError, match=f"^{named} after the model was set up to train"):
-        freezing.changed(torch.float32, 1)
+        freezing.changed(1)
 
 
 def _memory() -> tuple[int, int]:

@@ -80,6 +80,7 @@ REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
     ),
     (Lbfgs, {}, {}, "returns LBFGS"),
     (Thaws, {}, {}, "frozen or thawed after the fit began"),
+    (Thaws, {"stage": 1}, {"precision": "bf16-mixed"}, "frozen or thawed after the fit began"),
     (DropsGradients, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),
     (DropsByModule, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),
     *((Keeps, {"stage": stage}, {}, "zero_grad was not called since the last step (of ") for stage in (1, 2, 3)),

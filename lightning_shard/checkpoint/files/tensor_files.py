@@ -248,6 +248,15 @@ def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], target
                 part.detach().copy_(_narrow(stored_box, read.begin, read.low, read.high))
 
 
+@torch.no_grad()
+def fill(key: str, target: Any, values: Callable[[Sequence[int], Sequence[int]], Tensor]) -> None:
+    """Copy into each box of a target that this rank has what ``values`` gives for its offsets and sizes, casting."""
+    for position, chunk in enumerate(chunks_of(target)):
+        if chunk.sizes.numel() > 0:
+            box = find_tensor_shard(target, dcp.MetadataIndex(key, chunk.offsets, position))
+            box.detach().copy_(values(chunk.offsets, chunk.sizes))
+
+
 def _narrow(box: Tensor, offsets: Sequence[int], low: Sequence[int], high: Sequence[int]) -> Tensor:
     """What a box that begins at ``offsets`` has of the elements from ``low`` to ``high``."""
     for dim, (first, last) in enumerate(zip(low, high, strict=True)):

@@ -6,22 +6,21 @@ let alone once per rank.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from lightning_shard import errors
 from lightning_shard.checkpoint.files.layout import StrPath, check_relative
 from lightning_shard.checkpoint.files.place import refuse_url
-from lightning_shard.checkpoint.files.tensor_files import chunks_of
+from lightning_shard.checkpoint.files.tensor_files import chunks_of, fill
 from lightning_shard.checkpoint.matching import LoadReport, match
 from lightning_shard.checkpoint.optimizer_state import sharded_names
 from lightning_shard.ranks import Ranks
@@ -67,7 +66,7 @@ class SafetensorsReader(ExitStack):
                 found[name] = Entry(file=file, name=name, shape=tuple(opened.get_slice(name).get_shape()))
         return found
 
-    def read(self, entry: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    def read(self, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """The box of a tensor at ``offsets``, in the file's dtype; only its bytes are read."""
         opened = self._open(entry.file)
         try:
@@ -174,23 +173,14 @@ def load_pretrained(
             return names, {name: live[name] for name in chosen}, chosen, report
 
         names, tensors, chosen, report = ranks.agree(f"opening {path}", prepare)
-        ranks.agree(f"reading {path}", lambda: fill(tensors, chosen, reader))
+
+        def read() -> None:
+            for name, tensor in tensors.items():
+                fill(name, tensor, partial(reader.read, chosen[name]))
+
+        ranks.agree(f"reading {path}", read)
     masters.publish(names.tensors[name] for name in chosen)
     return report
-
-
-@torch.no_grad()
-def fill(tensors: Mapping[str, Any], entries: Mapping[str, Entry], reader: SafetensorsReader) -> None:
-    """Copy into each tensor the parts of its entry that this rank has, casting. No communication.
-
-    ``tensors``: name to plain tensor, DTensor or what stands for one.
-    """
-    for name, tensor in tensors.items():
-        for chunk in chunks_of(tensor):
-            if chunk.sizes.numel() == 0:
-                continue
-            target = find_tensor_shard(tensor, MetadataIndex(name, chunk.offsets))
-            target.detach().copy_(reader.read(entries[name], tuple(chunk.offsets), tuple(chunk.sizes)))
 
 
 def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:

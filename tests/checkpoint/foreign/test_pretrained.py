@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from lightning_shard import (
     CheckpointNotFoundError,
     load_pretrained,
 )
+from lightning_shard.checkpoint.files.tensor_files import fill
 from lightning_shard.checkpoint.foreign.hugging_face import export
-from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader, fill
+from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.matching import LoadReport
 from tests.checkpoint.compare import assert_equal
@@ -234,7 +236,7 @@ def fill_rows(path: str) -> tuple[Tensor, list[tuple[int, ...]]]:
             return super().read(entry, offsets, sizes)
 
     with Noting() as reader:
-        fill({"w": part}, reader.entries(path), reader)
+        fill("w", part, partial(reader.read, reader.entries(path)["w"]))
     return torch.cat(list(part.boxes.values())), read
 
 
@@ -267,7 +269,9 @@ def bytes_of_loading(path: str, kind: str) -> tuple[int, int]:
             return box
 
     with Noting() as reader:
-        fill(dict(net.named_parameters()), reader.entries(path), reader)
+        entries = reader.entries(path)
+        for name, parameter in net.named_parameters():
+            fill(name, parameter, partial(reader.read, entries[name]))
     assert all(whole(parameter).eq(1).all() for parameter in net.parameters())
     return read, max(rises)
 

@@ -1,0 +1,160 @@
+"""The ``state_dict`` of a checkpoint as a module's own code sees it before it is loaded, and what that code made of it.
+
+For each tensor stands a `StoredValues`, so that nothing is read for a name that is changed or deleted. What code
+computes from one takes its place, in full on the host of every rank.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.checkpoint.files.layout import MODEL_PREFIX, without_prefix
+from lightning_shard.checkpoint.files.manifest import Manifest
+from lightning_shard.checkpoint.files.tensor_files import fill
+from lightning_shard.checkpoint.optimizer_state import sharded_names
+from lightning_shard.errors import CheckpointError
+from lightning_shard.tensors.names import Names
+from lightning_shard.tensors.tracing import storage_key, tree_map_only
+
+_FACTS = {
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "element_size", "is_floating_point", "__len__")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim")),
+}
+"""What is known of a tensor that was not read."""
+
+
+class StoredValues(Tensor):
+    """A full tensor on the host that is read from a checkpoint as soon as more than its shape or dtype is asked for."""
+
+    key: str
+    read: Callable[[str], Tensor]
+    full: Tensor | None
+
+    @staticmethod
+    def of(key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[str], Tensor]) -> "StoredValues":
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(StoredValues)
+        made.key, made.read, made.full = key, read, None
+        return made
+
+    def values(self) -> Tensor:
+        """The same tensor each time, which what is done in place changes."""
+        if self.full is None:
+            self.full = self.read(self.key)
+        return self.full
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FACTS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        args, kwargs = tree_map_only(cls, cls.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDict:
+    """Which tensor is to be loaded under each name of the module."""
+
+    keys: Mapping[str, str]  # Name, tied ones too, to key.
+    shapes: Mapping[str, tuple[int, ...]]  # Key to full shape.
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # Key to full tensor, of what no checkpoint has.
+    kept: frozenset[str] = frozenset()  # Names that the module's code gave the module's own tensors.
+
+    @staticmethod
+    def of(found: Manifest) -> "StateDict":
+        """As it is stored."""
+        shapes = {key: entry.shape for key, entry in found.tensors.items() if key.startswith(MODEL_PREFIX)}
+        own = {key: key for key in shapes}
+        return StateDict(keys=without_prefix(MODEL_PREFIX, {**own, **found.aliases}), shapes=shapes)
+
+    def edited(self, state: Mapping[str, Any], names: Names) -> "StateDict":
+        """What the module's code made of it, which was given a `StoredValues` for each name. All ranks call it."""
+        keys: dict[str, str] = {}
+        values: dict[str, Tensor] = {}
+        kept = set()
+        for name, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(
+                    f"on_load_checkpoint or load_state_dict put a {type(tensor).__name__} under {name!r} into the "
+                    "state_dict: only tensors can be loaded. Keep other values under a key of their own in the "
+                    "checkpoint."
+                )
+            if isinstance(tensor, StoredValues) and tensor.full is None:
+                keys[name] = tensor.key
+            elif _is_live(tensor, names.tensors.get(names.aliases.get(name, name))):
+                kept.add(name)
+            else:
+                keys[name] = f"{MODEL_PREFIX}{name} as changed"
+                values[keys[name]] = _full(tensor)
+        shapes = {**self.shapes, **{key: tuple(tensor.shape) for key, tensor in values.items()}}
+        shapes = {key: shapes[key] for key in keys.values()}
+        return StateDict(keys=keys, shapes=shapes, values=values, kept=frozenset(kept))
+
+    def fill(self, key: str, target: Any) -> bool:
+        """Give this rank's boxes of ``target`` those of `values` under ``key``, casting; whether there are some."""
+        if key in self.values:
+            fill(key, target, partial(_box, self.values[key]))
+        return key in self.values
+
+
+def _box(full: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    return full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, StoredValues):
+        return tensor.values()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _is_live(tensor: Tensor, live: Tensor | None) -> bool:
+    """Whether it is ``live``, or what ``state_dict()`` gives for it."""
+    if isinstance(tensor, StoredValues) or live is None:
+        return False
+    one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, live))
+    where = [(storage_key(t), t.storage_offset(), t.shape) for t in (one, other)]
+    return where[0] == where[1]
+
+
+def follow_names(
+    module: nn.Module, found: Manifest, state: Mapping[str, Any], *, strict: bool
+) -> tuple[StateDict, bool]:
+    """What is to be loaded where a hook of ``module`` has made ``state`` of a `StoredValues` for each name.
+
+    ``module.load_state_dict``, where that is its own, sees it too, and its ``strict`` counts. All ranks call it.
+    CheckpointError: values that are no tensors, or there is nothing to load.
+    """
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        state, strict = _asked_for(module, state, strict=strict)
+    return StateDict.of(found).edited(state, sharded_names(module)), strict
+
+
+def _asked_for(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[Mapping[str, Any], bool]:
+    """What ``module.load_state_dict`` asks torch to load, and whether strictly; nothing is loaded."""
+    stock = nn.Module.load_state_dict
+    prefixes = {id(part): f"{name}." if name else "" for name, part in module.named_modules()}
+    given: list[tuple[dict[str, Any], bool]] = []
+
+    def load(part: nn.Module, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        prefix = prefixes.get(id(part))
+        if prefix is None:
+            return stock(part, state, strict, assign)
+        # A part that is loaded by itself says nothing of what else there has to be.
+        given.append(({prefix + name: tensor for name, tensor in state.items()}, strict and not prefix))
+        return stock(nn.Module(), {})
+
+    nn.Module.load_state_dict = load  # type: ignore[method-assign, assignment]
+    try:
+        module.load_state_dict(state, strict=strict)
+    finally:
+        nn.Module.load_state_dict = stock  # type: ignore[method-assign]
+    if not given:
+        raise CheckpointError(
+            f"{type(module).__name__}.load_state_dict gives torch nothing to load, and parameters that are sharded "
+            "can't be filled by hand. Change the state_dict there and call super().load_state_dict with it."
+        )
+    return {name: tensor for part, _ in given for name, tensor in part.items()}, all(strict for _, strict in given)
