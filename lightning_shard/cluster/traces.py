@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import re
 import sys
 import threading
 import time
@@ -27,11 +28,32 @@ _LIBRARIES = {
 
 
 def user_frame(error: BaseException) -> str | None:
-    """``file:line, in function`` of the innermost frame in the user's own code, or None."""
+    """``file:line, in function`` of the innermost frame in the user's own code, of a worker process too, or None."""
+    in_worker = [{"filename": f, "line": n, "name": name} for f, n, name in _FRAME.findall(_worker_trace(error)[1])]
+    if found := _innermost(in_worker[::-1], _folders()):
+        return f"{found['filename']}:{found['line']}, in {found['name']}"
     walked = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__) if package_of(f) not in _LIBRARIES]
     # What is installed may be the user's, but is another library more often.
     walked.sort(key=lambda place: "site-packages" not in place[0].co_filename)
     return f"{walked[-1][0].co_filename}:{walked[-1][1]}, in {walked[-1][0].co_name}" if walked else None
+
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n(?:    .*\n)*', re.MULTILINE)
+
+
+def _worker_trace(error: BaseException) -> tuple[str, str]:
+    """Of an error that torch's DataLoader has passed on from a worker process: which one, and the traceback there."""
+    caught, marked, trace = str(error).partition(".\nOriginal Traceback (most recent call last):\n")
+    return (caught.partition(" in ")[2], trace) if marked else ("", "")
+
+
+def words_of(error: BaseException) -> str:
+    """What ``error`` says; without its frames, which the text of one from a DataLoader's worker process has."""
+    worker, trace = _worker_trace(error)
+    if not worker:
+        return str(error)
+    kind, _, words = _FRAME.split(trace)[-1].strip().partition(": ")
+    return f"{words or kind} (in {worker})"
 
 
 def package_of(frame: FrameType) -> str:
@@ -128,14 +150,22 @@ def last_collectives(recorded: bytes) -> list[str]:
 
 def _caller(frames: Sequence[Mapping[str, Any]]) -> str:
     """The innermost frame in code of the user's, or else outside of torch."""
+    folders = _folders()
+    frame = _innermost(frames, folders) or _innermost(frames, folders[:1])
+    return f", from {frame['name']} at {frame['filename']}:{frame['line']}" if frame else ""
+
+
+def _folders() -> list[Path]:
+    """Where code lies that is not the user's; torch's first."""
     modules = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
-    own = [Path(file).parent for file in modules if file is not None]
-    for folders in ([*own, Path(os.__file__).parent], own[:1]):
-        for frame in frames:
-            path = Path(frame["filename"])
-            if path.is_absolute() and not any(folder in path.parents for folder in folders):
-                return f", from {frame['name']} at {frame['filename']}:{frame['line']}"
-    return ""
+    return [*(Path(file).parent for file in modules if file is not None), Path(os.__file__).parent]
+
+
+def _innermost(frames: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> Mapping[str, Any] | None:
+    """The first frame of a file outside of ``folders``; the innermost one is the first."""
+    paths = ((frame, Path(frame["filename"])) for frame in frames)
+    outside = (frame for frame, path in paths if path.is_absolute() and not {*folders} & {*path.parents})
+    return next(outside, None)
 
 
 def write(folder: Path, rank: int) -> Path:

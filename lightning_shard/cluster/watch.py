@@ -27,7 +27,7 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.preflight import Place, multi_get, multi_set
-from lightning_shard.cluster.traces import Progress, Report, user_frame
+from lightning_shard.cluster.traces import Progress, Report, user_frame, words_of
 from lightning_shard.errors import ShardError
 
 INTERVAL_SECONDS = 1.0  # Between two signs of life; longer with more than 4,096 ranks, which all speak to one process.
@@ -133,9 +133,9 @@ class Watch:
             # Whoever is silent is named by then.
             self._known.wait(_SUSPICION * self._interval + _FAREWELL_SECONDS)
         if self._cause is None:
-            where = user_frame(error)
+            where = f" (at {place})" if (place := user_frame(error)) else ""
             self._code = 2 if isinstance(error, ShardError) else 1  # as the command line ends after either
-            self._word = f"{self._name} failed: {type(error).__name__}: {error}{f' (at {where})' if where else ''}"
+            self._word = f"{self._name} failed: {type(error).__name__}: {words_of(error)}{where}"
             self._until(lambda: self._cause is not None)
         owner, cause, _ = self._cause or (-1, _KEEPER_LOST.format("nothing is heard of the store"), 1)
         if owner == self._rank:

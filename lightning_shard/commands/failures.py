@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_shard.cluster.traces import package_of, user_frame
+from lightning_shard.cluster.traces import package_of, user_frame, words_of
 from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import ShardError, chain
 
@@ -52,7 +52,9 @@ def _say(error: Exception, arguments: Sequence[str], rank: int) -> None:
     where = _where(error)
     raised = f"\n(raised in {where})" if where else ""
     file = broken_config(arguments) if isinstance(error, UsageError) else ""
-    print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {file}{error}{raised}", file=sys.stderr, flush=True)
+    print(
+        f"{'' if rank == 0 else f'[rank {rank}] '}error: {file}{words_of(error)}{raised}", file=sys.stderr, flush=True
+    )
 
 
 def _where(error: BaseException) -> str | None:

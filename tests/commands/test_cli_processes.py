@@ -13,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from lightning_shard import ConfigurationError, DataError, ShardCLI
+from lightning_shard.cluster.traces import words_of
 from lightning_shard.commands import failures
 from lightning_shard.errors import chain
 from lightning_shard.meters.memory import is_out_of_memory
@@ -233,3 +235,44 @@ def test_a_mistake_of_all_ranks_is_said_once(folder: Path) -> None:
     assert run.returncode == 2, run.stderr
     assert run.stderr.count("error: no batch on any rank") == 1, run.stderr
     assert "Traceback" not in run.stderr
+
+
+class Missing(torch.utils.data.Dataset[torch.Tensor]):
+    """Files that are not there; the last one's reader says so in several lines."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            Path("/nowhere/0.png").read_bytes()
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("no image\n    at all") from error
+
+
+@pytest.mark.parametrize(
+    ("index", "kind", "words"),
+    [
+        (
+            0,
+            FileNotFoundError,
+            "[Errno 2] No such file or directory: '/nowhere/0.png' (in DataLoader worker process 0)",
+        ),
+        (1, ValueError, "no image\n    at all (in DataLoader worker process 0)"),
+    ],
+)
+def test_an_error_in_a_worker_process_is_said_without_its_frames(index: int, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind) as caught:
+        next(iter(torch.utils.data.DataLoader(Missing(), sampler=[index], num_workers=1)))
+    assert words_of(caught.value) == words
+    place = failures.user_frame(caught.value)
+    assert place is not None
+    assert place.startswith(f"{__file__}:")
+    assert place.endswith(", in __getitem__")
+    assert not failures.is_mistake(caught.value)
+
+
+def test_an_error_of_this_process_is_said_as_it_is() -> None:
+    assert words_of(ValueError("Caught fire in the hall.\nOriginal wood")) == "Caught fire in the hall.\nOriginal wood"
