@@ -72,6 +72,10 @@ USES = {
         "_autograd_hook _build_params_for_reducer _delay_all_reduce _rebuild_buckets _remove_autograd_hooks"
         " _set_params_and_buffers_to_ignore_for_model",
     ),
+    "engines/_dtensors.py": (
+        "random numbers of DTensors, and numbers that are read from them",
+        "_custom_op_handlers _local_scalar_dense _op_dispatcher _pytree",
+    ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
         "_composable _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _module_info _mp_policy"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters, forward
+from lightning_shard.engines._dtensors import answer_in_full
 from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, leave_inputs_alone, put_hooks
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
@@ -112,6 +113,7 @@ class FSDP2Engine(StepsOwnParameters):
         # It stays sharded, so that it can be evaluated or fitted again.
         self._closing.callback(forward.reshard, module)
         self._closing.callback(assign_in_place())
+        self._closing.callback(answer_in_full())
         if earlier is not None:
             if earlier[0] != made_for:
                 raise ConfigurationError(

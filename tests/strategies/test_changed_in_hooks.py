@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shard import full_tensor
+from lightning_shard.engines._dtensors import answer_in_full
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 from tests.strategies.indexed import Indexed, data, refusal
@@ -98,3 +102,71 @@ def test_what_can_not_be_followed_is_refused() -> None:
 @pytest.mark.matrix
 def test_it_is_refused_on_all_ranks() -> None:
     assert run_distributed(_refusals, 2, CASES) == [[], []]
+
+
+class Redraws(Indexed):
+    """Sizes that ranks do not divide."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for module in (self.head, self.body[0], self.body[2]):
+                for kind in (nn.init.kaiming_uniform_, nn.init.xavier_normal_, nn.init.eye_, nn.init.trunc_normal_):
+                    kind(module.weight)
+            self.head.reset_parameters()
+        if batch_idx == 2:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.add_(0.01 * torch.randn_like(parameter) + 0.01 * torch.bernoulli(parameter.sigmoid()))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            if (parameter.grad < -0.05).any():  # Each rank's shards would answer for themselves.
+                parameter.grad.add_(0.1 * torch.randn_like(parameter.grad))
+
+
+def _redrawn(strategy: str, precision: str) -> dict[str, torch.Tensor | None]:
+    trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=6)
+    pl.seed_everything(0)
+    trainer.fit(module := Redraws(), data(count=12))
+    values = {name: full_tensor(trainer, name) for name, _ in module.named_parameters()}
+    return {**values, "generator": torch.get_rng_state()}
+
+
+def _redrawn_each(strategies: Sequence[str], precision: str) -> list[str]:
+    first, *others = ((name, _redrawn(name, precision)) for name in strategies)
+    expected = first[1]
+    return [
+        f"{name}: {key}"
+        for name, found in others
+        for key, value in found.items()
+        if value is None or not value.equal(expected[key])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "precision", "processes"),
+    [
+        (["shard_ddp", "shard_fsdp"], "32-true", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in (
+                (["shard_ddp", "shard_fsdp_offload", "shard_fsdp_hybrid"], "32-true", 2),
+                (["shard_ddp_aligned", "shard_fsdp_aligned", "shard_fsdp_hybrid_aligned"], "bf16-mixed", 2),
+                (["shard_ddp_aligned", "shard_fsdp_aligned"], "bf16-mixed", 3),
+                (["shard_ddp_aligned", "shard_fsdp_hybrid_aligned"], "bf16-mixed", 4),
+            )
+        ),
+    ],
+)
+def test_shards_are_drawn_and_asked_as_full_tensors(names: list[str], precision: str, processes: int) -> None:
+    assert run_distributed(_redrawn_each, processes, names, precision) == [[]] * processes
+
+
+def test_nothing_is_left_of_how_they_are_asked() -> None:
+    before = dict(DTensor._op_dispatcher._custom_op_handlers)
+    undo, again = answer_in_full(), answer_in_full()
+    assert DTensor._op_dispatcher._custom_op_handlers != before
+    again()
+    undo()
+    assert DTensor._op_dispatcher._custom_op_handlers == before

@@ -1,0 +1,101 @@
+"""What torch asks each shard of a DTensor alone, asked of the full tensor: the one importer of its private dispatch.
+
+torch draws random numbers of each shard by itself: on CPUs every rank the same ones for another part, and on GPUs
+others than those of a tensor that is not sharded. So `nn.init` in a hook, or noise that is added to gradients, would
+train another model. And the number that is read from a sum, a norm or ``any()`` of a DTensor is of this rank's shard.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_shard.private_names import require
+
+require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
+require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
+require(torch.ops.aten, "_local_scalar_dense", tested="torch 2.11 to 2.13")
+
+_aten = torch.ops.aten
+# Their values depend on the shape alone. `torch.Tensor.random_` and `nn.init` end in these.
+_FILL: tuple[Any, ...] = (
+    *(_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default),
+    *(_aten.log_normal_.default, _aten.cauchy_.default, _aten.geometric_.default),
+    *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
+)
+_LIKE: tuple[Any, ...] = (
+    *(_aten.rand_like.default, _aten.randn_like.default),
+    *(_aten.randint_like.default, _aten.randint_like.low_dtype),
+)
+# They need the values.
+_DRAWN: tuple[Any, ...] = (_aten.bernoulli.default, _aten.multinomial.default, _aten.native_dropout.default)
+
+
+def answer_in_full() -> Callable[[], None]:
+    """Draw random numbers of DTensors, and read numbers from them, as of full tensors, until the result is called.
+
+    Of what is drawn each rank keeps its part; the full tensor is there for the moment, as in a gather. The ranks'
+    generators must be in the same state, as where nothing is sharded. To read a number (``item``, ``float``, ``if``)
+    from what is not on every rank in full is a collective, as ``full_tensor`` is.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_DRAWN, _drawn)
+    own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye, _aten._local_scalar_dense.default: _number}
+    added = {op: handler for op, handler in own.items() if op not in handlers}
+    handlers.update(added)
+
+    def undo() -> None:
+        for op in added:
+            handlers.pop(op, None)
+
+    return undo
+
+
+def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor, *rest = args
+    with torch.no_grad():
+        tensor.to_local().copy_(_part(op(_empty(tensor, kwargs), *rest, **kwargs), tensor))
+    return tensor
+
+
+def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor, *rest = args
+    return _placed(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
+
+
+def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *rest = args
+    return tree_map_only(Tensor, lambda full: _placed(full, tensor), op(tensor.full_tensor(), *rest, **kwargs))
+
+
+def _placed(full: Tensor, tensor: DTensor) -> DTensor:
+    """As ``tensor`` is; on every rank in full what has another shape."""
+    mesh, placements = tensor.device_mesh, list(tensor.placements)
+    if full.shape != tensor.shape:
+        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    part = _part(full, tensor).to(tensor.to_local().device)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Torch would make each shard an identity of its own."""
+    return _fill(lambda full: full.zero_().fill_diagonal_(1), (kwargs["out"],), {})
+
+
+def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op(args[0].full_tensor())
+
+
+def _empty(tensor: DTensor, kwargs: dict[str, Any]) -> Tensor:
+    # Of a shard that is kept on the host the numbers are the device's too, as where nothing is offloaded.
+    generator = kwargs.get("generator")
+    device = tensor.device_mesh.device_type if generator is None else generator.device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _part(full: Tensor, tensor: DTensor) -> Tensor:
+    # Without a source each rank cuts what it has.
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
