@@ -30,8 +30,11 @@ _LIKE: tuple[Any, ...] = (
     *(_aten.rand_like.default, _aten.randn_like.default),
     *(_aten.randint_like.default, _aten.randint_like.low_dtype),
 )
-# They need the values.
-_DRAWN: tuple[Any, ...] = (_aten.bernoulli.default, _aten.multinomial.default, _aten.native_dropout.default)
+# They need the values. An extreme of an empty shard is an error on its rank alone, and gloo's may lose a NaN.
+_OF_VALUES: tuple[Any, ...] = (
+    *(_aten.bernoulli.default, _aten.multinomial.default, _aten.native_dropout.default),
+    *(_aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.amax.default, _aten.amin.default),
+)
 
 
 def answer_in_full() -> Callable[[], None]:
@@ -42,7 +45,7 @@ def answer_in_full() -> Callable[[], None]:
     from what is not on every rank in full is a collective, as ``full_tensor`` is.
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_DRAWN, _drawn)
+    own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
     own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye, _aten._local_scalar_dense.default: _number}
     added = {op: handler for op, handler in own.items() if op not in handlers}
     handlers.update(added)
@@ -66,7 +69,7 @@ def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return _placed(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
 
 
-def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
     return tree_map_only(Tensor, lambda full: _placed(full, tensor), op(tensor.full_tensor(), *rest, **kwargs))
 
