@@ -1,6 +1,7 @@
 """The documents: links and anchors that resolve, pages that are found from the README, a README that stays short."""
 
 import re
+import subprocess
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -132,3 +133,14 @@ def test_every_error_has_its_cause_and_cure() -> None:
     rows = re.findall(r"^\| `(\w+Error)`[^|]*\|([^|]+)\|([^|]+)\|$", page, re.MULTILINE)
     assert {name for name, *_ in rows} == {name for name in vars(errors) if name.endswith("Error")}
     assert all(cause.strip() and cure.strip() for _, cause, cure in rows)
+
+
+def test_nothing_that_a_run_left_lies_in_the_root() -> None:
+    """Traces of failed runs and outputs of jobs go into the folder that one stands in, which is often this one."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no checkout of git")
+    names = {name.partition("/")[0] for name in listed.stdout.split("\0") if name}
+    folders = {"lightning_shard", "configs", "examples", "tests"}
+    files = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
+    assert {name for name in names if not name.startswith(".")} == folders | files

@@ -34,6 +34,7 @@ _LIKE: tuple[Any, ...] = (
 _OF_VALUES: tuple[Any, ...] = (
     *(_aten.bernoulli.default, _aten.multinomial.default, _aten.native_dropout.default),
     *(_aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.amax.default, _aten.amin.default),
+    *(_aten.argmax.default, _aten.argmin.default, _aten.aminmax.default),
 )
 
 
@@ -47,12 +48,15 @@ def answer_in_full() -> Callable[[], None]:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
     own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye, _aten._local_scalar_dense.default: _number}
-    added = {op: handler for op, handler in own.items() if op not in handlers}
-    handlers.update(added)
+    own = {op: handler for op, handler in own.items() if handlers.get(op) is not handler}  # Another fit's are there.
+    # torch's own for argmin and argmax fails on the ranks whose shards are empty.
+    replaced = {op: handlers[op] for op in own if op in handlers}
+    handlers.update(own)
 
     def undo() -> None:
-        for op in added:
+        for op in own:
             handlers.pop(op, None)
+        handlers.update(replaced)
 
     return undo
 

@@ -122,7 +122,7 @@ class Redraws(Indexed):
         for parameter in self.parameters():
             assert parameter.grad is not None
             row = parameter.grad[:1]  # Of one row, which the other ranks have nothing of.
-            lowest = torch.stack([row.min(), row.amin(), row.min(0)[0].sum()]).sum()
+            lowest = torch.stack([row.min(), row.amin(), row.min(0)[0].sum(), *torch.aminmax(row), -row.argmin()]).sum()
             if lowest < 0 or (parameter.grad < -0.05).any():  # Each rank's shards would answer for themselves.
                 parameter.grad.add_(0.1 * torch.randn_like(parameter.grad))
 
