@@ -214,13 +214,20 @@ def warn_of_precision(
     rank_zero_warn(text)
 
 
+_MORE = {
+    MIXED: "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed "
+    'with plain tensors. Use full_tensor(trainer, name) and set_full_tensor, with the kind "gradient" for gradients, '
+    "or keep averages in parameters without gradients, which are sharded too; or use shard_ddp.",
+    "Expected more than 1 value per channel when training": "A BatchNorm takes the variance of what its own process "
+    "has of a batch, which needs two samples or more. Set batch_size, which is by process, to 2 or more, and "
+    "drop_last=True in the DataLoader if its last batch has one sample; or use GroupNorm, which takes each by itself.",
+}
+"""What torch says in a step, and what to do."""
+
+
 def explain(error: BaseException, memory: Memory | None) -> None:
-    """Say in errors of used up memory, and of plain tensors with DTensors, as hooks of users raise them, what to do."""
+    """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do."""
     explain_out_of_memory(error, memory)
-    if isinstance(error, RuntimeError) and MIXED in str(error):
-        append_to_message(
-            error,
-            "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed "
-            'with plain tensors. Use full_tensor(trainer, name) and set_full_tensor, with the kind "gradient" for '
-            "gradients, or keep averages in parameters without gradients, which are sharded too; or use shard_ddp.",
-        )
+    for said, more in _MORE.items():
+        if isinstance(error, RuntimeError | ValueError) and said in str(error):
+            append_to_message(error, more)

@@ -63,6 +63,11 @@ class Returns(BoringModel):
             return torch.optim.SGD([], lr=0.1)
         return {"optim": 1} if self.what == "optimizer" else super().configure_optimizers()
 
+class Normalizes(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(32), self.layer)
+
 class NoBatch(BoringDataModule):
     def train_dataloader(self):
         return DataLoader(self.random_train, batch_size=0)
@@ -135,10 +140,17 @@ def test_weights_that_became_nan_are_told_of(command: Callable[..., ShardCLI]) -
     sys.modules.pop("usercode")
 
 
-def test_memory_that_is_used_up_says_what_needs_less(command: Callable[..., ShardCLI]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([*RETURNS, "memory"], r"can't allocate memory(.|\n)*What holds less(.|\n)*: units(.|\n)*plan --compare"),
+        ([*RETURNS[:3], "usercode.Normalizes"], r"Size\(\[1, 32\]\)\nA BatchNorm(.|\n)*batch_size(.|\n)*drop_last"),
+    ],
+)
+def test_what_torch_says_in_a_step_is_told_what_to_do(
+    arguments: list[str], says: str, command: Callable[..., ShardCLI]
+) -> None:
     write_config("usercode.py", USER_CODE)
-    with pytest.raises(
-        RuntimeError, match=r"can't allocate memory(.|\n)*What holds less(.|\n)*: units(.|\n)*plan --compare"
-    ):
-        command("fit", "--config", "base.yaml", *RETURNS, "memory")
+    with pytest.raises((RuntimeError, ValueError), match=says):
+        command("fit", "--config", "base.yaml", *arguments)
     sys.modules.pop("usercode")
