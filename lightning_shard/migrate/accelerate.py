@@ -386,7 +386,7 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     else:
         reading.ask("fsdp_version", 2, "fsdp_config.fsdp_version", int(version))
     read = reading.read_fields("fsdp_config", FSDP_2 if version == "2" else FSDP, content)
-    _sharding(reading, content, version)
+    _sharding(reading, content, version, read["fsdp_reshard_after_forward"] if version == "2" else None)
     _wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])
     loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
     if read[loading] and read[sync] is False:
@@ -396,14 +396,12 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
         )
 
 
-def _sharding(reading: Reading, content: Mapping[str, Any], version: str) -> None:
+def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level: str | None) -> None:
+    """``level``: what version 2 shards by its own field, if that is there."""
     fields = [f for f in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if content.get(f) is not None]
     if version == "2":
         if "fsdp_sharding_strategy" in fields:
-            reading.problems.append(
-                f"fsdp_config.fsdp_sharding_strategy is {shown(content['fsdp_sharding_strategy'])}, but fsdp_version "
-                "is 2, where Accelerate reads fsdp_reshard_after_forward alone: remove it, or set fsdp_version: 1"
-            )
+            _beside_version_2(reading, content["fsdp_sharding_strategy"], level or "parameters")
         return
     found = {field: _strategy(reading, field, content[field]) for field in fields}
     if None in found.values():
@@ -416,6 +414,18 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str) -> Non
         ignored = field == "fsdp_reshard_after_forward" and strategy != "FULL_SHARD"
         note = "Accelerate 1.15 runs FULL_SHARD all the same: it reads fsdp_sharding_strategy" if ignored else ""
         add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], str(strategy), note)
+
+
+def _beside_version_2(reading: Reading, given: Any, level: str) -> None:
+    """``fsdp_sharding_strategy``, which Accelerate does not read there, where it says what is done and where not."""
+    field = "fsdp_config.fsdp_sharding_strategy"
+    if {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients"}.get(str(given).upper()) == level:
+        reading.meet(field, given, "with fsdp_version 2 it is fsdp_reshard_after_forward that says so")
+    else:
+        reading.problems.append(
+            f"{field} is {shown(given)}, but fsdp_version is 2, where Accelerate reads fsdp_reshard_after_forward "
+            f"alone, and shards {level}: remove it, or set fsdp_version: 1"
+        )
 
 
 def _strategy(reading: Reading, field: str, value: Any) -> Any:

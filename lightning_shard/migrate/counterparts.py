@@ -218,6 +218,10 @@ _OTHER = _zero_only("any", "speed", "only DeepSpeed has it", "", False, note="it
 # Sections and keys without a row that change numbers; others are of speed, of memory or of what is printed.
 _OF_NUMBERS = _zero_only("any", "numbers", "only DeepSpeed has it", "", False, note="it is off")
 _NUMBERS = (
-    "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "torch_autocast", "data_types",
-    "zero_optimization.zenflow", "bf16.", "fp16.",
-)  # fmt: skip
+    "gradient_allreduce_op",
+    "torch_autocast",
+    "data_types",
+    "zero_optimization.zenflow",
+    "bf16.",
+    "fp16.",
+)

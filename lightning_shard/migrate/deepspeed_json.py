@@ -10,8 +10,10 @@ from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, TOP_LEVEL, Section, known_keys
 from lightning_shard.engines.zero.config.merging import KEYS, ZERO, merge
 from lightning_shard.engines.zero.config.reading import AUTO, get, is_off
+from lightning_shard.engines.zero.config.sections import ONE_BIT
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate.neutral import LEVELS, Reading, setting
+from lightning_shard.text import nearest
 
 CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
 CLIP_NOTE = "the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32"
@@ -139,7 +141,16 @@ def _processes(reading: Reading) -> int | None:
 
 
 def _without_lost(reading: Reading, content: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The content without what has no counterpart here, which is noted."""
+    """The content without what has no counterpart here, which is noted, and what DeepSpeed itself does not read."""
+    known = [*known_keys().keys, *known_keys().aliases, *REMOVED, *FOREIGN]
+    for key in [key for key in content if isinstance(key, str) and key not in known]:
+        if not nearest(key, known):
+            reading.meet(f"{prefix}{key}", content.pop(key), "DeepSpeed reads no such key")
+    compiled = content.get("compile")
+    if isinstance(compiled, Mapping) and compiled and compiled.keys() <= {"disable", "backend", "kwargs"}:
+        # Of older versions.
+        on = str(content.pop("compile").get("disable", False)).lower() != "true"
+        reading.ask("compile", on, f"{prefix}compile", dict(compiled), "the units are compiled with torch's defaults")
     for key, reason in {**REMOVED, **FOREIGN}.items():
         if key in content:
             value = content.pop(key)
@@ -162,6 +173,10 @@ def _without_lost(reading: Reading, content: dict[str, Any], prefix: str) -> dic
             reading.lose(f"{prefix}{path}", holder[key], reason)
             kept = {k: v for k, v in holder.items() if k != key}
             content = {**content, section: kept} if section else kept
+    optimizer = content.get("optimizer")
+    if isinstance(optimizer, Mapping) and str(optimizer.get("type")).lower() in ONE_BIT:
+        reason = "DeepSpeed has removed the optimizers that compress what they communicate"
+        reading.lose(f"{prefix}optimizer", content.pop("optimizer"), reason, "AdamW or Lamb in configure_optimizers")
     return _without_static_scale(reading, content, prefix)
 
 
@@ -196,6 +211,8 @@ def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
 
 def _precision(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
     fp16, bf16 = merged.get("fp16", {}), merged.get("bf16", {})
+    if fp16.get("auto_cast"):
+        reading.meet(f"{prefix}fp16.auto_cast", True, "floating inputs are cast on every engine")
     given = {name: section.get("enabled") for name, section in (("fp16", fp16), ("bf16", bf16)) if section}
     if on := next((name for name, enabled in given.items() if enabled is True), None):
         low = get(merged, f"{on}.{on}_master_weights_and_grads") is True

@@ -293,6 +293,9 @@ def _built_by_deepspeed(target: Target, asked: Asked) -> None:
         return
     decoupled = given.pop("adam_w_mode", True) or kind == "adamw"
     given.pop("torch_adam", None)
+    for key, plain in (("bias_correction", True), ("amsgrad", False)):  # torch's defaults too
+        if given.get(key) is plain:
+            del given[key]
     known, defaults = _OPTIMIZERS.get(kind if name == "optimizer" and decoupled else "", ("", {}))
     if "auto" in given.values() or (not given and name == "scheduler"):
         target.hold(asked, f"its values are the script's: configure_optimizers, or `{name}:` in the YAML")
@@ -303,6 +306,15 @@ def _built_by_deepspeed(target: Target, asked: Asked) -> None:
     else:
         target.top[name] = {"class_path": f"torch.optim.{known}", "init_args": {**defaults, **given}}
         target.note(asked, name, target.top[name]["class_path"], "in the YAML, which LightningCLI gives to the module")
+
+
+def _divided(target: Target, asked: Asked) -> None:
+    """Whether gradients are divided before they are summed, or after it: the same mean."""
+    scattered = target.arguments.get("buckets", {}).get("reduce_scatter") is not False
+    if target.engine == "deepspeed" and not (target.stage > 1 and scattered):
+        target.set(asked, f"strategy.{asked.name}", asked.value)
+    else:
+        target.hold(asked, "the mean is the same, but for its last digits; they are averaged in fp32 where masters are")
 
 
 SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
@@ -325,6 +337,8 @@ SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
     "checkpoint_form": _checkpoint_form,
     "config.optimizer": _built_by_deepspeed,
     "config.scheduler": _built_by_deepspeed,
+    "config.prescale_gradients": _divided,
+    "config.gradient_predivide_factor": _divided,
 }
 """Setting to the function that adds it to a target; the rest go by the table of counterparts."""
 

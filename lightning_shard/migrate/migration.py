@@ -97,7 +97,8 @@ _NOT_READ: Mapping[str, str] = {
     "NeMo AutoModel": "recipe step_scheduler dist_env",
     "torchtune": "checkpointer tokenizer optimizer_in_bwd fsdp_cpu_offload enable_activation_checkpointing",
     "LitGPT": "checkpoint_dir out_dir train logger_name",
-    "Composer or OLMo": "device_train_microbatch_size global_train_batch_size device_train_batch_size",
+    "Composer or OLMo": "device_train_microbatch_size global_train_batch_size device_train_batch_size "
+    "device_eval_batch_size icl_tasks max_seq_len",
     "torchtitan": "job parallelism metrics",
     "GPT-NeoX": "pipe_parallel_size model_parallel_size pipe-parallel-size model-parallel-size",
     "fairseq": "distributed_training common task",

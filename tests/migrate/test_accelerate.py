@@ -38,6 +38,11 @@ def test_every_accelerate_file(path: Path, migrated: Callable[..., dict[str, Any
     [
         ({"fsdp_reshard_after_forward": True}, {}),
         ({"fsdp_reshard_after_forward": False}, {"reshard_after_forward": False}),
+        ({"fsdp_sharding_strategy": "FULL_SHARD"}, {}),  # as many files have it
+        (
+            {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_reshard_after_forward": False},
+            {"reshard_after_forward": False},
+        ),
         ({"fsdp_offload_params": True}, {"cpu_offload": True}),
         ({"fsdp_transformer_layer_cls_to_wrap": "A, B"}, {"units": ["A", "B"]}),
         ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "1e6"}, {"units": 1000000}),
@@ -230,7 +235,7 @@ def test_mistakes_in_one_message(refused: Callable[..., str]) -> None:
         (accelerate(distributed_type="MULTI_GPU", gpu_ids="0"), "num_processes asks for 2"),
         (accelerate(distributed_type="MULTI_GPU", mixed_precision="bf61"), "the nearest is 'bf16'"),
         (accelerate(distributed_type="MULTI_GPU", fsdp_config={"fsdp_version": 2}), "does not read it"),
-        (fsdp(2, fsdp_sharding_strategy="FULL_SHARD"), "fsdp_version is 2"),
+        (fsdp(2, fsdp_sharding_strategy="SHARD_GRAD_OP"), "fsdp_version is 2"),
         (fsdp(2, fsdp_reshard_after_forward="FULL_SHARD"), "must be true or false"),
         (fsdp(1, fsdp_reshard_after_forward=True), "go with fsdp_version 2"),
         (fsdp(3), "fsdp_version is '3', but must be 1 or 2"),

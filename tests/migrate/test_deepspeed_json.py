@@ -136,8 +136,42 @@ def test_false_is_kept_where_deepspeeds_default_is_true(key: str, migrated: Call
     assert "config" not in arguments(migrated({"zero_optimization": {"stage": 2, key: True}}))
 
 
+@pytest.mark.parametrize("key", ["prescale_gradients", "gradient_predivide_factor"])
+def test_where_a_mean_is_divided_is_kept_where_deepspeed_can(key: str, migrated: Callable[..., dict[str, Any]]) -> None:
+    value: Any = True if key.startswith("prescale") else 8.0
+    content = {"zero_optimization": {"stage": 0}, key: value}
+    assert arguments(migrated(content))["config"] == {key: value}
+    for name in ("shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2", "shard_deepspeed_stage_3"):
+        assert migrated(content, "--to", name)["trainer"]["strategy"] == name
+    unscattered = {"zero_optimization": {"stage": 2, "reduce_scatter": False}, key: value}
+    assert arguments(migrated(unscattered))["config"] == {key: value}
+
+
+def test_inputs_are_cast_on_every_engine(migrated: Callable[..., dict[str, Any]]) -> None:
+    content = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "auto_cast": True}}
+    for name in ("shard_fsdp", "shard_deepspeed_stage_1"):
+        assert migrated(content, "--to", name)["trainer"] == {
+            "strategy": name, "precision": "16-mixed", "gradient_clip_val": 1.0
+        }  # fmt: skip
+
+
+def test_what_deepspeed_does_not_read_is_noted(migrated: Callable[..., dict[str, Any]], refused: Any) -> None:
+    content = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    assert migrated({**content, "cuda_visible_devices": 0}) == migrated(content)
+    assert "the nearest is 'steps_per_print'" in refused({**content, "steps_per_prints": 5})
+    # DeepSpeed had this section before its own compiler.
+    assert arguments(migrated({**content, "compile": {"disable": False, "backend": "inductor"}}))["compile"] is True
+
+
+def test_a_removed_optimizer_is_lost(refused: Callable[..., str], migrated: Callable[..., dict[str, Any]]) -> None:
+    content = {"zero_optimization": {"stage": 0}, "optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3}}}
+    assert "DeepSpeed has removed the optimizers that compress" in refused(content)
+    assert "config" not in arguments(migrated(content, "--lossy"))
+
+
 def test_an_optimizer_of_deepspeeds_is_torchs_elsewhere(migrated: Callable[..., dict[str, Any]]) -> None:
-    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": {"lr": 2e-5}}}
+    plain = {"lr": 2e-5, "bias_correction": True, "torch_adam": True}
+    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": plain}}
     assert migrated(content, "--to", "shard_fsdp")["optimizer"] == {
         "class_path": "torch.optim.AdamW",
         "init_args": {"lr": 2e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},

@@ -156,6 +156,14 @@ def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
     hpz = zero.get("zero_hpz_partition_size", 1)
     if hpz not in (0, 1, AUTO) and stage < 3:
         problems.append(f"{ZERO}.zero_hpz_partition_size is {hpz} with stage {stage}, but hpZ needs stage 3")
+    # `deepspeed/runtime/zero/stage_1_and_2.py` and `stage3.py` assert it.
+    if stage > 1 and zero.get("reduce_scatter") is not False:
+        for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+            if (value := merged.get(key)) not in (None, AUTO, plain):
+                problems.append(
+                    f"{key} is {str(value).lower()} with stage {stage}, but DeepSpeed divides gradients after their "
+                    "reduce-scatter there. Remove it, for the same mean, or set buckets.reduce_scatter: false"
+                )
     ratio = get(merged, f"{ZERO}.offload_optimizer.ratio")
     if ratio not in (None, AUTO) and ratio < 1 and stage < 3:
         problems.append(f"offload_optimizer.ratio is {ratio} with stage {stage}, but a part needs stage 3")
@@ -183,7 +191,6 @@ TRAINER_OWNED = {
     "dataloader_drop_last": (True, "the Trainer has its own dataloader: set drop_last there"),
     "compile.deepcompile": (True, "DeepCompile needs DeepSpeed's own compile call"),
     "checkpoint.load_universal": (True, "checkpoints are this package's own, which load at any world size"),
-    "fp16.auto_cast": (True, "floating inputs are cast by the precision policy on every engine"),
 }
 """Key to the value that can't be had, and the reason."""
 

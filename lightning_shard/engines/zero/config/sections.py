@@ -25,6 +25,9 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
 }
 """DeepSpeed's own types, in lower case, and what each takes; any other is a class of torch.optim."""
 
+ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
+"""Types that older versions of DeepSpeed had, which compress what they communicate."""
+
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 """DeepSpeed's own types; any other is a class of torch.optim.lr_scheduler."""
 
@@ -58,7 +61,10 @@ def read_sections(config: dict[str, Any], problems: list[str]) -> None:
         elif (known := known_params(name, kind)) is None:
             names = [*OPTIMIZERS, "AdamW", "SGD"] if name == "optimizer" else [*SCHEDULERS, "CosineAnnealingLR"]
             hint = "".join(f": the nearest is {near!r}" for near in nearest(kind, names))
-            problems.append(f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has{hint}")
+            why = "which neither DeepSpeed nor torch has"
+            if name == "optimizer" and str(kind).lower() in ONE_BIT:
+                why = "which DeepSpeed has removed"
+            problems.append(f"{name}.type is {kind!r}, {why}{hint}")
         else:
             section["params"] = _read_params(params, known, f"{name}.params", problems)
 

@@ -105,7 +105,9 @@ def test_what_is_no_flag_is_never_read_as_one(value: Any) -> None:
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is false, but the strategy sets it"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last is true, but the Trainer has its own dataloader"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile is true, but DeepCompile needs"),
-        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast is true, but floating inputs are cast"),
+        ({ZERO: {"stage": 2}, "prescale_gradients": True}, "prescale_gradients is true with stage 2, but DeepSpeed"),
+        ({ZERO: {"stage": 3}, "gradient_predivide_factor": 8}, "gradient_predivide_factor is 8 with stage 3"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type is 'OneBitAdam', which DeepSpeed has removed"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal is true, but checkpoints are this"),
     ],
 )
