@@ -27,7 +27,6 @@ def checked(
     whose: str, *, error: type[ConfigurationError] = ConfigurationError, foreign: Callable[[str], str] = lambda name: ""
 ) -> Callable[[C], C]:
     """A decorator that reads all arguments of a constructor by its signature; messages say ``whose`` they are.
-
     ``foreign`` says what another tool's argument is called here, as a sentence with a blank before it.
     """
 

@@ -44,9 +44,8 @@ class KindBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAccount:
-    """Where one rank's bytes are resident: on its device, offloaded to the host's memory, offloaded to NVMe.
-
-    On a CPU the device is the host's memory too: what is not offloaded counts as the device's there as everywhere.
+    """Where one rank's bytes are resident: on its device, offloaded to the host or to NVMe. A CPU is a device like
+    others.
     """
 
     device: KindBytes = field(default_factory=KindBytes)

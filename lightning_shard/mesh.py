@@ -51,9 +51,8 @@ class MeshConfig:
 
 
 def resolve_mesh(config: MeshConfig, *, world_size: int, processes_per_node: int) -> tuple[int, int]:
-    """The mesh's shape as ``(replicate, shard)``, a pure function of the configuration and the world.
-
-    MeshError: the sizes do not multiply to ``world_size``.
+    """The mesh's shape ``(replicate, shard)`` of so many processes; MeshError: it does not multiply to
+    ``world_size``.
     """
     replicate, shard = config.replicate, config.shard
     if replicate == "auto" and shard == "auto":
@@ -84,9 +83,8 @@ def _check_divides(axis: str, size: int, world_size: int) -> None:
 
 
 def build_mesh(shape: tuple[int, int], *, device_type: str, timeout: timedelta = timedelta(minutes=30)) -> DeviceMesh:
-    """The 2-D mesh with axes ``("replicate", "shard")`` over all ranks, one for all runs of this shape.
-
-    Collectives over its axes wait for ``timeout``. Collective: all ranks call it.
+    """The 2-D mesh with axes ``("replicate", "shard")``, one for all runs of this shape; all ranks call it. ``timeout``
+    is that of collectives over its axes.
     """
     assert shape[0] * shape[1] == dist.get_world_size()
     mesh = beside_default(

@@ -7,10 +7,8 @@ from typing import Any
 
 
 def require(owner: type | ModuleType, names: str, *, tested: str) -> None:
-    """Look for attributes of ``owner``: in the class (or a base of it) or module, or set on ``self`` in a method.
-
-    ``names`` are separated by blanks; ``tested`` says the library's versions. ImportError: ``owner`` lacks some; it
-    says which, and names ``tested``.
+    """ImportError, which names ``tested`` versions, where ``owner``, a class or module, lacks one of ``names``
+    (separated by blanks); of a class also what is set on ``self`` in a method.
     """
     missing = [name for name in names.split() if not hasattr(owner, name)]
     if missing and isinstance(owner, type):

@@ -32,10 +32,8 @@ class Ranks:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None = None) -> Ranks:
-        """The ranks of ``group``, which must have a CPU backend.
-
-        None takes the default group if it has one, else a gloo group over all ranks, made at the first call (a
-        collective) and kept.
+        """The ranks of ``group``, which must have a CPU backend; None: the default group if it has one, else a gloo
+        group over all ranks, made at the first call (a collective) and kept.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(group=None, rank=0, size=1)
@@ -61,10 +59,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, by rank, on every rank. All ranks call it.
-
-        Values pass through pickle between the processes of this job, never from a file.
-        """
+        """Every rank's ``value``, by rank, on every rank, pickled between this job's processes. All ranks call it."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -86,9 +81,8 @@ class Ranks:
     def exchange(self, doing: str, step: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
         """Run ``step`` on every rank, give rank 0 all results, return what it decided for this rank.
 
-        If ``step`` fails anywhere, or ``decide`` on rank 0, every rank raises the same error: a CheckpointError (of
-        the failing rank's own kind, where that was one) that names the rank and what it was ``doing``. Only text
-        crosses between ranks for a failure, so that no exception is lost for not being picklable.
+        If ``step`` fails anywhere, or ``decide`` on rank 0, every rank raises the same CheckpointError (of the failing
+        rank's kind, where it was one) that names the rank and what it was ``doing``; only text crosses between ranks.
         """
         value: T | None = None
         failure: BaseException | None = None
@@ -229,10 +223,9 @@ _made: tuple[dist.ProcessGroup, dict[Hashable, Any]] | None = None
 def beside_default(key: Hashable, make: Callable[[], T]) -> T:
     """What ``make`` returned when it was first called for ``key`` on the present default process group.
 
-    A group that a run makes for itself (of gloo threads and sockets, or an NCCL communicator with its device memory)
-    would stay until the process ends: checkpoints and full tensors are asked for after the run too, and torch destroys
-    a group only when it is told to. So groups and meshes are made once for all runs on the default group. ``key`` is
-    the same on all ranks; ``make`` is collective, so that all ranks call this.
+    Groups and meshes are made once for all runs on it: checkpoints and full tensors are asked for after a run too, and
+    torch destroys a group (gloo's threads, an NCCL communicator) only when told to. All ranks call it with the same
+    ``key``.
     """
     global _made
     default = dist.group.WORLD

@@ -93,9 +93,8 @@ _OTHERS = {
 
 
 def register() -> None:
-    """Put every name into Lightning's ``StrategyRegistry``, now or once Lightning is imported; again changes nothing.
-
-    What is registered is a factory, so that the strategy classes and their engines are imported when one is built.
+    """Put factories for every name into Lightning's ``StrategyRegistry``, now or once Lightning is imported; may be
+    repeated.
     """
     waiting = set()
     for module in (_STRATEGIES, *_OTHERS):

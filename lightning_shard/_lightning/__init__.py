@@ -1,9 +1,8 @@
 """Everything that this package uses of Lightning's private names, and all that it replaces on live Lightning objects.
 
-One module for each subject. A name that another version of Lightning lacks fails on import, of any of the modules, and
-not in a training step: all are required here. What is replaced, on what and why is the table `REPLACED`; every
-function that replaces something takes the run's `Replacements`, which put it back when the run ends.
-Beside these, `registry` answers for ``StrategyRegistry.available_strategies`` as long as the process lives.
+All names are required here, so that a version of Lightning that lacks one fails on import of any of the modules. What
+is replaced, on what and why is the table `REPLACED`; the run's `Replacements` put it back when the run ends. Beside
+these, `registry` answers for ``StrategyRegistry.available_strategies`` as long as the process lives.
 """
 
 from typing import Any

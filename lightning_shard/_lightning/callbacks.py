@@ -38,9 +38,8 @@ def watches_zero_grad(trainer: Trainer) -> bool:
 
 
 def count_sharded_parameters(replacements: Replacements, trainer: Trainer) -> None:
-    """Let ``ModelSummary`` callbacks count parameters that ZeRO-3 has sharded in full, and show each rank's shard.
-
-    Lightning does so for its own DeepSpeed strategy alone.
+    """Let ``ModelSummary`` callbacks count ZeRO-3's parameters in full, as Lightning does for its own strategy
+    alone.
     """
 
     def summary(depth: int, trainer: Trainer, module: LightningModule) -> Any:
@@ -71,9 +70,8 @@ def thawed(trainer: Trainer) -> dict[str, Any]:
 
 
 def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Give a resumed fit the trainable parameters and the optimizers' groups that the checkpoint's had.
-
-    Lightning makes the groups when a fit starts, from state that it restores later under engines, and thaws nothing.
+    """Give a resumed fit the trainable parameters and the optimizers' groups that the checkpoint's had: Lightning makes
+    groups before it restores under engines what they follow from, and thaws nothing.
     """
     states = checkpoint.get("callbacks", {})
     for callback in callbacks(trainer):
@@ -85,10 +83,8 @@ def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
 
 
 def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
-    """Keep callbacks that save when a run fails from waiting for other ranks, and from hiding the run's error.
-
-    A save is made by all ranks together. After an error the others may be anywhere, and so may the parameters of a
-    unit whose forward was interrupted: several ranks save nothing, and one says why if it can't.
+    """Keep callbacks that save when a run fails from waiting for other ranks, and from hiding the run's error: all
+    ranks save together, and after an error the others may be anywhere. One says why it can't save.
     """
 
     def on_exception(save: Any, name: str, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
@@ -113,10 +109,8 @@ def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
 def let_checkpoints_wait(
     replacements: Replacements, trainer: Trainer, *, is_writing: Callable[[str], bool], link: Callable[[str, str], None]
 ) -> None:
-    """Let ``ModelCheckpoint`` callbacks know of a checkpoint that is written in the background.
-
-    ``is_writing`` says whether the one at a path still is: its name is taken, as if it were there. ``link`` makes the
-    second path a link to the first (``save_last="link"``) once that is full; all ranks call it.
+    """Let ``ModelCheckpoint`` callbacks know of a checkpoint that is written in the background: while ``is_writing``,
+    its path is taken. ``link`` links the second path to the first once that is full; all ranks call it.
     """
 
     def follow(callback: stock.ModelCheckpoint) -> None:
@@ -141,12 +135,11 @@ def let_checkpoints_wait(
 
 
 def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
-    """Let ``ModelCheckpoint`` callbacks save after an optimizer step, not among the batches that one accumulates.
+    """Let ``ModelCheckpoint`` callbacks save after an optimizer step, when there are no gradients to save.
 
-    What is due in between, after a validation or by the clock, is saved right after the step, so that there
-    are no gradients to save. What is due while the Trainer is ``busy`` with another save, the same on all ranks, is
-    saved after the first step at which it is not, one callback after the other; at the end of training in any case.
-    A save has what the module's own hook does: a run that resumes goes on after both.
+    What is due before that, or while the Trainer is ``busy`` with another save (the same on all ranks), is saved after
+    the first step that allows it, one callback after the other, or at the end of training. The module's own hook comes
+    first.
     """
     queue: list[stock.ModelCheckpoint] = []  # which were due by their number of steps
 
@@ -241,9 +234,8 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 
 
 def averages_place(callbacks: Any) -> str | None:
-    """Where those of these callbacks that average weights keep the averages; None: there are no such callbacks.
-
-    "beside" what is averaged, or on the "host".
+    """Where those that average weights keep the averages: "beside" the weights or on the "host"; None: there
+    are none.
     """
     given = callbacks if isinstance(callbacks, list) else [callbacks]
     for callback in given:
@@ -264,9 +256,8 @@ def collects_statistics(trainer: Trainer) -> bool:
 
 
 def go_on_in_mid_epoch(trainer: Trainer) -> None:
-    """In a fit that resumes in mid-epoch: have ``StochasticWeightAveraging`` do what it does at an epoch's start.
-
-    It makes its scheduler there, which sets the learning rates; those of the checkpoint stay.
+    """In a fit that resumes in mid-epoch: have ``StochasticWeightAveraging`` make its scheduler, as at an epoch's
+    start; the learning rates stay the checkpoint's.
     """
     if not trainer.fit_loop.restarted_mid_epoch:
         return
@@ -323,9 +314,8 @@ Current = Callable[[], nn.Module]
 def average_shards(
     replacements: Replacements, trainer: Trainer, current: Current, write: Callable[..., None]
 ) -> Average:
-    """Have the Trainer's averaging callback, of which there is one, average what this rank has of the module.
-
-    ``current`` gives its boxes of parameters and buffers, live, as a module's; ``write`` has a function write there.
+    """Have the Trainer's one averaging callback average this rank's boxes of parameters and buffers, which ``current``
+    gives; ``write`` has a function write there.
     """
     (callback,) = averaging_callbacks(trainer)
     if isinstance(callback, stock.StochasticWeightAveraging):

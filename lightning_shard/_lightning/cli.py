@@ -8,10 +8,8 @@ require(LightningCLI, "_parse_ckpt_path", tested="lightning 2.6")
 
 
 class ConfiguredCLI(LightningCLI):
-    """LightningCLI whose configuration comes from the user alone.
-
-    Lightning loads the file ``ckpt_path`` on every rank and merges its hyperparameters into the configuration, with the
-    name of a class to make. Whoever wrote the file would decide which code is run.
+    """LightningCLI that leaves ``ckpt_path`` closed. Lightning's own merges that file's hyperparameters, with the name
+    of a class to make, into the configuration: whoever wrote the file would decide which code is run.
     """
 
     def _parse_ckpt_path(self) -> None:

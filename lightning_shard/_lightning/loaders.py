@@ -35,10 +35,8 @@ def train_batch_size(trainer: Trainer) -> int | None:
 
 
 def keep_order(replacements: Replacements, trainer: Trainer) -> None:
-    """Deal out a training loader's samples to the ranks in the loader's own order, which is said once.
-
-    Lightning shuffles what it deals out in training, whatever the loader says, and forgets how large the batches of a
-    stock ``BatchSampler`` are.
+    """Deal out a training loader's samples in the loader's own order, which is said once: Lightning shuffles them, and
+    forgets the batch size of a stock ``BatchSampler``.
     """
     connector = trainer._data_connector
     prepare = connector._prepare_dataloader
@@ -86,11 +84,9 @@ def _seed() -> int:
 
 
 def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: int, sample_seeds: bool = False) -> Any:
-    """The training ``dataloader`` made resumable (`resume.wrap.resumable`), with the loop's loaded counters settled.
-
-    For the strategy to call for each training dataloader that it is asked to process, on all ranks, in the order of
-    the loaders. Lightning loads the states of the loaders only for an interrupted epoch; after a finished one they
-    are loaded here, because generators and persistent workers outlive an epoch.
+    """The training ``dataloader`` made resumable, with the loop's loaded counters settled. All ranks call it for each,
+    in their order. The state that Lightning gives loaders of interrupted epochs alone is given here after finished ones
+    too, because generators and persistent workers outlive an epoch.
     """
     settle_progress(trainer)
     loop = trainer.fit_loop
@@ -108,17 +104,15 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
 
 
 def make_anew(trainer: Trainer) -> None:
-    """Let the training loaders be made when the fit begins, with the states that were loaded for them.
-
-    Lightning makes them early for ``Trainer.estimated_stepping_batches``, and gives those no state.
+    """Let the loaders that were made early, for ``estimated_stepping_batches``, be made anew with their loaded
+    states.
     """
     trainer.fit_loop._combined_loader = None
 
 
 def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The training loaders' in the loops' part of a checkpoint.
-
-    Where an epoch iterates over each of several loaders once, those that have ended are spent until it ends.
+    """The training loaders' in the loops' part of a checkpoint; those that ended in an epoch over several stay
+    spent.
     """
     loop: Any = trainer.fit_loop
     states = loops["fit_loop"]["state_dict"].get("combined_loader", [])
@@ -135,11 +129,10 @@ def reload_epoch(trainer: Trainer) -> int | None:
 
 
 def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:
-    """Count the batches of an interrupted epoch in the units of the present loaders (all ranks).
+    """Count the batches of an interrupted epoch in units of the present loaders, whose state was loaded (all ranks).
 
-    Call it after the dataloaders' state was loaded and the loops were reset: in the strategy's ``on_train_start``.
-    Tells iterable loaders how far the loop fetches ahead; changes counters only if the world size or the batch
-    size has changed. ``reloaded``: `reload_epoch` of the run that was saved, which makes new ones when it would have.
+    Tells iterable loaders how far the loop fetches ahead; changes counters only with the world size or the batch size.
+    ``reloaded``: `reload_epoch` of the run that was saved.
     """
     loop = trainer.fit_loop
     if reloaded is not None:
@@ -167,9 +160,8 @@ def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:
 
 @contextmanager
 def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None, None]:
-    """Give a function that runs so many optimizer steps of the fit, which is about to begin, with one callback alone.
-
-    At the end model, optimizers, loops and random numbers are again as they were, from a checkpoint. All ranks call it.
+    """Give a function that runs so many optimizer steps of a fit that is about to begin, with one callback alone. All
+    ranks call it. At the end everything is as it was, from a checkpoint.
     """
     path = os.path.join(trainer.default_root_dir, f".trial_{uuid.uuid4()}.ckpt")
     path = trainer.strategy.broadcast(path)

@@ -24,19 +24,15 @@ from lightning_shard.resume.shape import KINDS
 
 
 def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> None:
-    """Run every evaluation loop under ``torch.no_grad`` instead of ``torch.inference_mode``.
-
-    What FSDP2 gathers under inference mode are inference tensors, which the next training step can't update.
+    """Run every evaluation loop under ``torch.no_grad``: what FSDP2 gathers in inference mode no training step can
+    update.
     """
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         replacements.replace(loop, "inference_mode", False)
 
 
 def validate_by_one_clock(replacements: Replacements, trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
-    """With ``val_check_interval`` as a time, validate when rank 0's clock says so: the others' may differ.
-
-    ``broadcast`` gives rank 0's value; all ranks call it, after each batch.
-    """
+    """With ``val_check_interval`` as a time, validate when rank 0's clock says so, which all ranks ``broadcast``."""
     loop = trainer.fit_loop.epoch_loop
     due_here = loop._should_check_val_fx
     if getattr(trainer, "_val_check_time_interval", None) is not None:
@@ -105,11 +101,8 @@ def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Tol
 
 
 def leave_signals_alone(replacements: Replacements, trainer: Trainer) -> None:
-    """Keep Lightning from installing its signal handlers in this run.
-
-    They save, requeue and broadcast inside the handler, on whatever rank and in whatever line the signal comes. What
-    they note is broadcast by rank 0 before every batch, and read: a wait for all ranks and for the device in every
-    step, which goes with them.
+    """Keep Lightning's signal handlers out of this run: they save and broadcast in whatever line the signal comes, and
+    what they note is waited for by all ranks and the device before every batch.
     """
     # Nothing was installed, and so the connector's own teardown has nothing to put back.
     replacements.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
@@ -117,9 +110,8 @@ def leave_signals_alone(replacements: Replacements, trainer: Trainer) -> None:
 
 
 def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable[[], None]) -> None:
-    """Call each hook at the end of this run, however it ends, after the strategy's teardown; then restore all.
-
-    Call this before anything else is replaced. What an earlier run left that did not come to its end is restored first.
+    """Call each hook at the end of this run, after the strategy's teardown, then restore all. Call this before anything
+    else is replaced; what an earlier run left is restored first.
     """
     replacements.restore()
     connector = trainer._signal_connector
@@ -185,12 +177,11 @@ def _mark_before_validation(val: dict[str, Any]) -> None:
 
 
 def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The loops' part of a checkpoint, such that nothing is left out that follows the batch in which it is saved.
+    """The loops' part of a checkpoint, such that nothing that follows the batch in which it is saved is left out.
 
-    Lightning takes a state saved in ``on_train_batch_end`` for one in which the validation after that batch, and the
-    end of the epoch, have been, and most that are saved in a validation too. Where one of them is still to come, or has
-    not come to its end, the state is made that of the moment before it.
-    Returns it, and whether the end of the epoch comes next, for `end_epoch` to be told; ``loops`` is not changed.
+    Lightning takes a validation after that batch, and the end of the epoch, for done. Where one of them is still to
+    come, the state is made that of the moment before it. Returns a changed copy, and whether the end of the epoch comes
+    next.
     """
     fit_loop = trainer.fit_loop
     loop = fit_loop.epoch_loop
@@ -218,10 +209,8 @@ def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[
 
 
 def settle_progress(trainer: Trainer) -> None:
-    """Make the loaded counters of the fit loop say what an uninterrupted run's would (all ranks, no communication).
-
-    To be called after the loops' state was loaded and before the dataloaders' is. Does nothing to a run that was
-    not loaded; may be called again.
+    """Make the fit loop's loaded counters say what an uninterrupted run's would; after the loops' state was loaded and
+    before the dataloaders' is. No communication; may be called again.
     """
     loop = trainer.fit_loop
     if not loop.is_resuming:
@@ -251,9 +240,8 @@ def settle_progress(trainer: Trainer) -> None:
 
 
 def end_epoch(replacements: Replacements, trainer: Trainer) -> None:
-    """After loading a state from which the end of the epoch comes next: run no batch before it, and no validation.
-
-    The loops do not restart then as soon as their counters are set, so that the epoch's schedulers are stepped too.
+    """After loading a state from which the end of the epoch comes next: run no batch before it, and no validation, but
+    step the epoch's schedulers.
     """
     fit_loop = trainer.fit_loop
     loop = fit_loop.epoch_loop
@@ -290,10 +278,7 @@ def _stopped_in_validation(trainer: Trainer) -> bool:
 
 
 def restore_steps(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Restore schedulers, the precision plugin and the count of optimizer steps; the loops' place in the data stays.
-
-    ``checkpoint``: the dictionary that Lightning dumped in the same fit, or the one that it goes on from.
-    """
+    """Restore schedulers, the precision plugin and the count of optimizer steps, not the loops' place in the data."""
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     plugin = trainer.precision_plugin

@@ -28,9 +28,8 @@ def leave_out_noise() -> None:
 
 
 class Uncompiled:
-    """A strategy's ``_lightning_module``, which the Trainer sets: one that is compiled as a whole is refused.
-
-    Lightning's own refusal, which follows at once, advises other strategies.
+    """Refuses, as a strategy's ``_lightning_module``, a module that is compiled as a whole, ahead of Lightning's
+    advice.
     """
 
     def __get__(self, strategy: Strategy | None, owner: type[Strategy]) -> LightningModule | None:
@@ -48,10 +47,8 @@ class Uncompiled:
 
 @cache
 def leave_out_amp_message(kind: type[Strategy]) -> None:
-    """Let Lightning not say that strategies of class ``kind`` use autocast, where they cast modules instead; no noise.
-
-    "Using bfloat16 Automatic Mixed Precision (AMP)" is said for the Trainer's flag alone; who asked for it is found on
-    the stack.
+    """Let Lightning not say that strategies of class ``kind`` use autocast, where they cast modules instead. It says so
+    for the Trainer's flag alone: who asked for the flag is found on the stack.
     """
 
     def is_true(record: logging.LogRecord) -> bool:

@@ -21,11 +21,8 @@ def is_missing_optimizer(optimizer: Optimizer) -> bool:
 
 
 def wrapped(optimizers: list[Optimizer], strategy: Strategy) -> list[LightningOptimizer]:
-    """The optimizers as users see them, with what was replaced on the instances.
-
-    A wrapper is of a class derived from the optimizer's, and finds its attributes. Of DeepSpeed's optimizers on the
-    host it would free the compiled state, by its number, when it is dropped (``DeepSpeedCPUAdam.__del__``): it gets
-    no number.
+    """The optimizers as users see them. Of one of DeepSpeed's on the host a wrapper has no ``opt_id``, by which it
+    would free the compiled state when it is dropped (``DeepSpeedCPUAdam.__del__``).
     """
     wrappers = [LightningOptimizer._to_lightning_optimizer(optimizer, strategy) for optimizer in optimizers]
     for wrapper in wrappers:
@@ -41,9 +38,8 @@ def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
 
 
 def hold_schedulers(replacements: Replacements, trainer: Trainer, when: Callable[[], bool]) -> None:
-    """Leave schedulers of interval ``step`` where they are after a batch for which ``when`` says so.
-
-    Lightning advances them after every batch that had an optimizer step, one that its own AMP skipped too.
+    """Leave schedulers of interval ``step``, which Lightning advances after skipped steps too, where ``when``
+    says so.
     """
     loop = trainer.fit_loop.epoch_loop
     update = loop.update_lr_schedulers
@@ -61,9 +57,8 @@ _own = FunctionType(grad_norm.__code__, grad_norm.__globals__, argdefs=grad_norm
 def full_gradient_norms(
     replacements: Replacements, module: LightningModule, read: Callable[[str], Tensor | None]
 ) -> None:
-    """Let ``grad_norm(module, norm_type)`` read gradients of ``module``, or of a part of it, through ``read``.
-
-    The function itself answers, since users import it by name. It is a collective then.
+    """Let ``grad_norm(module, norm_type)`` read the gradients of ``module`` through ``read``, as a collective. The
+    function itself is patched, since users import it by name.
     """
     replacements.replace(grad_norm, "shard_run", (module, read))
     replacements.replace(grad_norm, "__code__", _asks.__code__)

@@ -74,9 +74,8 @@ def launcher(strategy: Any, start_method: Literal["popen", "spawn", "fork", "for
 
 
 def end_behind() -> None:
-    """After an error end this process without a word, if the script that started it has ended by one of its own.
-
-    Before the processes are connected all make the same mistake, which need not be told by each.
+    """After an error end this process without a word, if the script that started it has ended by one of its own: all
+    make the same mistake before they are connected.
     """
     own, deadline = str(os.getpid()), time.monotonic() + _LAST_WORDS_SECONDS
     started_by = os.environ.get(_STARTED_BY, own)

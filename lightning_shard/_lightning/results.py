@@ -30,10 +30,7 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 
 def log_full_values(replacements: Replacements, module: LightningModule) -> None:
-    """Let ``self.log`` take values of sharded tensors, such as ``weight.norm()``; all ranks log them, as a collective.
-
-    What is logged is the full value, the same on every rank.
-    """
+    """Let ``self.log`` take the full values of sharded tensors, such as ``weight.norm()``, as a collective."""
     log = module.log
 
     def log_full(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,10 +40,7 @@ def log_full_values(replacements: Replacements, module: LightningModule) -> None
 
 
 def log_graphs(replacements: Replacements, trainer: Trainer) -> None:
-    """Let loggers draw the module's graph now, while its parameters are full; Lightning asks them once it is sharded.
-
-    They trace a forward on rank 0 alone, which neither sharded nor cast parameters allow.
-    """
+    """Let loggers trace the module's graph now, on rank 0, while its parameters are neither sharded nor cast."""
     module = trainer.lightning_module
     sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
     if (first := next(module.parameters(), None)) is not None:

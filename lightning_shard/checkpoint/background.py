@@ -60,11 +60,10 @@ class Saver:
         background: bool,
         wanted: Callable[[], Skeleton] | None = None,
     ) -> None:
-        """Save to ``path``, the same on every rank, in the form that its name says; see `begin_any`.
+        """Save to ``path``, the same on every rank, in the form that its name says, once an earlier save is complete.
 
-        What is still being written is waited for first. ``collect`` gives what is to be saved, without communication;
-        ``background``: return as soon as the tensors may change. CheckpointError, the same on every rank, also for a
-        save before that failed in the background.
+        ``collect`` gives what is saved, without communication; ``background``: return as soon as the tensors may
+        change. CheckpointError, the same on every rank, also for a save before that failed in the background.
         """
         self.finish()
         started = time.monotonic()
@@ -152,11 +151,8 @@ class Saver:
 
 
 class HostBuffers:
-    """Memory for one copy of what a rank writes, kept from one save to the next.
-
-    Pinned for boxes that come from a device, so that all copies of a save run at once, and in slabs: torch rounds
-    each pinned allocation up to a power of two. Of boxes that are mapped from files (NVMe offload) the copies are in
-    files too: there is no memory for them.
+    """Memory for one copy of what a rank writes, kept from one save to the next: pinned, so that all copies run at
+    once, in slabs, because torch rounds each pinned allocation up to a power of two; in files for boxes in files.
     """
 
     def __init__(self) -> None:

@@ -43,10 +43,8 @@ def open_any(
 ) -> Contents:
     """The checkpoint at ``path``, of whatever form; no tensor of the model or an optimizer is read yet.
 
-    ``names``: asked for those of the live module, by forms that number an optimizer's parameters. ``optimizers``:
-    whether such numbers are refused without ``names`` or kept (to look at), or all optimizer state is left out.
-
-    Raises CheckpointError.
+    ``names`` gives those of the live module to forms that number an optimizer's parameters; ``optimizers``: whether
+    such numbers are refused without them or kept, or all optimizer state is left out. CheckpointError.
     """
     if not is_foreign(path):
         stored = open_portable(path)

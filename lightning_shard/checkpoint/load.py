@@ -94,13 +94,11 @@ def _open(path: layout.StrPath, *, share: tuple[int, int] = (0, 1)) -> OpenCheck
 
 
 def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
-    """Open the checkpoint directory ``path`` on every rank, the same one; all ranks call it.
+    """Open the checkpoint directory ``path``, the same on every rank, once nothing is being written; all ranks call it.
 
-    What this process writes in the background is waited for first. All files are compared with their checksums, those
-    with tensors each on one rank.
-
-    Raises on every rank the same: CheckpointNotFoundError; CheckpointCorruptError with the names of the files that
-    differ; CheckpointError where ranks find different checkpoints at the path.
+    All files are compared with their checksums, those with tensors each on one rank. Raises on every rank the same:
+    CheckpointNotFoundError; CheckpointCorruptError with the files that differ; CheckpointError: ranks found different
+    ones.
     """
     ranks = Ranks.of()
     for _ in range(_OPENINGS):
@@ -228,10 +226,8 @@ def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) ->
 
 
 def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
-    """The checkpoint directory ``path``; its tensors are read when asked for. One process calls it.
-
-    Where it is ``compared``, each file is with its checksum when the first tensor in it is read. Raises
-    CheckpointNotFoundError or CheckpointCorruptError, then too.
+    """The checkpoint directory ``path``; its tensors are read, and if ``compared`` their files checked, when asked for.
+    One process calls it. CheckpointNotFoundError or CheckpointCorruptError, then too.
     """
     opened = _open(path)
     found = opened.manifest
@@ -319,11 +315,10 @@ def open_newest(folders: Iterable[AnyPath], run: str) -> Found:
 
 
 def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
-    """The checkpoints of ``run`` that lie directly in one of ``folders``. One rank calls it.
+    """The checkpoints of ``run``, by their manifests, that lie directly in one of ``folders``. One rank calls it.
 
-    The run is the one that the manifest names: a checkpoint without a name, or with weights only, is never taken.
-    Newest: of the most optimizer steps, and among those the one that was saved last. Of the files only the sizes are
-    compared. What this process writes in the background is waited for.
+    Those without a run's name or with weights only are left out. Newest: of the most optimizer steps, then saved last.
+    Only the files' sizes are compared. What this process writes in the background is waited for.
     """
     settle()
     own: list[tuple[int, float, str, Mapping[str, Any]]] = []

@@ -95,12 +95,11 @@ def plan_optimizers(
     homes: Mapping[str, str],
     configured: bool = False,
 ) -> OptimizerPlan:
-    """Fit saved optimizers (``saved`` as of `optimizer_states`) to live ones by parameter name.
+    """Fit saved optimizers (``saved`` as of `optimizer_states`) to live ones by name, tied ones and ``homes`` followed.
 
-    The order of groups and of parameters in them does not matter. Tied names are followed, and ``homes``, name to key
-    that has the weights. ``match`` is told of live
-    parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, of slots that it did not have of some
-    of a flat tensor's parameters, of saved keys for which there is no live parameter, and of what can't be loaded.
+    The order of groups and of parameters does not matter. ``match`` is told of live parameters that the saved optimizer
+    did not step, as ``optimizer.<i>.<fqn>``, of slots that it lacked for some of a flat tensor's parameters, of saved
+    keys without a live parameter, and of what can't be loaded.
     """
     plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers], configured)
     if len(saved) != len(optimizers):
@@ -283,9 +282,8 @@ def _shown(value: Any) -> Any:
 
 
 def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], object]) -> dict[str, Tensor]:
-    """By stored key the scalars that flat tensors have once for all of their parameters; ``read`` fills them.
-
-    CheckpointMismatchError: parameters in one flat tensor have different values of such a scalar.
+    """By stored key the scalars that flat tensors have once for all of their parameters, which ``read`` fills.
+    CheckpointMismatchError: parameters in one flat tensor have different values.
     """
     shared = [(slots.index, slot, new) for slots in plan.slots for slot, new in slots.tensors.items() if new.is_shared]
     scalars = {key: torch.zeros((), dtype=new.dtype) for _, _, new in shared for key in new.keys.values()}
@@ -297,10 +295,8 @@ def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], obj
 
 
 def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tuple[str, LiveTensor]]:
-    """Give the optimizers exactly the saved slots; returns those that are to be filled, with their stored keys.
-
-    A tensor that is there already with the right shape, dtype and placements is kept. Flat tensors are zero where no
-    parameter lies; ``scalars`` as `read_scalars` gave them.
+    """Give the optimizers exactly the saved slots; returns those to be filled, with their stored keys. Tensors that fit
+    are kept. Flat tensors are zero where no parameter lies; ``scalars`` as of `read_scalars`.
     """
     planned = {id(slots.part.tensor) for slots in plan.slots}
     for optimizer in plan.optimizers:

@@ -45,9 +45,8 @@ class Match:
     problems: list[str] = field(default_factory=list)  # What else does not fit, in sentences.
 
     def judge(self, path: object, strict: bool, *, where: str = "the checkpoint", hint: str = "") -> LoadReport:
-        """What to report of a match that is good enough; CheckpointMismatchError of one that is not.
-
-        ``where``: what the tensors are looked for in; ``hint``: a sentence on what else than ``strict=False`` may help.
+        """What to report of a match that is good enough; CheckpointMismatchError of one that is not. ``where`` the
+        tensors are looked for; ``hint``: what else than ``strict=False`` may help.
         """
         if not self.sources and (self.missing or self.unexpected):
             raise CheckpointMismatchError(
@@ -70,10 +69,8 @@ class Match:
 def match(
     live: Shapes, live_aliases: Mapping[str, str], stored: Shapes, homes: Mapping[str, str] | None = None
 ) -> Match:
-    """Find each live tensor among the stored ones; both are given as name to full shape, each tensor once.
-
-    ``live_aliases``: further name of a tied tensor to its name. ``homes``: each name that is looked for, to the one
-    that has it in ``stored``; None: the same.
+    """Find each live tensor among the stored ones; both are name to full shape, each tensor once. ``live_aliases``:
+    further name of a tied tensor to its name; ``homes``: each name looked for, to the one in ``stored``.
     """
     homes = {name: name for name in stored} if homes is None else homes
     further, found = further_names(live_aliases), Match()
@@ -98,9 +95,8 @@ def match_keys(
     *,
     kept: set[str] | None,
 ) -> Match:
-    """The tensor of a checkpoint for each of the live ones, which are ``wanted`` by prefix of their keys and FQN.
-
-    ``kept``: those that may be missing, with which digests are compared; None: all.
+    """The tensor of a checkpoint for each of the live ones, ``wanted`` by prefix of their keys and FQN. ``kept``: those
+    that may be missing, with which digests are compared; None: all.
     """
     stored = {**{key: entry.shape for key, entry in found.tensors.items()}, **state.shapes}
     homes, aliases = {}, {}
@@ -181,9 +177,8 @@ _PROGRESS = {
 
 
 def differing(scheduler: Any, saved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Each setting of one of torch's own schedulers that is not the one in its ``saved`` state.
-
-    Yields its name, and the saved and the live state that have it: those of a scheduler inside of it too.
+    """Each setting of one of torch's schedulers, or of one inside of it, that is not the one in its ``saved`` state:
+    its name, the saved and the live state.
     """
     if type(scheduler).__module__ == "torch.optim.lr_scheduler":
         yield from _differing(saved, scheduler.state_dict())

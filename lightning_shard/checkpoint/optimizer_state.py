@@ -29,10 +29,7 @@ from lightning_shard.tensors.names import Names, fqns, persistent_buffers
 
 
 def sharded_names(module: nn.Module) -> Names:
-    """The names of a module, wrapped or not, with every FSDP module in its sharded state.
-
-    In that state its parameters are the tensors that the optimizer steps. Names of before do not have those.
-    """
+    """The names of a module with every FSDP module in its sharded state, whose parameters the optimizer steps."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -40,19 +37,15 @@ def sharded_names(module: nn.Module) -> Names:
 
 
 def live_tensors(names: Names, masters: Mapping[str, LiveTensor] | None = None) -> dict[str, LiveTensor]:
-    """FQN to live tensor: trainable and frozen parameters and persistent buffers, each once.
-
-    ``masters``: FQN, a tied one too, to what stands for the module's own tensor; ConfigurationError: it has none.
+    """FQN to live tensor: all parameters and persistent buffers, each once. ``masters``: FQN, a tied one too, to what
+    stands for the module's own; ConfigurationError: it has none.
     """
     stand_ins = {names.canonical(fqn): master for fqn, master in (masters or {}).items()}
     return {**names.tensors, **stand_ins}
 
 
 def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:
-    """What ``module.state_dict()`` has beyond parameters and persistent buffers, by name without wrappers.
-
-    ``get_extra_state`` of modules and persistent states of torchmetrics are such things.
-    """
+    """What ``module.state_dict()`` has beyond tensors (``get_extra_state``, metrics), by name without wrappers."""
     extra: dict[str, Any] = {}
     for key, value in _state_dict(module).items():
         name = names.unwrapped(key)
@@ -63,9 +56,8 @@ def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:
 
 
 def load_extra_state(module: nn.Module, names: Names, extra: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Give `extra_state` back to a module that is wrapped in another way or not at all.
-
-    Raises CheckpointMismatchError where ``strict`` and no module takes an entry.
+    """Give `extra_state` back, whatever the wrapping; CheckpointMismatchError where ``strict`` and no module takes an
+    entry.
     """
     if not extra:
         return
@@ -87,9 +79,8 @@ def _state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def left_out(module: nn.Module, names: Names) -> set[str]:
-    """Names, tied ones too, of the tensors that ``module.state_dict()`` is written not to have.
-
-    One that has tensors under names of its own leaves out none: they are stored under the module's names.
+    """Names, tied ones too, of the tensors that ``module.state_dict()`` is written not to have; none where it has names
+    of its own for tensors.
     """
     homes = {**{name: name for name in names.tensors}, **names.aliases}
     found = _state_dict(module)
@@ -106,10 +97,8 @@ def left_out(module: nn.Module, names: Names) -> set[str]:
 def make_room(
     module: nn.Module, names: Names, stored: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
 ) -> Names:
-    """Let ``module.load_state_dict`` resize or make the buffers that have another shape where they are stored.
-
-    Code of modules does (``_load_from_state_dict``, hooks); what it does not do is found when shapes are compared.
-    ``stored``: FQN to shape; ``read`` gives the tensor. Returns the names after it.
+    """Let the module's own code (``_load_from_state_dict``, hooks) make or resize buffers that are stored in another
+    shape. ``stored``: FQN to shape; ``read`` gives the tensor. Returns the names after it.
     """
     state: dict[str, Tensor] = {}
     room = False
@@ -220,10 +209,8 @@ def optimizer_states(
     """What there is to save of ``optimizers``: live tensors, or this rank's slices of them, and per optimizer the rest.
 
     That is in plain values: ``{"class": str, "groups": [{"params": [fqn], **hyperparameters}], "slots": {fqn: {slot:
-    value}}}``. A scalar tensor among the hyperparameters (a capturable learning rate) is a number. No communication.
-
-    Raises CheckpointError for a parameter that the module does not have, and for a slot of a sharded parameter that
-    is neither a scalar nor of the parameter's shape: it can't be sharded for other numbers of ranks.
+    value}}}``, a scalar tensor as a number. No communication. CheckpointError: a parameter that the module does not
+    have, or a slot of a sharded one that is neither a scalar nor of its shape.
     """
     tensors: dict[SlotName, LiveTensor] = {}
     described: list[dict[str, Any]] = []
@@ -292,12 +279,8 @@ def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...
 
 
 def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
-    """Step small parameters with an optimizer of each kind and see whether the state that it then has can be saved.
-
-    An optimizer that can't be made anew from its class and defaults is not judged. No communication; nothing live and
-    no random number changes.
-
-    Raises ConfigurationError for state that a checkpoint could not have, before it is first saved.
+    """Step small parameters with an optimizer of each kind that can be made anew, and see whether its state can be
+    saved. ConfigurationError: it can't. No communication; nothing live and no random number changes.
     """
     for index, optimizer in enumerate(optimizers):
         live = flat.torch_optimizer(optimizer)
@@ -330,9 +313,8 @@ _IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str, Any]] | None:
-    """A parameter ``like`` this one, and its state after a step of a new optimizer of the same class and defaults.
-
-    None: a user's own class, that is made or stepped in another way.
+    """A small parameter and its state after a step of a new optimizer of this class; None: it is not made or stepped
+    so.
     """
     small = nn.Parameter(torch.full_like(like, 0.5))
 

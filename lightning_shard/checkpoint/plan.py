@@ -59,8 +59,7 @@ class Plans:
 
     def still_holds(self, tensors: Mapping[str, Any], slots: Mapping[str, SlotName]) -> bool:
         """Look at what this rank is to save; whether its part of the last plan still holds. No communication.
-
-        Raises CheckpointError for what can't be saved.
+        CheckpointError: what can't be saved.
         """
         signature = tuple((key, _signature(tensor)) for key, tensor in tensors.items())
         if self._plan is not None and signature == self._signature:

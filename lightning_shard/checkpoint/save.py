@@ -72,11 +72,9 @@ def training_state(
 def save(path: AnyPath, collect: Callable[[], Contents]) -> None:
     """Save the checkpoint directory ``path``, completely or not at all. All ranks call it; rank 0's ``path`` counts.
 
-    ``collect`` gives what there is to save, such as `training_state`; it is called on each rank, without communication.
-    Each box of a tensor is written by one of the ranks that have it, in place, without gathering. A checkpoint that is
-    at the path stays until the new one is complete.
-
-    Raises the same CheckpointError on every rank if anything fails on any of them; the path is as it was then.
+    ``collect`` gives what there is to save, on each rank, without communication. Each box of a tensor is written in
+    place by one of the ranks that have it. The same CheckpointError on every rank if any fails; an older checkpoint
+    stays then.
     """
     ranks = Ranks.of()
     begun = Begun(ranks, path, collect, Plans())
@@ -115,9 +113,8 @@ class Begun:
             self.plan = plans.agreed(ranks, still_holds=still_holds)
 
     def finish(self, ranks: Ranks, values: Values) -> None:
-        """Write the values and put the checkpoint in place. All ranks call it.
-
-        ``ranks``: the same processes as at the beginning, over the same or another group. Errors as for `save`.
+        """Write the values and put the checkpoint in place, over ``ranks``, of the same processes. All ranks call it;
+        errors as for `save`.
         """
         with commit.deleted_on_failure(self._temporary, here=ranks.is_first):
             written = ranks.collect(f"writing {self.target}", lambda: self._write(ranks.rank, values))
@@ -171,10 +168,9 @@ def begin_any(
     plans: Plans,
     wanted: Callable[[], Skeleton] | None = None,
 ) -> Begun:
-    """A `Begun` save; what is written is in the `layout.other_form` that the path names, if it names one.
-
-    They are made from a directory beside it, which is removed then, so that no rank ever has more than one full tensor:
-    the file by rank 0, the folder, of which ``wanted`` gives rank 0 the skeleton, by all ranks.
+    """A `Begun` save in the `layout.other_form` that the path names, if it names one, which is made from a directory
+    beside it, so that no rank has more than one full tensor: the file by rank 0, the folder by all ranks from
+    ``wanted``.
     """
     form = layout.other_form(str(path))
     wanted = wanted if form == "hf" else None

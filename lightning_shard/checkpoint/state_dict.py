@@ -123,10 +123,9 @@ def _is_live(tensor: Tensor, live: Tensor | None) -> bool:
 def follow_names(
     module: nn.Module, found: Manifest, state: Mapping[str, Any], *, strict: bool
 ) -> tuple[StateDict, bool]:
-    """What is to be loaded where a hook of ``module`` has made ``state`` of a `StoredValues` for each name.
-
-    ``module.load_state_dict``, where that is its own, sees it too, and its ``strict`` counts. All ranks call it.
-    CheckpointError: values that are no tensors, or there is nothing to load.
+    """What is to be loaded where hooks, and a ``load_state_dict`` of the module's own, have made ``state`` of a
+    `StoredValues` for each name; and whether all of it must fit. All ranks call it. CheckpointError: values that are no
+    tensors, or nothing.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         state, strict = _asked_for(module, state, strict=strict)

@@ -37,9 +37,8 @@ def prepare_gloo(address: str, environ: MutableMapping[str, str], *, gpu: bool) 
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface over which this host reaches ``address`` by IPv4, but never loopback; None: not known.
-
-    Where ``address`` is a name of this host that resolves to loopback, the one over which it reaches others.
+    """The interface by which this host reaches ``address``, or others where that is its own loopback name; None: not
+    known.
     """
     own = _source(address)
     if own is not None and own.startswith("127.") and address not in _HERE:

@@ -84,9 +84,8 @@ class Preempted(SystemExit):
 
 
 def run_name(config: PreemptionConfig, environ: Mapping[str, str]) -> str:
-    """What tells this run's checkpoints from those of others in the same folder; the same after a requeue.
-
-    ``local`` where no launcher gave an identity: there the folder is all that tells runs apart.
+    """What tells this run's checkpoints from those of others in the folder, the same after a requeue; ``local`` without
+    a launcher's identity.
     """
     job = read_job(environ)
     if config.run is not None:
@@ -98,10 +97,7 @@ def run_name(config: PreemptionConfig, environ: Mapping[str, str]) -> str:
 
 
 class SignalFlag:
-    """Handlers that note a signal and do nothing else, since a handler runs between any two lines of Python.
-
-    A signal that comes during the noting, or twice, changes nothing.
-    """
+    """Handlers that note a signal and do nothing else, since a handler runs between any two lines of Python."""
 
     def __init__(self) -> None:
         self.received = 0  # The number of the last signal, 0 before the first.
@@ -160,10 +156,8 @@ class TimeLimit:
 
 
 class Agreement:
-    """All ranks learn, at the same step, that one of them was told to stop.
-
-    What a rank says in one call is known to all in the next: the reduction of one number runs beside the step, on the
-    CPU, so that no rank ever waits for it.
+    """All ranks learn, at the same step, that one was told to stop: a number is reduced beside the step, on the CPU,
+    and what a rank says in one call is known to all in the next.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

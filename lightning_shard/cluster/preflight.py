@@ -69,9 +69,8 @@ class Place:
 
 
 def connect(place: Place, seconds: float) -> Store:
-    """The store of all ranks; rank 0 (or torchrun) keeps it. Every rank calls it.
-
-    ConfigurationError on this rank: the address has no host, the port is taken, or nobody answers in time.
+    """The store of all ranks; rank 0 (or torchrun) keeps it. Every rank calls it. ConfigurationError on this rank: the
+    address has no host, the port is taken, or nobody answers in time.
     """
     where = f"{place.address}:{place.port}"
     if not 0 < place.port < 65536:
@@ -128,9 +127,8 @@ def connect(place: Place, seconds: float) -> Store:
 
 
 def _listens(place: Place, deadline: float) -> bool:
-    """Wait until somebody listens where the store is to be; False: nobody does in time.
-
-    torch's own attempts print C++ frames, go on for longer than they may, and abort a process that ends meanwhile.
+    """Wait until somebody listens where the store is to be; False: nobody in time. torch's own attempts print C++
+    frames, go on for too long, and abort a process that ends meanwhile.
     """
     pause = 0.05
     while (left := deadline - time.monotonic()) > 0:
@@ -164,11 +162,9 @@ def compare(
 ) -> list[str]:
     """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0.
 
-    ``facts``: the "node", "versions" of Python and the libraries, "settings" that must not differ, with their values in
-    words.
-    ``seconds``: how long a rank may be late. ``folder``: where checkpoints go, which all nodes have to see; None:
-    nothing is written. The same ConfigurationError on every rank says the first thing that differs, with the ranks and
-    both values.
+    ``facts``: the "node", "versions" and "settings" that must not differ, with their values in words. ``seconds``: how
+    long a rank may be late. ``folder``: where checkpoints go, which all nodes have to see. The same ConfigurationError
+    on every rank says the first thing that differs, with the ranks and both values.
     """
     store = PrefixStore("preflight", store)
     # One text for all nodes, so that equal ones are read once.

@@ -31,9 +31,8 @@ class SlurmJob:
 
     @property
     def label(self) -> str:
-        """The job as SLURM's commands take it: ``12``, or ``12_3`` for an array task.
-
-        The plain id of an array's last task is that of the whole array, which a command would then act upon.
+        """The job as SLURM's commands take it: ``12``, or ``12_3`` of an array, whose last task's plain id is the whole
+        array's.
         """
         return self.id if self.array_id is None else f"{self.array_id}_{self.array_task}"
 
@@ -146,9 +145,8 @@ class Launch:
 
 
 def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str]) -> None:
-    """Compare the job with the Trainer's settings; no communication, and the same on every process of a step.
-
-    A ConfigurationError names both numbers and the line of the batch script, or the setting, to change.
+    """Compare the job with the Trainer's settings; no communication. A ConfigurationError, the same on every process,
+    names both numbers and the line of the batch script, or the setting, to change.
     """
     port = environ.get("MASTER_PORT", "29500")
     if not (port.isdigit() and 0 < int(port) < 2**16):
@@ -220,10 +218,8 @@ def _check_numbers(job: SlurmJob, launch: Launch, wanted: str) -> None:
 
 
 def meeting_point(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
-    """``MASTER_ADDR`` and ``MASTER_PORT`` of this step, where SLURM starts the processes and the user gave none.
-
-    The first node of the step (Lightning takes that of the job), and a port that no other step or job has: one of
-    17,000, by job and step.
+    """``MASTER_ADDR`` and ``MASTER_PORT`` where SLURM starts the processes and the user gave none: the step's first
+    node (Lightning takes the job's), and one of 17,000 ports, by job and step.
     """
     if job is None or launch.launcher != "slurm" or not job.uses_srun:
         return {}

@@ -71,10 +71,8 @@ def dump_stacks() -> None:
 
 
 def recorded_collectives(**options: bool) -> list[bytes]:
-    """This rank's last collectives, as torch's Flight Recorders have them, pickled: NCCL's first, where it is used.
-
-    Each has its name, sizes, dtypes and state; ``options`` are torch's, of what to leave out. The environment variable
-    ``TORCH_FR_BUFFER_SIZE`` says how many are kept; with 0 there are none.
+    """This rank's last collectives, as torch's Flight Recorders have them, pickled: NCCL's first, where it is used;
+    ``options`` are torch's. ``TORCH_FR_BUFFER_SIZE`` of the environment says how many are kept.
     """
     # Private, and made for CPU backends in torch 2.11 or so; what another torch does not have is not written.
     names = ["_dump_fr_trace"]
@@ -169,9 +167,8 @@ def _innermost(frames: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> 
 
 
 def write(folder: Path, rank: int) -> Path:
-    """Write the last collectives and the stacks of this process into ``folder``; OSError: that can't be.
-
-    ``rank_<rank>.txt`` is for people, and returned; ``collectives_<rank>`` is torch's record as it is.
+    """Write this process's stacks and last collectives into ``folder``: ``rank_<rank>.txt``, which is returned, and
+    torch's record ``collectives_<rank>``. OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     collectives = recorded_collectives()[:1]

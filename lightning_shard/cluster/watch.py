@@ -116,10 +116,8 @@ class Watch:
         self.close()
 
     def failed(self, error: BaseException) -> str | None:
-        """This rank raises ``error``: tell the others, unless it is the outcome of another's failure.
-
-        Returns what another rank has failed of, which is the cause of this error, or None. The owner's last words are
-        said by `close`, at the latest when the interpreter ends.
+        """This rank raises ``error``: tell the others, unless it is the outcome of another's failure, which is
+        returned. The owner's last words are said by `close`, at the latest when the interpreter ends.
         """
         self._leaving.set()
         written = None
@@ -343,8 +341,7 @@ class _Counter:
 
     def stuck(self, own: int) -> bytes | None:
         """Once no rank gets on: warn of the one that the others wait for, and at twice the time have it end all.
-
-        ``own``: how long this rank has not got on, as it says in its beat.
+        ``own``: how long this rank has not got on.
         """
         if not self._counts_all:
             return None

@@ -66,10 +66,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def quick(program: str, arguments: Sequence[str]) -> int | None:
-    """Answer what needs no torch: the help, the version, a wrong command and some of the table; the exit code.
-
-    None: it is to be answered by ``ShardCLI``.
-    """
+    """Answer what needs no torch: help, version, a wrong command, some of the table; returns the exit code, or None."""
     first = arguments[0] if arguments else "--help"
     try:
         if first in ("-h", "--help"):

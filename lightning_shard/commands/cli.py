@@ -192,9 +192,8 @@ _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
 def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
-    """Refuse values of the Trainer that it would take without a word, or refuse without saying what is allowed.
-
-    ``runs``: the run is to start on this machine.
+    """Refuse values of the Trainer that it would take without a word, or refuse without saying what is allowed;
+    ``runs``: here.
     """
     settings = trainer or Namespace()
     strategy = settings.get("strategy")

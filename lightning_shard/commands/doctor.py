@@ -87,8 +87,7 @@ def place_of(environ: Mapping[str, str]) -> tuple[Place, int]:
 def examine(
     place: Place, local_rank: int, *, folder: Path | None, seconds: float, megabytes: int | None, backend: str | None
 ) -> tuple[list[Rank], list[str]]:
-    """Compare and measure; returns what every rank says, and warnings (on rank 0 alone). Every rank calls it.
-
+    """Compare and measure; returns what every rank says, and rank 0's warnings. Every rank calls it.
     ConfigurationError: the ranks can't meet, or differ.
     """
     found = accelerator() if backend != "gloo" else None

@@ -25,10 +25,8 @@ _LAST_WORDS_SECONDS = 4.0
 
 
 def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """End the children; after a mistake print it on one rank and exit with code 2. Returns when it is to be raised.
-
-    ``trainer`` is None where none was built; ``--traceback`` among the arguments asks for the frames of a mistake too;
-    the launcher's environment says which rank this is.
+    """End the children; after a mistake print it on one rank, by ``environ``, and exit with code 2. Returns when it is
+    to be raised. ``trainer`` is None where none was built; ``--traceback`` among the arguments asks for frames.
     """
     children = take_children(trainer)
     if not is_mistake(error):
@@ -79,10 +77,8 @@ def broken_config(arguments: Sequence[str]) -> str:
 
 
 def global_rank(environ: Mapping[str, str]) -> int:
-    """Rank that the launcher gave to this process; 0 where none did.
-
-    ``RANK`` is torchrun's, ``LOCAL_RANK`` without it that of Lightning's own launcher, whose children may stand
-    inside a SLURM job step of one task (so it comes before SLURM's).
+    """Rank by the launcher, else 0: torchrun's ``RANK``, then ``LOCAL_RANK`` of Lightning's children, which may stand
+    inside a SLURM step of one task, then SLURM's.
     """
     if "RANK" in environ:
         return int(environ["RANK"])
@@ -96,11 +92,9 @@ _OF_PATHS = FileNotFoundError | FileExistsError | NotADirectoryError | Permissio
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether the message alone says what to change, so that a traceback would only be in the way.
-
-    An error of this package, Lightning's ``MisconfigurationException``, what Lightning itself or the system refuses
-    without the user's code having been entered (an unknown accelerator, a folder that can't be written), and an
-    argument's value that a constructor refuses.
+    """Whether the message alone says what to change: an error of this package, Lightning's
+    ``MisconfigurationException``, or what Lightning, the system or a constructor refuses without the user's code having
+    been entered.
     """
     if isinstance(error, UsageError | ShardError | MisconfigurationException):
         return True
@@ -135,10 +129,8 @@ def _frames(trace: TracebackType | None) -> list[FrameType]:
 
 
 def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:
-    """The processes that Lightning's launcher started, taken from it.
-
-    Its observer thread looks at the same list and kills this process when a child has failed, maybe before it
-    could say why; it ends when it sees none.
+    """The processes that Lightning's launcher started, taken from it: its observer would kill this process over a
+    failed child, maybe before it could say why.
     """
     processes = getattr(getattr(getattr(trainer, "strategy", None), "launcher", None), "procs", None)
     if not isinstance(processes, list):

@@ -35,9 +35,8 @@ class ShardArgumentParser(LightningArgumentParser):
         raise UsageError(explain(message, keys)) from ex
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """As jsonargparse's, and keep what a constructor raised in ``self.failure``.
-
-        jsonargparse tries every type of a union and reports a failed constructor as one more type that did not fit.
+        """As jsonargparse's, and keep in ``self.failure`` what a constructor raised, which it reports as a type that
+        did not fit.
         """
 
         @functools.wraps(instantiator)

@@ -274,8 +274,7 @@ def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, **init_args: 
 
 def _candidates(planner: Planner, inputs: Inputs, *, meshes: bool = False) -> Iterator[Candidate | Row]:
     """All names in the configured contract, each with every form of activation checkpointing, or why it is refused.
-
-    ``meshes``: hybrid ones with all meshes of whole nodes, in place of one node for each copy of the model.
+    ``meshes``: hybrid ones with all meshes of whole nodes.
     """
     for name, preset in registry.PRESETS.items():
         if preset.init_args.get("aligned", False) != inputs.strategy.aligned:

@@ -290,9 +290,8 @@ def optimizers_of(inputs: Inputs) -> list[torch.optim.Optimizer]:
 
 
 def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
-    """The state that the optimizers make in a step of master weights, over which they are made anew.
-
-    Of several the one with the most state stands for all: memory is counted by one rule for each parameter.
+    """The state that the optimizers, made anew, make in a step of master weights; of several the one with the most
+    stands for all: memory is counted by one rule for each parameter.
     """
     restore = restoring(inputs.module)
     try:

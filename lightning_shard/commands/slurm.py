@@ -226,8 +226,7 @@ _KEYS = ("config", *KEYS, "verbose", "return_predictions", "print_config", "trac
 
 def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
     """Refuse what the job would refuse once it has waited in the queue: unknown options, and files that there are not.
-
-    A script of the user's may have options of its own; what resembles one of this command is a mistake there too.
+    Options of a user's own script pass unless they resemble one of the command.
     """
     accelerators, configs = [], [*_configs(rest)]
     for file, text in configs:

@@ -27,10 +27,8 @@ require(FSDPParam, "_module_info _sharded_post_forward_param_data _unsharded_par
 
 
 def gather(module: FSDPModule) -> None:
-    """Gather the parameters of ``module``'s own unit. All ranks of its mesh call it.
-
-    As ``module.unshard()``, which however looks anew at which parameters are trainable: where none is for the moment
-    (``toggle_optimizer``), FSDP would no longer know the dtype of the unit's gradients.
+    """Gather the parameters of ``module``'s own unit, as ``unshard`` does; all ranks of its mesh call it. That forgets
+    the dtype of gradients where nothing is trainable for the moment (``toggle_optimizer``).
     """
     if (group := _group_of(module)) is not None:
         group.unshard()
@@ -50,9 +48,8 @@ def expect_gradients(root: nn.Module) -> None:
 
 
 def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
-    """Reduce the gradients of all units below ``root`` over ``group``, of their ranks, and not over the gathers'.
-
-    As ``set_separate_reduce_scatter_group``, which makes a group in each run that waits for torch's own timeout.
+    """Reduce the gradients of all units below ``root`` over ``group``. ``set_separate_reduce_scatter_group`` makes one
+    in each run, with torch's own timeout.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule) and (unit := _group_of(module)) is not None:
@@ -60,10 +57,7 @@ def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
 
 
 def leave_inputs_alone(module: FSDPModule) -> None:
-    """Let ``module``'s unit learn beside autograd's graph when its backward pass is over; see `after_backward`.
-
-    Not for the root, whose backward pass ends with all.
-    """
+    """Let the unit of ``module``, which is not the root, learn by `after_backward` when its backward pass is over."""
     state, group = _state_of(module), _group_of(module)
     if group is None:
         return
@@ -95,9 +89,8 @@ def accumulated_gradients(
 ) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:
     """The gradients of ``module``'s unit that wait for others: owner, attribute, tensor, and whether it is reduced.
 
-    Full ones before their reduction, and the shards that reduced ones are added up in, which lie at parameters that
-    the module does not have while it is gathered. Where one ``begins``, by owner and attribute, it is put there as
-    zeros first; full ones need a unit that was gathered before.
+    Full ones before their reduction (of a gathered unit), and the shards in which reduced ones are added up, at the
+    sharded parameters. Where one ``begins``, by owner and attribute, it is put there as zeros first.
     """
     for parameter in _parameters_of(module):
         owner, name, shard = parameter._module_info.module, parameter._module_info.param_name, parameter.sharded_param
@@ -166,9 +159,8 @@ def _run_while_there(hooks: dict[int, Any], key: int, gradient: Tensor) -> Any:
 
 
 def hook_gathered(root: nn.Module) -> None:
-    """Move hooks from the shards to the gathered parameters, whose gradients are this rank's own, not yet reduced.
-
-    torch would run those on gradients never, and those after them on the reduced shards.
+    """Move hooks from the shards to the gathered parameters, with gradients of this rank's own, not yet reduced. torch
+    would run those on gradients never, and those after them on the reduced shards.
     """
     for module in root.modules():
         for parameter in _parameters_of(module) if isinstance(module, FSDPModule) else []:

@@ -18,9 +18,8 @@ from lightning_shard.precision.casting import rebuilt
 
 
 def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
-    """To be made before a module's forward; ``after`` is called when the backward pass of all since then is over.
-
-    None where no graph is made. ``device`` is the module's: each device has a queue of nodes of its own.
+    """To be made before a module's forward; ``after`` is called when the backward pass of all since then is over. None
+    where no graph is made. ``device`` is the module's: each has a queue of nodes.
     """
     if not torch.is_grad_enabled():
         return None
@@ -28,10 +27,7 @@ def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
 
 
 def join(output: Tensor, marked: Tensor, before: Callable[[], Any] | None = None) -> Tensor:
-    """``output``, made since `mark`, as a tensor from which a backward pass also reaches ``marked``.
-
-    ``before`` is called when it comes there.
-    """
+    """``output``, made since `mark`, from which a backward pass reaches ``marked``, and calls ``before`` on its way."""
     return _Join.apply(output, marked, before)
 
 

@@ -27,8 +27,7 @@ def remember(module: nn.Module) -> None:
 
 def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """Let optimizers step, in the same groups, what took the place of the parameters that they were made with.
-
-    ConfigurationError: an optimizer steps what the module never had, or has stepped already what was replaced.
+    ConfigurationError: one steps what the module never had, or has stepped already what was replaced.
     """
     names = _names.get(module, WeakTensorKeyDictionary())
     live = dict(module.named_parameters(remove_duplicate=False))
@@ -62,9 +61,8 @@ def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
 
 
 def follow_in_lists(module: nn.Module) -> None:
-    """Let the lists, tuples and dicts that modules keep of replaced parameters show what took their place.
-
-    A look at one gives what the parameter's own module has at that moment: in its forward the gathered parameter.
+    """Let the lists, tuples and dicts that modules keep of replaced parameters show what took their place: at each look
+    what the parameter's own module has then, in its forward the gathered parameter.
     """
     names = _names.get(module, WeakTensorKeyDictionary())
     live = dict(module.named_parameters(remove_duplicate=False))

@@ -119,9 +119,8 @@ class Engine(Protocol):
         return
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
-        """The dtypes of a run, from those that the precision stands for.
-
-        ``loss_scale_given`` says whether the user gave ``ShardPrecision`` a loss scale.
+        """The dtypes of a run, from those of the precision; ``loss_scale_given``: whether the user gave a loss
+        scale.
         """
         return base
 
@@ -135,7 +134,6 @@ class Engine(Protocol):
 
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         """The engine as plain numbers, for the plan and the memory account; ``module`` is full, real or without data.
-
         ConfigurationError: settings that do not fit the number of processes, or each other.
         """
 
@@ -170,9 +168,8 @@ class Engine(Protocol):
         """As `forward`, of a step after which no backward follows."""
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
-        """Run backward from ``loss``, a scalar that is scaled already.
-
-        ``call`` is the LightningModule's ``backward``, which the user may have overridden; ``kwargs`` are of the call.
+        """Run backward from ``loss``, a scalar that is scaled; ``call`` is the LightningModule's own, with
+        ``kwargs``.
         """
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -183,9 +180,8 @@ class Engine(Protocol):
         return
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
-        """`EngineTensors.gradients`, and the mesh over whose ranks plain ones are disjoint shards; None: they are full.
-
-        No communication.
+        """`EngineTensors.gradients`, and the mesh over which plain ones are disjoint shards; None: full. No
+        communication.
         """
         return self.tensors.gradients(optimizer), None
 
@@ -195,9 +191,8 @@ class Engine(Protocol):
     steps_itself: bool  # Whether `step` must be called instead of the optimizer's own, for skipped steps too.
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        """`EngineTensors.accumulated` of what the step has used so far, with ``begin`` counted among it.
-
-        All ranks call it, between two micro-batches in automatic optimization.
+        """`EngineTensors.accumulated` of what the step has used so far, or will ``begin`` with. All ranks call it,
+        between two micro-batches in automatic optimization.
         """
         return self.tensors.accumulated(begin)
 

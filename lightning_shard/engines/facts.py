@@ -140,9 +140,8 @@ EngineFacts = TorchDDPFacts | ReplicateFacts | FSDPFacts | DeepSpeedFacts
 def deepspeed_facts(
     config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype, device_type: str = "cuda"
 ) -> DeepSpeedFacts:
-    """The settings that matter for bytes, from a full DeepSpeed configuration (`deepspeed_config`).
-
-    In ``config`` "auto" is resolved, and DeepSpeed's defaults hold for what it does not say.
+    """The settings that matter for bytes, from `deepspeed_config` with "auto" resolved; else DeepSpeed's
+    defaults hold.
     """
     zero = config["zero_optimization"]
     stage = int(zero["stage"])

@@ -58,10 +58,8 @@ def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def hook_loss(root: nn.Module, loss: Tensor) -> None:
-    """Tell FSDP that ``loss`` is an output of ``root``.
-
-    Backward from inside a step (manual optimization) starts before the step's output was seen; without this, a
-    root that has no units below it would never reduce its gradients.
+    """Tell FSDP that ``loss`` is an output of ``root``: a backward pass inside a step (manual optimization) begins
+    before the step's output was seen, and a root without units below it would never reduce its gradients.
     """
     # Not as an argument: FSDP would hook a copy of it.
     run(root, lambda: loss)
@@ -78,10 +76,8 @@ def gather_each(root: nn.Module) -> None:
 
 
 class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
-    """The parameters of a module whose unit is the root, gathered when one is read inside a step.
-
-    A backward pass inside a step (manual optimization, a gradient penalty) ends with the root's parameters sharded,
-    while the step may go on to use them. A plain attribute can't tell FSDP of its use as a module's forward does.
+    """The parameters of a module whose unit is the root, gathered when one is read inside a step: a backward pass
+    inside (manual optimization, a gradient penalty) ends with them sharded, while the step may go on to use them.
     """
 
     def __init__(self, module: nn.Module, root: FSDPModule) -> None:
@@ -124,11 +120,9 @@ def gather_on_read(root: nn.Module) -> None:
 
 
 def patch_methods(root: nn.Module, names: Iterable[str]) -> None:
-    """Make methods such as ``generate`` run under the hooks of the nearest enclosing FSDP module.
-
-    Every module under ``root`` that has a public method of one of ``names`` gets it patched on the instance. After
-    one that was called outside of a step, or ``root`` itself, everything is resharded: else the parameters would be
-    unsharded, and in the compute dtype, for whoever reads them next.
+    """Make public methods ``names`` of modules under ``root``, such as ``generate``, run under the nearest FSDP
+    module's hooks. After one that was called outside of a step, or ``root`` itself, all is resharded: the next reader
+    would find unsharded parameters, in the compute dtype.
     """
     names = list(names)
 
@@ -169,10 +163,7 @@ def _reshard_outside_steps(root: nn.Module) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Reshard every unit. No communication; needed before parameters are read.
-
-    An evaluation forward leaves the root's parameters gathered, since no backward follows that would free them.
-    """
+    """Reshard every unit, without communication: an evaluation forward leaves the root's parameters gathered."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -27,10 +27,7 @@ class Freezing:
             )
 
     def changed(self, batch_idx: int) -> bool:
-        """Whether other parameters are trainable than at the last look.
-
-        ConfigurationError: as `refuse_new`, in the first batch of the fit and of an epoch.
-        """
+        """Whether other parameters are trainable than at the last look; ConfigurationError as `refuse_new`."""
         if batch_idx == 0 or not self._looked:
             self.refuse_new()
             self._looked = True

@@ -372,8 +372,7 @@ def _shard_of(fqn: str, parameter: DTensor, group: dict[str, Any]) -> Shard:
 
 
 def _users_units(root: nn.Module, policy: PrecisionPolicy) -> list[Unit] | None:
-    """The modules below ``root`` that the user applied ``fully_shard`` to, inner before outer; None: to none at all.
-
+    """The modules below ``root`` that the user applied ``fully_shard`` to, inner before outer; None: to none.
     PrecisionError: their dtypes are not the policy's.
     """
     sharded = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]

@@ -52,10 +52,7 @@ class Materializer:
 
     @torch.no_grad()
     def fill(self, modules: Iterable[nn.Module]) -> None:
-        """Give the meta tensors that ``modules`` own their values; modules without any are left alone.
-
-        MaterializationError: an initializer left a tensor without values.
-        """
+        """Give the meta tensors of ``modules`` their values; MaterializationError: an initializer left one without."""
         for module in modules:
             if module not in self.initializers or not (fresh := self._replace_meta_tensors(module)):
                 continue

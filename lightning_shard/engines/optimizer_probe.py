@@ -47,14 +47,9 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: boo
     """Whether an element's step depends on others of its parameter, so that shards can't be stepped. All ranks call it.
 
     Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps
-    DTensors also on such, which not all operators take.
-
-    The optimizer and the global random number generators are left as they were. ``dtype`` is that of the master
-    weights. ``alone``: each rank steps all parameters, which may be coupled then. ``device``: where the run computes;
-    parameters that stage 3 emptied may be on none.
-
-    ConfigurationError: the optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``, or
-    can't be tried.
+    DTensors also on such. Nothing live and no random number changes. ``dtype``: the master weights'. ``alone``: each
+    rank steps all parameters, which may be coupled then. ``device``: where the run computes. ConfigurationError: the
+    optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``, or can't be tried.
     """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return False
@@ -200,9 +195,8 @@ def _stepped(
     gradients: Sequence[Sequence[Tensor]],
     closure: Callable[[], Tensor] | None = None,
 ) -> tuple[list[Tensor], bool]:
-    """``values`` after a step of a copy of ``optimizer`` with each of ``gradients``.
-
-    And whether there is state in tensors with others inside.
+    """``values`` after a step of a copy of ``optimizer`` with each of ``gradients``; and whether state has tensors in
+    tensors.
     """
     tensors: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
     copy = copy_of(optimizer, [_group_over(tensors, group)])
@@ -218,10 +212,7 @@ def _stepped(
 def _same_in_parts(
     step: Callable[..., Any], full: Tensor, value: Tensor, gradients: Sequence[Tensor], *, exact: bool
 ) -> bool:
-    """Whether a tensor that becomes ``full`` gets the same values as 1-D parts, each by a copy of its own.
-
-    ``exact``: and some of its elements the same whether they are one tensor or many short ones.
-    """
+    """Whether ``full`` gets the same values as 1-D parts, each by a copy; ``exact``: also as many short ones."""
     for begin, end in pairwise([0, *(_FEW_CUTS if full.numel() < _CUTS[0] else _CUTS), full.numel()]):
         try:
             own = [[gradient.view(-1)[begin:end]] for gradient in gradients]
@@ -268,9 +259,8 @@ def _group_over(tensors: list[Tensor], group: Mapping[str, Any]) -> dict[str, An
 
 @torch.no_grad()
 def rests_at_zero(optimizer: Optimizer) -> bool:
-    """Whether a step with gradients of zero changes nothing, also after others: no momentum, no weight decay.
-
-    ConfigurationError: it steps with a closure alone.
+    """Whether a step with gradients of zero never changes anything: no momentum, no weight decay. ConfigurationError:
+    it steps with a closure alone.
     """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return False

@@ -49,10 +49,8 @@ def refuse_lazy(module: nn.Module, strategy: str, ignored: Container[Tensor] = (
 
 
 def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, ignored: Container[Tensor] = ()) -> None:
-    """Refuse parameters of kinds that an engine which shards can't step, all of them named.
-
-    ``hooked``: also those that a module's own hook reads ahead of the engine's. Those that are ``ignored`` may be of
-    any kind. The ConfigurationError says what to use.
+    """Refuse all parameters of kinds that an engine which shards can't step, but for ``ignored`` ones; ``hooked``: also
+    those that a module's own hook reads ahead of the engine's. The ConfigurationError says what to use.
     """
     refuse_lazy(module, strategy, ignored)
     inside = dict(module.named_modules())

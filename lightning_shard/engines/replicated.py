@@ -18,9 +18,8 @@ from lightning_shard.tensors.names import is_persistent
 
 @torch.no_grad()
 def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the values of rank 0, in place. All ranks call it with the same tensors in the same order.
-
-    DTensors (parameters that the user sharded) and meta tensors are left alone.
+    """Give every rank the values of rank 0, in place, but for DTensors and meta tensors. All ranks call it with the
+    same.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor) or tensor.is_meta or tensor.numel() == 0:
@@ -50,11 +49,9 @@ _ALIGNMENT = 16  # bytes, of every dtype
 
 
 class SharedBuffers:
-    """Gives every rank the persistent buffers of rank 0, as torch's DDP does ahead of a step.
-
-    A codebook, or running statistics that a module computes with, are then the same on all engines. Others are left
-    alone: masks and tables that follow from sizes, of which language models have many, some of each rank's own length;
-    and those whose shapes or dtypes differ between ranks, or change after the first steps.
+    """Gives every rank the persistent buffers of rank 0, as torch's DDP does ahead of a step: a codebook, running
+    statistics. Those that are not persistent, differ in shape or dtype between ranks, or change after the first steps
+    are left alone.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -110,10 +107,8 @@ def _like(buffer: Any) -> Any:
 
 
 def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
-    """Let an optimizer step groups of shards and full tensors tensor by tensor, until the result is called.
-
-    torch's kernels over lists of tensors, which its optimizers use on GPUs by default, take DTensors or plain tensors,
-    and no list of both. ConfigurationError: a group that asks for such a kernel.
+    """Let an optimizer step groups of shards and full tensors tensor by tensor, until the result is called: torch's
+    kernels over lists take no list of both. ConfigurationError: a group asks for such a kernel.
     """
     before: list[tuple[dict[str, Any], Any]] = []
 
@@ -148,10 +143,8 @@ def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype) -> None:
-    """Average the gradients of replicated parameters over all ranks, in ``reduce_dtype``. All ranks call it.
-
-    A rank without a gradient counts as zero as long as another rank has one, so that ranks whose forward took
-    different paths stay equal.
+    """Average gradients of replicated parameters over all ranks, in ``reduce_dtype``. All ranks call it; one without a
+    gradient counts as zero if another has one, so that ranks stay equal.
     """
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:

@@ -14,9 +14,8 @@ def plain_settings(*options: Any, **more: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` in JSON's types, equal for equal values on every rank.
-
-    Functions and classes are named by their import path, objects without a value of their own by their class.
+    """``value`` in JSON's types, equal for equal values on every rank: functions and classes by import path, objects by
+    class.
     """
     if value is None or isinstance(value, str | int | float | bool):
         return value

@@ -214,10 +214,9 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
 def settle_buckets(wrapped: DistributedDataParallel) -> None:
     """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it.
 
-    DDP reduces its first backward pass in one bucket and rebuilds the buckets after it. A resumed run would thereby sum
-    its first step in another order than the run that never stopped, which shows from 3 ranks on. No autograd node of a
-    parameter is run, so that nobody's hooks see the zeros. Where unused parameters are looked for, nothing is rebuilt;
-    a static graph is recorded in the first pass, which has to be a real one.
+    DDP rebuilds its buckets after its first backward pass, so that a resumed run would sum its first step in another
+    order than one that never stopped, which shows from 3 ranks on. No parameter's autograd node runs, and no hook sees
+    the zeros. Where unused parameters are looked for, nothing is rebuilt; a static graph has to record a real pass.
     """
     parameters, sparse = wrapped._build_params_for_reducer()
     if wrapped.find_unused_parameters or wrapped.static_graph or any(sparse):
@@ -238,9 +237,8 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
 
 
 def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:
-    """Make the reducer ready for a backward pass from ``loss``, as ``DistributedDataParallel._post_forward`` does.
-
-    Backward from inside a step (manual optimization) starts before DDP's forward ends, which is where it does so.
+    """Make the reducer ready for a backward pass from ``loss``, as ``_post_forward`` does, where backward comes
+    first.
     """
     if not (torch.is_grad_enabled() and wrapped.require_backward_grad_sync):
         wrapped.require_forward_param_sync = False
@@ -253,9 +251,8 @@ def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None
 
 
 class StepRoot(nn.Module):
-    """The module that DDP and DeepSpeed are given: its forward is any step of ``module``, its only child.
-
-    So a call of the user's module inside a step is a submodule's forward, with hooks of its own.
+    """The module that DDP and DeepSpeed are given: its forward is any step of ``module``, its only child, whose hooks
+    run then.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -269,10 +266,8 @@ class StepRoot(nn.Module):
 
 @contextmanager
 def sums_set_aside(module: nn.Module) -> Generator[None, None, None]:
-    """Let DDP reduce the gradients of the backward pass inside alone, and add those of earlier micro-batches after it.
-
-    DDP all-reduces ``parameter.grad`` as it is, earlier micro-batches' sums included, which rounds differently from
-    adding up reduced gradients as engines do that keep sharded ones.
+    """Let DDP reduce the gradients of the backward pass inside alone, and add those of earlier micro-batches after it,
+    as engines that shard do: to reduce their sum, as DDP does, rounds differently.
     """
     sums: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in module.parameters():

@@ -65,9 +65,8 @@ class ForwardOptions:
 def find_transforms(
     root: nn.Module, units: list[Unit], options: ForwardOptions
 ) -> Callable[[], list[Callable[[], None]]]:
-    """What changes the modules that ``options`` mean, all of them found; WrappingError: there are none.
-
-    It returns functions that take the changes back, to be called from the last to the first.
+    """What changes the modules that ``options`` mean, all of them found; WrappingError: there are none. It returns
+    functions that take the changes back, to be called from the last to the first.
     """
     spec = options.activation_checkpointing
     checkpointed = checkpointed_modules(root, units, spec)
@@ -87,10 +86,8 @@ def compile_forward(module: nn.Module) -> Callable[[], None]:
 
 
 def _of_its_class(kind: type[nn.Module], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with a code object that the class has to itself.
-
-    Dynamo keeps eight graphs of a code object. All checkpointed modules run the same, and a few classes need as many
-    for training, evaluation and another batch size.
+    """``function`` with a code object of the class's own: Dynamo keeps eight graphs of one, and all modules run the
+    same.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -151,10 +148,8 @@ def _saved_or_not(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Che
 
 
 class _Expensive(TorchDispatchMode):
-    """Hands what is saved to one of torch's modes, and no other operator.
-
-    Those insist on the same operators in backward as in forward, and engines' hooks run others there: a part of a
-    model that is gathered already is not gathered again.
+    """Hands what is saved to one of torch's modes, and nothing else: these insist on the same operators in backward,
+    where engines' hooks run others (what is gathered is not gathered again).
     """
 
     supports_higher_order_operators = True
@@ -187,9 +182,8 @@ class Compiled(NamedTuple):
 
 
 class CompilerWatch:
-    """Warns after the first training step where units were not compiled as one graph each.
-
-    torch.compile falls back to Python without an error.
+    """Warns after the first training step where a unit is not one graph, since torch.compile falls back without an
+    error.
     """
 
     def __init__(self, wanted: bool) -> None:

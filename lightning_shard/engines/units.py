@@ -178,9 +178,8 @@ def ignored_parameters(
 
 
 def _children_first(module: nn.Module, name: str = "", seen: set[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """All modules below and including ``module``, children before parents, each object once.
-
-    Torchmetrics and what is in them (an FID's own network) are no part of the model.
+    """All modules below and including ``module`` but metrics' (with networks of their own), children first,
+    each once.
     """
     seen = set() if seen is None else seen
     found: dict[str, nn.Module] = {}
@@ -198,10 +197,7 @@ def _below(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def runs_forward(module: nn.Module) -> bool:
-    """Whether a module's ``forward`` is what uses its parameters, so that hooks around it see the use.
-
-    Containers have none, and ``nn.MultiheadAttention`` reads its output projection's weight directly.
-    """
+    """Whether a module's ``forward`` is what uses its parameters: not of containers, nor ``nn.MultiheadAttention``."""
     has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)
 
@@ -299,10 +295,8 @@ def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[list[
 
 
 def _inner_first(units: dict[str, nn.Module], groups: dict[str, set[str]], dropped: set[str]) -> list[list[str]]:
-    """The groups, each after those that have a module inside one of its own.
-
-    Where two are inside each other (one's module in the other's, and the other way round), those that are inside are
-    added to ``dropped``.
+    """The groups, each after those that have a module inside one of its own; of two that are in each other the inner
+    modules are added to ``dropped``.
     """
     remaining: list[list[str]] = []
     for fqn in units:

@@ -68,10 +68,9 @@ class Usage:
         return self._steps >= _COMPARED and not self.varies
 
     def finish(self, used: Iterable[str] = ()) -> Set[str]:
-        """End a step; returns what no rank used, of what was noted and is in ``used``.
-
-        All ranks call it; they communicate in the first steps, and where `varies`. ConfigurationError: this step uses
-        others than the first ones, all of which used the same.
+        """End a step; returns what no rank used, of what was noted and is in ``used``. All ranks call it and
+        communicate in the first steps, and where `varies`. ConfigurationError: this step uses others than the first
+        ones, which all used the same.
         """
         here = self._names.difference(self.used, used)
         self.used.clear()
@@ -148,10 +147,8 @@ class UnitUsage:
     """`Usage` of a module whose units reduce zeros for unused parameters as long as ranks may differ in them."""
 
     def __init__(self, root: nn.Module, *, always: bool, compiled: bool) -> None:
-        """Begin to look at the steps of ``root``, which is sharded; its trainable parameters count.
-
-        ``always``: ranks tell each other what they use in every step. ``compiled``: units are compiled, so that nothing
-        is hooked to their parameters; those with a gradient are used.
+        """Begin to look at the steps of ``root``, which is sharded; its trainable parameters count. ``always``: ranks
+        compare in every step. ``compiled``: units have no hooks at parameters; those with a gradient are used.
         """
         self._names = {p: fqn for fqn, p in named_parameters(root).items() if p.requires_grad}
         self.usage = Usage(self._names.values(), always=always)
@@ -189,9 +186,8 @@ class UnitUsage:
         self._reached |= {fqn for parameter, fqn in self._names.items() if parameter.grad is not None}
 
     def finish(self) -> None:
-        """End a step whose gradients are reduced: those of parameters that no rank used are None. All ranks call it.
-
-        WrappingError: ranks use different parameters, and torch can't reduce them.
+        """End a step whose gradients are reduced: those that no rank used are None. All ranks call it. WrappingError:
+        ranks use different parameters, and torch can't reduce them.
         """
         # Units that run by another method than forward are not seen.
         self.after_backward()

@@ -83,10 +83,9 @@ class WholeSteps:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Choose the owners, and let each know the lengths of the shards of what it owns.
-
-        ``optimizer`` is the user's, with the groups of ``shards``, which are in the same order on every rank; ``step``
-        its own. ``replicated``: FQN, tensor and group of the parameters that every rank steps in full as they are.
+        """Choose the owners, and let each know the lengths of the shards of what it owns. ``optimizer`` is the user's,
+        with the groups of ``shards``, in one order on all ranks; ``step`` its own. ``replicated``: what every rank
+        steps in full.
         """
         self.optimizer = optimizer
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)

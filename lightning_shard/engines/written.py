@@ -46,9 +46,8 @@ def assign_in_place() -> Callable[[], None]:
 
 
 class WrittenInSteps:
-    """Takes over what a step writes to gathered parameters that were frozen when the module was sharded.
-
-    What a module's own forward writes to its parameters is freed before, and refused.
+    """Takes over what a step writes to gathered parameters that were frozen when sharded; a module's forward must not
+    write.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -74,9 +73,7 @@ class WrittenInSteps:
     @torch.no_grad()
     def take_over(self) -> None:
         """At the end of a step, while what it gathered is there: write it into the shards. All ranks call it.
-
-        ConfigurationError: a module's forward wrote to its parameters, or the step to one that it has in a dtype of
-        fewer digits.
+        ConfigurationError: a module's forward wrote to its parameters, or the step to one in a dtype of fewer digits.
         """
         self._steps += 1
         if self._hooks:

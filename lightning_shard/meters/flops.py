@@ -107,10 +107,8 @@ class _ModelFlops:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """In place of ``scaled_dot_product_attention``: computes nothing, and counts itself and its backward.
-
-        Kernels do not tell whether they are causal, some have no formula, and the one that is made of matrix products
-        masks them only afterwards.
+        """In place of ``scaled_dot_product_attention``: computes nothing, and counts itself and its backward. Kernels
+        do not tell whether they are causal, and some have no formula.
         """
         flops = attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
         self.attention += flops if self._counts() else 0
@@ -241,10 +239,8 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
 
 
 def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, is_causal: bool) -> int:
-    """Forward FLOPs of scaled dot product attention: of the scores and of the values' weighted sums.
-
-    Queries are (..., L, E), and their leading dims count, so that keys (..., S, E) and values (..., S, V) may have
-    fewer heads; with ``is_causal`` half of the pairs are masked, and count for nothing.
+    """Forward FLOPs of attention of queries (..., L, E), whose leading dims count (keys may have fewer heads), keys
+    (..., S, E) and values (..., S, V): of scores and weighted sums, half of the pairs with ``is_causal``.
     """
     pairs = prod(query[:-1]) * key[-2]
     flops = 2 * pairs * (query[-1] + value[-1])
@@ -275,10 +271,8 @@ class _Redirect(TorchFunctionMode):
 
 
 def attention_without_dropout(*args: Any, **kwargs: Any) -> Tensor:
-    """``scaled_dot_product_attention`` that drops nothing out.
-
-    On GPUs fused kernels drop out by a seed, and keep what they keep without dropout; on the CPU dropout makes torch
-    fall back on products, whose scores of all pairs would count as activations.
+    """``scaled_dot_product_attention`` without dropout, for which fused kernels keep nothing, while the CPU falls back
+    on products, whose scores would count as activations.
     """
     # (query, key, value, attn_mask, dropout_p, is_causal)
     kwargs.pop("dropout_p", None)

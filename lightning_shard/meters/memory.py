@@ -26,10 +26,8 @@ Storage = tuple[torch.device, int]
 
 
 def account(held: Iterable[Resident], *, known: set[Storage] | None = None) -> MemoryAccount:
-    """The bytes of ``held``: of each storage once, whatever views there are, for the kind that is given first.
-
-    A storage counts whole, a bucket with its padding too; those that are ``known`` count for nothing, and new ones are
-    added to these.
+    """The bytes of ``held``: of each storage once and whole, for the kind that is given first. Those that are ``known``
+    count for nothing, and new ones are added to these.
     """
     known = set() if known is None else known
     places: dict[str, dict[str, int]] = {place: dict.fromkeys(KINDS, 0) for place in ("device", "host", "nvme")}
@@ -91,9 +89,8 @@ class StepMeter:
         *,
         device: torch.device,
     ) -> None:
-        """Say what is looked at: ``held`` gives all that the rank holds but activations.
-
-        ``gathered`` gives what is whole for the moment, of engines that free it before forward ends; default: FSDP2's.
+        """Say what is looked at: ``held`` gives all that the rank holds but activations, ``gathered`` what is whole for
+        the moment, of engines that free it before forward ends; default: FSDP2's.
         """
         self.account = MemoryAccount()
         self._module, self._held = module, held
@@ -200,9 +197,8 @@ def largest(accounts: Sequence[MemoryAccount]) -> int:
 def memory_table(
     account: MemoryAccount, *, title: str, notes: Sequence[str] = (), predicted: MemoryAccount | None = None
 ) -> str:
-    """One rank's account below a title, with a line for each kind that it has, a column for each place, and notes.
-
-    With ``predicted`` each place has a column of that too, and a note says why a kind that differs does.
+    """One rank's account below a title: a line for each kind, a column for each place, with ``predicted`` two, and
+    notes.
     """
     accounts = {"": account} if predicted is None else {"": account, ", predicted": predicted}
     places = [place for place in PLACES if place == "device" or any(getattr(a, place).total for a in accounts.values())]
@@ -257,10 +253,8 @@ PRESETS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 def suggestions(
     account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False
 ) -> dict[str, int | None]:
-    """Settings that need less of a rank's device, and the bytes that they take off it, those that save most first.
-
-    None: no account says how many. The account is measured or predicted; suggested presets of an ``aligned`` run keep
-    the precision contract too; ``checkpointing`` says whether activations are checkpointed already.
+    """Settings that need less of a rank's device, and the bytes that they save (None: unknown), those that save most
+    first. Presets of an ``aligned`` run keep the contract; ``checkpointing``: activations are checkpointed already.
     """
     activations, now = account.device.activations, sum(getattr(account.device, kind) for kind in _ALL)
     found: dict[str, int | None] = {}

@@ -150,9 +150,8 @@ class Window:
 def combine(
     ranks: Sequence[RankWindow], *, step: int, steps: int, peak: float | None, grad_norm: float | None = None
 ) -> Window | None:
-    """All ranks' window, from each rank's in their order; None: no time passed in it.
-
-    ``step`` counts optimizer steps of the run, ``steps`` those of the window; ``peak`` is FLOP/s of one device.
+    """All ranks' window, from each rank's in their order; None: no time passed. ``step`` counts optimizer steps of the
+    run, ``steps`` those of the window; ``peak`` is FLOP/s of one device.
     """
     seconds = max(rank.seconds for rank in ranks)
     if seconds <= 0:
@@ -188,10 +187,7 @@ def combine(
 
 
 def gather_rows(numbers: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
-    """Every rank's numbers, as many on each, in the ranks' order; this rank's alone without a process group.
-
-    All ranks call it. It waits for the device and for the slowest rank.
-    """
+    """Every rank's numbers by rank; this rank's alone without a process group. All ranks call it, and wait."""
     own = torch.tensor(numbers, dtype=dtype, device=device)
     if not (dist.is_available() and dist.is_initialized()):
         return [own.tolist()]
@@ -216,9 +212,8 @@ def write_csv(windows: Iterable[Window], path: Path) -> None:
 
 
 def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) -> str:
-    """Medians over windows and their spread, of all but the first window where there are more: it warms up.
-
-    ``blocked``: seconds that rank 0 spent in saving checkpoints; ``on_cpu``: memory is the process's, not a device's.
+    """Medians over windows and their spread, without the first where there are more. ``blocked``: seconds that rank 0
+    spent in saves; ``on_cpu``: memory is the process's.
     """
     counted = windows[1:] or windows
     rows: list[tuple[str, ...]] = [("", "median", "10 %", "90 %")]
@@ -289,9 +284,8 @@ _WAITS: tuple[tuple[Any, str], ...] = ((dist.Work, "wait"), (dist, "_broadcast_c
 
 
 class Waiting:
-    """Sums up ``seconds`` that the thread which made it waits in collectives, from then on until `detach`.
-
-    With a backend of a GPU, `torch.distributed.Work.wait` does not stop the host, and nothing is counted.
+    """Sums up ``seconds`` that the thread which made it waits in collectives, until `detach`; none with a GPU's
+    backend, where `torch.distributed.Work.wait` does not stop the host.
     """
 
     def __init__(self) -> None:

@@ -69,10 +69,8 @@ def _model_defaults(section: Section, path: str) -> Iterator[tuple[str, Any]]:
 def read_deepspeed(
     reading: Reading, content: Mapping[str, Any], prefix: str = "", *, stage: int | None = None, clips: bool = True
 ) -> None:
-    """Add to ``reading`` what the content of a DeepSpeed file asks for, in any of its spellings, and what is wrong.
-
-    ``prefix`` stands before the fields' names, such as the file's name. Where the content says nothing, DeepSpeed's
-    own defaults hold: its stage, unless ``stage`` is that of whoever reads the file, and its clipping if it ``clips``.
+    """Add to ``reading`` what a DeepSpeed file asks for, in any spelling, and its problems; ``prefix``: before field
+    names. DeepSpeed's own defaults hold: its stage unless one is given, its clipping if it ``clips``.
     """
     if reading.engine is None:
         reading.engine = "deepspeed"
@@ -108,9 +106,8 @@ def read_deepspeed(
 
 
 def check_batches(reading: Reading) -> None:
-    """Accumulation where DeepSpeed takes it from its other batch keys, and a problem where their product can't be.
-
-    After ``DeepSpeedConfig._set_batch_related_parameters``; called once all files are read, for the processes.
+    """Accumulation where it follows from the batch keys (``_set_batch_related_parameters``), and a problem where their
+    product can't be. Called once all files are read, for the processes.
     """
     asked = {each.name: each for each in reading.asked}
     whole, micro = (asked.get(f"config.train_{key}") for key in ("batch_size", "micro_batch_size_per_gpu"))

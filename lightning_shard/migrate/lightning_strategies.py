@@ -184,9 +184,8 @@ def called_here(argument: str) -> str:
 
 
 def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: str, *, named: bool) -> None:
-    """Add to ``reading`` what a stock strategy asks for by its class's name and arguments, and what is wrong.
-
-    ``named``: whether the file has the arguments one by one, below ``path``, and not the strategy's name alone.
+    """Add to ``reading`` what a stock strategy asks for, and its problems; ``named``: arguments stand below
+    ``path``.
     """
     _, known = STRATEGIES[kind]
     reading.check_keys(path, arguments, known, kind)

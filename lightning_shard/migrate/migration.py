@@ -137,10 +137,8 @@ def format_of(path: Path, content: Mapping[str, Any], known: Known) -> str:
 
 
 def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) -> Target:
-    """What a reading is on one engine.
-
-    ``preset`` has arguments of the strategy name that the user gave; they hold whatever the sources ask for. None: the
-    source's own engine, with all its settings.
+    """What a reading is on one engine. ``preset``: arguments of the strategy name that the user gave, which hold
+    whatever the sources ask for; None: the source's own engine, with all its settings.
     """
     # One by one: two groups of a preset may be one and the same mapping.
     arguments = {name: copy.deepcopy(value) for name, value in (preset or {}).items()}

@@ -226,9 +226,8 @@ BLOCKS = "blocks of torch's allocator"
 def device_memory(
     points: Sequence[Point], training: Training, engine: EngineFacts, trace: Trace | None, *, cpu: bool = False
 ) -> DeviceMemory:
-    """Of the rank that has these points; without a trace, the allocator's blocks are not known.
-
-    ``cpu``: the device's memory is the host's, and nothing that CUDA has lies in it: tensors alone are counted.
+    """Of the rank that has these points; without a trace, the allocator's blocks are not known; with ``cpu``, tensors
+    alone.
     """
     if cpu:
         return DeviceMemory(tensors=peak(points, cpu=True).held(cpu=True))

@@ -87,10 +87,8 @@ def start_of_fit(training: Training, engine: FSDPFacts) -> Point:
 
 
 def padding(training: Training, engine: FSDPFacts) -> tuple[int, int, int]:
-    """Bytes of all units gathered, the same without padding, and the most shards with which it is at most a tenth.
-
-    A parameter is sharded along dim 0 into as many chunks as there are shards, all as large as the first: buffers have
-    at least one row for each shard (``FSDPParam._init_sharded_param``, ``_get_dim0_padded_size``).
+    """Bytes of all units gathered, the same without padding, and the most shards with which it is at most a tenth. Dim
+    0 is cut into chunks as large as the first, one for each shard (``FSDPParam._init_sharded_param``).
     """
 
     def gathered(shards: int) -> int:
@@ -102,10 +100,8 @@ def padding(training: Training, engine: FSDPFacts) -> tuple[int, int, int]:
 
 
 def step_points(training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
-    """See `lightning_shard.planning.predict.step_points`.
-
-    In forward a unit's all-gather buffer outlives the copies out of it until the next unit's; in backward one unit is
-    gathered ahead, and the buffer that gradients are reduced from outlives the reduction until the next unit's.
+    """See `predict.step_points`. A unit's all-gather buffer lives until the next unit's in forward; in backward one
+    unit is gathered ahead, and the buffer that gradients are reduced from lives until the next unit's.
     """
     steps = _TracedUnits(training, engine, memory, trace)
     if training.micro_batches > 2 and engine.reduce_at_boundary:

@@ -247,9 +247,8 @@ MEASURES = ("activations", "peak", "peak_gradients", "end_activations", "end_gra
 
 @dataclass(kw_only=True)
 class Segment:
-    """A part of a step in which one shard unit computes. Bytes are of tensors that the step made.
-
-    Only those gradients count whose unit still lacks others: the tracer frees them once the unit has all of its own.
+    """A part of a step in which one shard unit computes; bytes of tensors that the step made. Of gradients those count
+    whose unit still lacks others: the tracer frees a full unit's.
     """
 
     phase: Phase

@@ -121,10 +121,8 @@ def arithmetic_seconds(device: Device, func: Any, args: Any, kwargs: Any, result
 
 
 class OperatorTimes(TorchDispatchMode):
-    """Adds up the operators of each part; what is read and written is counted as torch runs it, and as if fused.
-
-    Compiled, all operators between two products are one kernel, which reads what others made and writes what others
-    read; what only backward reads is computed again there.
+    """Adds up the operators of each part; what is read and written as torch runs it, and as if fused: all operators
+    between two products one kernel, with what only backward reads computed again there.
     """
 
     def __init__(self, device: Device, part: Callable[[], int]) -> None:

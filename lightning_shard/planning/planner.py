@@ -226,8 +226,7 @@ class Run:
 
 def largest_batch(run: Run, memory: int, device: Callable[[int], Range] | None = None) -> Range | None:
     """The most samples per rank and micro-batch that fit into ``memory`` bytes, and that may fit; None: not known.
-
-    ``device``: bytes of a device by those of its tensors; default: what `Run.needs` says.
+    ``device``: bytes of a device by those of its tensors; default: by `Run.needs`.
     """
     if not run.scales:
         return None
@@ -263,10 +262,9 @@ def beside_own(run: Run, memory: int, largest: Range) -> Range:
 
 
 def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> Range | None:
-    """`largest_batch`, whose own trace fits, and that of a batch a quarter larger (or 1) does not.
-
-    Traces that say otherwise join those that the next batch is looked for between. After `MOST_TRACES` of them it is
-    the largest of those whose own traces fit. What may fit is on a line through the last traces.
+    """`largest_batch`, whose own trace fits, and that of a batch a quarter larger (or 1) does not. Traces that say
+    otherwise join those that the next is looked for between, at most `MOST_TRACES`; what may fit is on a line through
+    the last.
     """
     fits: dict[int, bool] = {}
     known_needs: dict[int, Range] = {}  # Bytes of a device by those of its tensors, at batches that were traced.
@@ -300,8 +298,7 @@ def fewest_devices(
     run: Run, engine_on: Callable[[Nodes], EngineFacts], devices: int, memory: int
 ) -> tuple[Nodes | None, Nodes | None]:
     """The fewest devices on which the batch fits, and on which it may; nodes of ``devices`` whole ones; None: on none.
-
-    ``engine_on`` gives the engine on some machines; ConfigurationError: its settings do not fit that number.
+    ``engine_on``: the engine on some machines, or ConfigurationError.
     """
 
     def fits(end: int, nodes: int, devices: int = devices) -> bool:
@@ -350,9 +347,8 @@ class Form:
 
 
 def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: bool) -> Iterator[Form]:
-    """A candidate with the micro-batches that fit, which ``samples`` per device and step divide into.
-
-    ``compiles``: whether its units can be compiled. Nothing: it can't run, or not even one sample fits.
+    """A candidate with the micro-batches that fit, which ``samples`` per device and step divide into; none: it can't
+    run.
     """
     try:
         run = planner.run(candidate)

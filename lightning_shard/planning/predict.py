@@ -23,10 +23,8 @@ _ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFa
 
 
 def _arithmetic(engine: EngineFacts) -> tuple[Any, EngineFacts]:
-    """The module of an engine, with the facts that it takes.
-
-    Torch's ``replicate`` is FSDP2 with one shard, which stays gathered from forward to backward: a copy in the compute
-    dtype, even where that is the parameters' own (``FSDPParamGroup.wait_for_unshard``).
+    """The module of an engine, with its facts. ``replicate`` is FSDP2 with one shard, gathered from forward to backward
+    in a copy even where the dtype is the parameters' (``FSDPParamGroup.wait_for_unshard``).
     """
     if isinstance(engine, ReplicateFacts):
         at_boundary = engine.reduce_at_boundary
@@ -42,9 +40,8 @@ def step_memory(training: Training, engine: EngineFacts) -> StepMemory:
 
 
 def step_points(training: Training, engine: EngineFacts, trace: Trace | None) -> list[Point]:
-    """The memory of the same rank at every part of the micro-batch that needs most, and in the optimizer's step.
-
-    The engine's bytes are arithmetic; activations are the trace's. None: without activations.
+    """The memory of that rank at every part of the micro-batch that needs most, and in the optimizer's step: the
+    engine's by arithmetic, activations the trace's.
     """
     module, engine = _arithmetic(engine)
     memory, followed = module.step_memory(training, engine), trace or without_activations(training)

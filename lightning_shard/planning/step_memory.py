@@ -93,9 +93,8 @@ def peak(points: Sequence[Point], *, cpu: bool = False) -> Point:
 
 
 def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners: int | None = None) -> Point:
-    """The optimizer's step: it steps the masters, or the parameters that it has where there are no masters.
-
-    ``owners``: ranks that own full parameters, for optimizers that step these; None: the engine makes no owners.
+    """The optimizer's step of the masters, or of parameters without. ``owners``: ranks that own full parameters, if any
+    do.
     """
 
     def temporary(kinds: KindBytes) -> KindBytes:

@@ -69,9 +69,8 @@ def _stage_0(training: Training) -> ZeroMemory:
 
 
 def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, trace: Trace) -> Iterator[Point]:
-    """See `lightning_shard.planning.predict.step_points`.
-
-    DeepSpeed takes gradients one by one, so that only those that it keeps are resident beside the activations.
+    """See `predict.step_points`. Gradients are taken one by one: those that are kept are resident beside
+    activations.
     """
     elements = gradient_elements(training.model, lambda p: p.numel)
     total = max(1, sum(elements.values()))
@@ -245,12 +244,11 @@ def _sub_groups(parameters: Sequence[ParameterFacts], engine: DeepSpeedFacts) ->
 
 
 def gathered_elements(model: ModelFacts, engine: DeepSpeedFacts, order: Sequence[str]) -> dict[tuple[str, str], int]:
-    """Elements that are gathered while each unit computes, without persistent parameters; by phase and unit.
+    """Elements gathered while each unit computes, without persistent parameters; by phase and unit.
 
-    A unit is freed after use unless it is used again within ``max_reuse_distance`` elements; the next ones are gathered
-    ahead, a bucket's worth, as long as no more than ``max_live_parameters`` are gathered
-    (``partitioned_param_coordinator.py``). ``order``: as forward reaches the units; what is in none is taken as used at
-    the beginning and at the end of forward and of backward.
+    A unit is freed after use unless it is used again within ``max_reuse_distance`` elements; a bucket's worth is
+    gathered ahead below ``max_live_parameters`` (``partitioned_param_coordinator.py``). ``order``: as forward reaches
+    the units; what is in none is used at both ends of forward and backward.
     """
     read_in_place = model.parameters if engine.forward_uses_shards else persistent_parameters(model.parameters, engine)
     excluded = {p.fqn for p in read_in_place}
@@ -275,9 +273,8 @@ def gathered_elements(model: ModelFacts, engine: DeepSpeedFacts, order: Sequence
 
 
 def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
-    """See `lightning_shard.planning.predict.step_memory`.
-
-    Masters and optimizer state are one flat partition for each of the optimizer's groups; parameters are replicated.
+    """See `predict.step_memory`. Masters and optimizer state are one flat partition for each of the optimizer's
+    groups.
     """
     model, policy, stage_1 = training.model, training.policy, engine.stage == 1
     compute, master, sums = policy.compute, policy.master, engine.accumulate
@@ -332,9 +329,8 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
 
 
 def _flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> tuple[list[int], int]:
-    """Elements of one rank's partition of each group, and of the parameters that have a part in these, where most have.
-
-    Each group's parameters follow one another in a flat tensor, padded to ``2 * ranks``, split evenly.
+    """Elements of one rank's partition of each group, flat and padded to ``2 * ranks``, and of the parameters in these,
+    where most have.
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for p in parameters:
@@ -357,9 +353,8 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
 
 
 def _bf16_optimizer(always: KindBytes, flat: int, training: Training) -> ZeroMemory:
-    """``BF16_Optimizer``: one fp32 buffer of all gradients for as long as the run lasts, beside backward's own.
-
-    Backward's own are set to zero, and not freed, before the next micro-batch, and are resident in the step.
+    """``BF16_Optimizer``: one fp32 buffer of all gradients for good, beside backward's own, which are zeroed, not
+    freed.
     """
     sums = flat * torch.float32.itemsize
     own = sum(p.numel for p in training.model.trainable) * training.policy.compute.itemsize
@@ -374,10 +369,7 @@ def _bf16_optimizer(always: KindBytes, flat: int, training: Training) -> ZeroMem
 
 
 def _reduction(training: Training, engine: DeepSpeedFacts) -> tuple[int, int, int]:
-    """Bytes of the buckets, of what the reduction of one copies, and of these copies those made after backward only.
-
-    Copies are flattened, and in ``reduce`` where the bucket has another dtype.
-    """
+    """Bytes of the buckets, of what the reduction of one copies, and of these copies those made after backward only."""
     stage_1, reduce = engine.stage == 1, training.policy.reduce
     dtype = engine.accumulate if stage_1 else training.policy.compute
     converted = reduce.itemsize if reduce != dtype else 0
@@ -389,9 +381,8 @@ def _reduction(training: Training, engine: DeepSpeedFacts) -> tuple[int, int, in
 
 
 def reduction_copies(model: ModelFacts, engine: DeepSpeedFacts, per_element: int) -> tuple[int, int]:
-    """Bytes of the copies that the reduction of a bucket makes, and how many of them are made after backward only.
-
-    Gradients that fit into one bucket are reduced when all of them are there.
+    """Bytes of the copies that the reduction of a bucket makes, and of those after backward only: all fit into one
+    bucket.
     """
     numel = sum(p.numel for p in model.trainable)
     copies = min(numel, engine.reduce_bucket_size) * per_element

@@ -49,7 +49,6 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 # `is` between containers.
 def rebuilt(value: Any, wants: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]) -> Any:
     """``value`` with what ``make`` gives for each tensor in it that is wanted; a container without any is returned.
-
     Tensors are found in tuples, lists, dicts, dataclasses and their subclasses.
     """
     if isinstance(value, Tensor):
@@ -185,10 +184,8 @@ _LEAVING = 2**62  # The number of the hook after a module's call, which no other
 
 
 def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
-    """Cast the output of calls that come from no other module, and switch autocast off for what runs inside of them.
-
-    What a user's ``torch.utils.checkpoint`` calls again in backward comes from where it came from in forward. A
-    compiler only sees calls inside of a module.
+    """Cast the output of calls from no other module, and switch autocast off inside. What ``torch.utils.checkpoint``
+    calls again comes from where it came from in forward; a compiler only sees calls inside of a module.
     """
     nested, again = False, False
 
@@ -265,12 +262,8 @@ def _run_in(
 
 
 def round_scalars(root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module, torch.dtype]) -> None:
-    """Run every module below ``root`` on its own parameters without a dimension rounded to its dtype.
-
-    That is ``dtype``, or for some modules another one, ``inside``.
-
-    No engine that shards by dimensions casts them. What ``root`` itself has is left to `scalars_rounded`, because its
-    code is not run by its forward.
+    """Run every module below ``root`` on its own 0-d parameters, which no engine casts, rounded to ``dtype`` or its
+    ``inside``. What ``root`` has is left to `scalars_rounded`: its code is not run by its forward.
     """
     for module in root.modules():
         if module is not root and not isinstance(module, Metric) and _own_scalars(module):
@@ -279,9 +272,8 @@ def round_scalars(root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module
 
 @contextmanager
 def scalars_rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``module.<name>`` give its own parameters without a dimension in ``dtype``, with gradients to the original.
-
-    What is written to them meanwhile, such as a clamp of their data, is taken over.
+    """Let ``module.<name>`` give its own 0-d parameters in ``dtype``, with gradients to the original; writes are taken
+    over.
     """
     own = _own_scalars(module)
     hidden = {name: parameter.to(dtype) for name, parameter in own.items()}

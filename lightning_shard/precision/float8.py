@@ -51,12 +51,9 @@ class Float8:
 
 
 def check_float8(settings: Float8 | None, device: torch.device, *, launched: bool) -> None:
-    """Refuse ``settings`` that can't run on ``device``; what its GPU can do is asked once the process is ``launched``.
-
-    The question makes a CUDA context, without which a notebook's processes can't be forked.
-
-    Raises:
-        PrecisionError: torchao is missing, or the device has no float8.
+    """Refuse ``settings`` that can't run on ``device``; its GPU is asked once ``launched``, since that makes a CUDA
+    context, with which a notebook's processes can't be forked. PrecisionError: torchao is missing, or the device has no
+    float8.
     """
     if settings is None:
         return
@@ -76,9 +73,8 @@ def check_float8(settings: Float8 | None, device: torch.device, *, launched: boo
 
 
 def install_float8(root: nn.Module, settings: Float8, others: Container[nn.Module]) -> Callable[[], None]:
-    """Let the linear layers that ``settings`` names, but for ``others``, multiply in float8.
-
-    Returns a function that takes it back. PrecisionError: it names none.
+    """Let linear layers of ``settings`` but ``others`` multiply in float8; the result undoes it. PrecisionError: there
+    are none.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -96,9 +96,8 @@ class LossWeights:
         self._sums = sums[rank :: self._ranks].sum(0)  # of the old ranks that this one stands for, if there are any
 
     def take(self, output: Any, batch: Any) -> None:
-        """Take the weight of the loss that a training step returned.
-
-        DataError: some steps give a weight and others none, here or on other ranks, or it can't be one.
+        """Take the weight of the loss that a training step returned. DataError: some steps, here or on other ranks,
+        give none, or it can't be one.
         """
         if output is None:
             return  # no loss, and no backward
@@ -149,9 +148,8 @@ class LossWeights:
             self._unit = needed
 
     def scale(self, loss: Tensor, *, ends: bool, waiting: Callable[[], Iterable[Tensor]]) -> Tensor:
-        """``loss`` as backward has to see it: the mean over, or sum of, what its weight counts, by micro-batches.
-
-        ``ends``: its backward ends an accumulation; ``waiting``: the gradients of the micro-batches before it.
+        """``loss`` for backward: the mean over, or sum of, what its weight counts, by micro-batches. ``ends``: its
+        backward ends an accumulation; ``waiting``: earlier micro-batches' gradients.
         """
         weight, self._weight = self._weight, None
         if weight is None:
@@ -175,11 +173,9 @@ class LossWeights:
 
     @torch.no_grad()
     def finish(self, gradients: Iterable[Tensor], *, micro_batches: int) -> Tensor | None:
-        """At the accumulation boundary: give the gradients of the sums of losses the weights' sum as divisor.
-
-        ``gradients`` are this rank's reduced ones, changed in place; ``micro_batches`` is what each loss was divided
-        by. Returns the weighted mean of the losses, a scalar on the device, the same on every rank; None: the weights
-        are 0, so that the step is to be skipped.
+        """At the accumulation boundary: divide this rank's reduced ``gradients`` by the weights' sum, in place. Returns
+        the weighted mean loss, a scalar on the device, the same on all ranks; None: the weights are 0, and the step is
+        skipped.
         """
         total, sums, unit = self._total or self._reduce(), self._sums, self._unit
         self._total, self._sums, self._unit = None, self._zeros(), 1.0

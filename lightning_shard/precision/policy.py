@@ -136,11 +136,9 @@ class PrecisionPolicy:
 
 
 def autocasting(policy: PrecisionPolicy, device_type: str, *, cache: bool) -> AbstractContextManager[Any]:
-    """The context in which the LightningModule's own code runs.
-
-    ``torch.autocast`` where the policy has it. Where modules are cast and return fp32, autocast too, for what that code
-    does itself with fp32 outputs and parameters in the compute dtype; modules switch it off (`install_casts`).
-    ``cache`` keeps a parameter's cast for its next use in the step; wrong where its memory is freed in between.
+    """The context in which the LightningModule's own code runs: ``torch.autocast`` where the policy has it, or for fp32
+    outputs that meet cast parameters; modules switch it off (`install_casts`). ``cache`` keeps a parameter's cast,
+    which is wrong where its memory is freed in the step.
     """
     if policy.autocast is not None:
         return torch.autocast(device_type, dtype=policy.autocast, cache_enabled=cache)
@@ -165,13 +163,10 @@ def policy_from(
     float8: Float8 | None = None,
     at_boundary: bool = False,
 ) -> PrecisionPolicy:
-    """The policy of a Trainer's ``precision`` string under the plain or the aligned form of a strategy.
+    """The policy of a Trainer's ``precision``, one of `PRECISIONS` or `FLOAT8`, under the plain or aligned form.
 
-    What is None is as for ``ShardPrecision``, whose arguments these are. Plain ``16-true`` has no loss scale: its
-    gradients are fp16, and dividing them by the scale in fp16 would lose again what the scale has saved.
-    ``at_boundary``: accumulated gradients wait for one reduction (``accumulate_sync: boundary``).
-
-    ``precision`` is one of `PRECISIONS`, or `FLOAT8`. PrecisionError: overrides that can't be.
+    Arguments are ``ShardPrecision``'s. Plain ``16-true`` has no loss scale: to divide fp16 gradients would lose what it
+    saved. ``at_boundary``: accumulated gradients wait for one reduction. PrecisionError: overrides that can't be.
     """
     if float8 is not None and precision != FLOAT8:
         raise PrecisionError(f"float8 is set with precision {precision!r}, but goes with {FLOAT8!r} alone.")

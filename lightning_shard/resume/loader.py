@@ -148,10 +148,9 @@ class ResumableLoader(DelegatingLoader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; an epoch that was finished is followed by the next one's beginning.
-
-        DataError: the epoch was interrupted and can't be finished with this loader: another kind of sampler or number
-        of samples, or another world size where the sampler can't say the common order.
+        """Go on from `state`; an epoch that was finished is followed by the next one's beginning. DataError: the epoch
+        can't be finished with this loader: another sampler, number of samples, or world size where no common order is
+        known.
         """
         if shapes.is_midway(state):
             shapes.refuse_other_data(state, self._shape, self._world_size)
@@ -284,9 +283,8 @@ class ResumableLoader(DelegatingLoader):
         return seed, epoch, cycle
 
     def _rest(self, state: dict[str, Any]) -> Iterator[Any]:
-        """Indices (batches of them) from the position of `state` on.
-
-        Draws what the stock loader would when it asks for an iterator, and the rest at the first ``next``.
+        """Indices (batches of them) from the position of `state` on; the stock loader's draws first, the rest at
+        ``next``.
         """
         full, start = self._source.full, state["samples"]
         if self._inner.batch_sampler is not None and state["kind"] != "batches":

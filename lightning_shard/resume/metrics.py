@@ -21,10 +21,8 @@ from lightning_shard.text import first_line
 
 
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The state of each metric in ``module`` on this rank (no communication), by the metric's FQN.
-
-    Copies: tensors on the CPU, lists, tuples, numbers and strings, which ``torch.load(weights_only=True)`` accepts.
-    A metric whose state holds anything else is left out, with a warning that names it.
+    """The state of each metric in ``module`` on this rank, by FQN (no communication): copies on the CPU that load with
+    ``weights_only=True``. A metric with anything else in its state is left out, with a warning that names it.
     """
     copies: dict[int, Tensor] = {}
     states: dict[str, dict[str, Any]] = {}

@@ -25,10 +25,8 @@ from lightning_shard.tensors.tracing import tree_map
 
 
 def rng_state(*, device: bool = True) -> dict[str, Any]:
-    """The generators of this process: python's, numpy's, torch's on the CPU and on the current device.
-
-    Tensors, integers, floats, strings, lists and None only. The device's is in it, under its type, if ``device`` is
-    asked for and the process has used one.
+    """The generators of this process as plain values and tensors: python's, numpy's, torch's on the CPU and, if
+    ``device`` is asked for and one was used, of the current device, under its type.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -46,10 +44,7 @@ def rng_state(*, device: bool = True) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Set the generators from what :func:`rng_state` gave.
-
-    A device's state is left alone where there are no such devices, and a device's generator where the state has none.
-    """
+    """Set the generators that are here and in what :func:`rng_state` gave."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -60,9 +55,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def derived_rng_seed(seed: int, rank: int, step: int) -> int:
-    """A seed for a rank that did not exist when the checkpoint was written; in ``[0, 2**32)``.
-
-    A hash, so that neighbouring ranks and steps share no stream, and the same on every machine.
+    """A seed in ``[0, 2**32)`` for a rank that did not exist when the checkpoint was written: a hash, so that no
+    streams are shared.
     """
     digest = hashlib.sha256(f"lightning_shard/{seed}/{rank}/{step}".encode()).digest()
     # numpy accepts 32 bits.

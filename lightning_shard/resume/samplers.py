@@ -26,10 +26,8 @@ _SKIPPED = (Dataset, DataLoader, nn.Module, type, ModuleType, FunctionType, Meth
 
 
 class Attributes:
-    """The attributes of samplers without a ``state_dict`` that change as they are iterated over.
-
-    Generators, and the plain values that are not those of the beginning, when an instance is made. Of objects that
-    samplers hold, but for datasets and modules, the generators too.
+    """What changes in samplers without a ``state_dict`` as they are iterated over: generators, also of what they hold
+    (but datasets and modules), and plain values that are not those of the beginning.
     """
 
     def __init__(self, samplers: Iterable[Any], dataset: Any) -> None:
@@ -180,9 +178,8 @@ class States:
             self._consumed.append(self._after.popleft())
 
     def saved(self, ahead: int) -> dict[str, Any]:
-        """At the epoch's start, after the last item trained on, and now, with how many items were drawn until now.
-
-        ``ahead``: how many were given out after that, 0 or 1.
+        """At the epoch's start, after the last item trained on, and now, with the number drawn; ``ahead``: given out
+        since, 0 or 1.
         """
         if not self._samplers:
             return {}
@@ -268,9 +265,7 @@ class IndexSource(Delegating):
         self, loader: Any, build: Callable[[], Iterator[Any]], generators: Generators, *, unseeded: bool
     ) -> Iterator[Any]:
         """An iterator over `loader`, which has this source, of the indices that ``build()`` draws from `generators`.
-
-        torch asks for them twice when it makes an iterator with workers, and draws the seed of the workers after that;
-        `unseeded`: this is to leave no trace, because in an uninterrupted run the workers would still be there.
+        torch asks twice for workers, then draws their seed; `unseeded`: without a trace, as if they were still there.
         """
         latest: list[_Peekable] = []
         after: list[Snapshot] = []

@@ -22,10 +22,8 @@ def share_size(length: int, start: int, world_size: int, *, drop_last: bool) -> 
 
 
 def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, drop_last: bool) -> list[int]:
-    """The samples of ``order[start:]`` for `rank`; with ``start=0`` exactly DistributedSampler's.
-
-    Every rank gets equally many: the end is padded with the head of the whole `order` (repeated if it is shorter
-    than the padding), or with `drop_last` cut.
+    """The samples of ``order[start:]`` for `rank`; with ``start=0`` DistributedSampler's. The end is padded with the
+    head of `order` (repeated if need be), or with `drop_last` cut.
     """
     total = share_size(len(order), start, world_size, drop_last=drop_last) * world_size
     rest = list(order[start : start + total])
@@ -36,10 +34,8 @@ def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, 
 
 
 def global_order(sampler: DistributedSampler[Any]) -> list[int]:
-    """The epoch's order of all ranks together, without padding or cutting.
-
-    Asks the sampler itself as the only replica of a world of one; so it holds for subclasses that keep to the
-    attributes of DistributedSampler, such as wrappers over another sampler.
+    """The epoch's order of all ranks together, without padding or cutting: asked of the sampler, or a subclass that
+    keeps to its attributes, as the only replica of a world of one.
     """
     single = copy.copy(sampler)
     single.num_replicas, single.rank = 1, 0
@@ -50,10 +46,9 @@ def global_order(sampler: DistributedSampler[Any]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How an epoch is dealt out; positions count samples of all replicas together (batches for "batches").
-
-    Kinds: "distributed" (a DistributedSampler deals one order to all ranks), "local" (each rank has an order of its
-    own), "batches" (a batch sampler of its own kind, of which only batches can be counted).
+    """How an epoch is dealt out; positions count samples of all replicas together (batches for "batches"). Kinds:
+    "distributed" (one order is dealt to all ranks), "local" (each rank's own), "batches" (a batch sampler of another
+    kind).
     """
 
     kind: str
@@ -143,9 +138,8 @@ def length_of(collection: Any) -> int | None:
 
 
 class Delegating:
-    """Has every attribute of `inner`, and sets those on it that `_own` does not name.
-
-    What Python itself looks for by a name such as ``__copy__`` is the wrapper's.
+    """Has every attribute of `inner`, and sets those on it that `_own` does not name; Python's own (``__copy__``) are
+    its own.
     """
 
     _own: frozenset[str] = frozenset()

@@ -109,11 +109,9 @@ class StatefulIterableLoader(DelegatingLoader):
 def resumable(
     dataloader: Any, *, world_size: int, rank: int, inner_sampler: Any = None, draws: Draws | None = None
 ) -> Any:
-    """The training `dataloader` with ``state_dict`` and ``load_state_dict``, otherwise as it was.
-
-    Call it on every rank for a loader whose sampler is already the one to train with; the arguments are as for
-    :class:`ResumableLoader`. What has a state of its own, or can't be resumed (see :func:`order_warning`), or is no
-    torch DataLoader, is the same object.
+    """The training `dataloader`, whose sampler is the one to train with, with ``state_dict`` and ``load_state_dict``.
+    Arguments as for :class:`ResumableLoader`. What has a state, can't be resumed (:func:`order_warning`), or is no
+    DataLoader, is the same.
     """
     if not isinstance(dataloader, DataLoader) or isinstance(dataloader, ResumableLoader | StatefulIterableLoader):
         return dataloader
@@ -161,10 +159,8 @@ _FAILED, _OUT, _HAS = -1, 0, 1
 
 
 def check_lengths(length: int | None, *, what: str = "training dataloader") -> None:
-    """Refuse sized loaders whose numbers of batches differ between ranks. All ranks call it.
-
-    ``length`` is None of a loader without one; ``what`` names the loader. The DataError has a table of rank and
-    batches.
+    """Refuse sized loaders whose numbers of batches differ between ranks. All ranks call it, with None of a loader
+    without one. The DataError has a table of rank and batches.
     """
     lengths = Ranks.of().gather(length)
     if len(set(lengths)) == 1:
@@ -238,9 +234,8 @@ def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Ite
 
 
 def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
-    """The `loader` whose iterators are :func:`agreed`; keeps its attributes, and its state where it has one.
-
-    For loaders without a length; sized ones need only :func:`check_lengths`. All ranks must iterate together.
+    """The `loader`, without a length, whose iterators are :func:`agreed`, with its attributes and state. All ranks
+    iterate.
     """
     # A state is looked for in the class.
     bases = [_Stateful] * has_state(loader) + [_Agreeing] + [DelegatingLoader] * isinstance(loader, DataLoader)

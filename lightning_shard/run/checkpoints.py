@@ -47,10 +47,8 @@ class Checkpoints(CheckpointIO):
     def __init__(
         self, *, settle: Callable[[], None] = lambda: None, configured: bool = False, save_frozen: bool = True
     ) -> None:
-        """Nothing can be saved before `attach`.
-
-        ``settle`` raises, on all ranks, what was found of the last step. ``configured``: where hyperparameters differ
-        from a checkpoint's, the configuration's win. Without ``save_frozen`` checkpoints have digests of frozen ones.
+        """``settle`` raises, on all ranks, what was found of the last step. ``configured``: where hyperparameters
+        differ, the configuration's win. Without ``save_frozen`` checkpoints have digests of frozen ones.
         """
         self._settle, self._configured, self._save_frozen = settle, configured, save_frozen
         self.saver = Saver()  # What writes the checkpoints of all runs of a strategy, one after the other.
@@ -96,9 +94,8 @@ class Checkpoints(CheckpointIO):
     # Save
 
     def state_dict(self) -> dict[str, Any]:
-        """FQN, tied ones too, to this rank's live tensor: full, a DTensor or shards of flat memory.
-
-        What the module's own ``state_dict()`` has not, or ``on_save_checkpoint`` takes out of it, no checkpoint has.
+        """FQN, tied ones too, to this rank's live tensor: full, a DTensor or shards of flat memory; of those alone that
+        the module's ``state_dict()`` has and ``on_save_checkpoint`` leaves in.
         """
         names = sharded_names(self._module)
         own = {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
@@ -222,9 +219,8 @@ class Checkpoints(CheckpointIO):
         return {fqn: tensor for fqn, tensor in live.items() if fqn in parameters - leave_out}
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint directory. All ranks may call it; rank 0 acts.
-
-        While another checkpoint is being written, that waits until it is complete; if it fails, nothing is deleted.
+        """Delete a checkpoint directory. All ranks may call it; rank 0 acts, once another that is being written is
+        complete, and not at all if that fails.
         """
         self.saver.remove(path)
 

@@ -35,9 +35,8 @@ def evaluating() -> Generator[None, None, None]:
 
 
 def checked(loader: Any, stage: Stage) -> Any:
-    """``loader``, once all ranks have the same number of batches; without a length it ends on all ranks together.
-
-    All ranks call it for each loader. DataError on every rank: sized loaders of different lengths.
+    """``loader``, once all ranks have the same number of batches (else DataError); without a length it ends on all
+    together. All ranks call it.
     """
     length = sized_len(loader)
     what = f"{stage} dataloader"
@@ -76,10 +75,8 @@ class Data:
         self._resumed: Mapping[str, Any] | None = None
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
-        """Make the training loader resumable, and see that all ranks have the same number of batches, as `checked`.
-
-        Lightning calls it on all ranks for each loader, after it has put a distributed sampler in. ``coordinates``:
-        number of data-parallel ranks, and this one's index.
+        """Make the training loader resumable, and `checked`. Lightning calls it on all ranks for each loader, with its
+        sampler; ``coordinates``: number of data-parallel ranks, and this one's index.
         """
         if trainer.training:
             world_size, rank = coordinates
@@ -93,8 +90,7 @@ class Data:
     def saved(
         self, trainer: Trainer, checkpoint: Mapping[str, Any], before_validation: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """``checkpoint`` with the run's state, and what this rank alone goes on with; of weights only there is none.
-
+        """``checkpoint`` with the run's state, and what this rank alone goes on with; of weights only none.
         ``before_validation``: `changed_by_evaluation` as it was then, which a save in one keeps.
         """
         if OPTIMIZER_STATES not in checkpoint:
@@ -139,9 +135,8 @@ class Data:
         loops.settle_validation(replacements, trainer)
 
     def start_of_training(self, replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
-        """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them.
-
-        ``checkpoints`` have the gradients of a step that goes on. All ranks call it.
+        """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them,
+        and with the gradients of ``checkpoints``. All ranks call it.
         """
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (warning := other_batch(resumed.get("batch"), _factors(trainer))) is not None:
@@ -213,9 +208,8 @@ def accumulation_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], checkpoints: Checkpoints) -> None:
-    """Go on in the middle of a step, if the checkpoint is of one; ``ranks`` is the state that it keeps of each.
-
-    All ranks call it. Where gradients are lacking, or are of no part of the step here, a warning says so.
+    """Go on in the middle of a step, if the checkpoint is of one; ``ranks``: its state of each. All ranks call it; a
+    warning says where gradients are lacking, or are of no part of the step here.
     """
     if (saved := ranks[0].get(ACCUMULATION)) is None:
         return

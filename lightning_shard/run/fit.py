@@ -93,9 +93,8 @@ _PLAIN = (str, int, float, bool, type(None), tuple)
 
 
 def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:
-    """Names and values of all that must not differ between ranks: the module's hyperparameters too.
-
-    ``strategy`` is named by its class; ``settings`` are its own, in plain values.
+    """Names and values of what must not differ between ranks: the ``strategy``'s ``settings`` and the module's
+    hyperparameters.
     """
     found = {"strategy": type(strategy).__name__, "precision": str(trainer.precision)}
     found |= {f"strategy.{name}": repr(value) for name, value in settings.items()}
@@ -108,10 +107,8 @@ def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Tr
 
 
 def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) -> None:
-    """Let see the module who wants to while its parameters are full, or on the meta device.
-
-    Those are callbacks with a hook ``before_sharding(trainer, module)``, and ``layer_sync``, Lightning's plugin that
-    puts synchronised batch norms in, if there is one.
+    """Let callbacks with a hook ``before_sharding(trainer, module)``, and ``layer_sync``, which puts synchronised batch
+    norms in, see the module while its parameters are full, or on the meta device.
     """
     if layer_sync is not None:
         layer_sync.apply(module)
@@ -129,10 +126,9 @@ def lay_out_parameters(module: LightningModule) -> None:
 
 
 def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> None:
-    """Ahead of a training batch, what belongs to the beginning of an optimizer step. All ranks call it.
-
-    As under torch's DDP all get rank 0's buffers, in manual optimization in each batch. The gradients of the step
-    before are dropped where nobody looks at them until Lightning does, with all of forward's activations beside them.
+    """Ahead of a training batch, what belongs to the beginning of an optimizer step. All ranks call it. They get rank
+    0's buffers, as under DDP, and drop the last step's gradients, which Lightning would keep beside forward's
+    activations.
     """
     automatic = trainer.lightning_module.automatic_optimization
     if automatic and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
@@ -144,9 +140,8 @@ def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> Non
 
 
 def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:
-    """``optimizers``, whose classes, groups and hyperparameters all ranks must have made the same. All ranks call it.
-
-    A ConfigurationError on every rank names what differs.
+    """``optimizers``, whose classes, groups and hyperparameters must be the same on all ranks, or a ConfigurationError
+    on each names what differs. All ranks call it.
     """
     own = _hyperparameters(optimizers)
     ranks = Ranks.of()

@@ -20,9 +20,8 @@ class RunLedger:
     """What a strategy and its checkpoints ask of a ledger; this one, of a run that steps nothing, measures nothing."""
 
     def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Read what the engine left and what the optimizers hold. All ranks call it.
-
-        PrecisionContractError: under ``aligned``, on every rank.
+        """Read what the engine and the optimizers hold. All ranks call it. PrecisionContractError on each, under
+        ``aligned``.
         """
 
     def start_of_training(self) -> None:

@@ -52,10 +52,8 @@ class Memory:
         self._facts = None if sharded else facts_of(self._module, self._engine)
 
     def predicted(self, optimizers: Sequence[Optimizer]) -> MemoryAccount | None:
-        """What the fullest rank will hold of each kind in a step, without activations, by arithmetic; after set-up.
-
-        None: without `note_module`, and where the module was sharded before the run. Optimizer state is 0 where it
-        can't be known before a step.
+        """What the fullest rank will hold in a step, without activations, by arithmetic; after set-up. None: without
+        `note_module`, and where the module was sharded before the run. Unknown optimizer state is 0.
         """
         if self._facts is None:
             return None
@@ -78,9 +76,8 @@ class Memory:
         )
 
     def largest_batch(self, module: nn.Module, step: Step, optimizers: Sequence[Optimizer], limit: int) -> int | None:
-        """The largest batch that fits into ``limit`` bytes of a device, by arithmetic; None: it is not known.
-
-        ``module``: a `meta_copy` from before sharding. No communication. ConfigurationError: ``step`` can't be traced.
+        """The largest batch that fits into ``limit`` bytes of a device, by arithmetic; None: not known. ``module``: a
+        `meta_copy` from before sharding. ConfigurationError: ``step`` can't be traced.
         """
         mode = fake_mode()
         make_fake(module, mode)

@@ -83,9 +83,8 @@ class NonFiniteWatch:
         self._loss = self._loss | ~torch.isfinite(loss.detach()).all().to(self._device)
 
     def judge(self, gradients: Sequence[Tensor], *, step: int) -> bool:
-        """Look at a step that is about to be taken; whether to skip it, the same on every rank, or DataError.
-
-        ``gradients`` are this rank's reduced ones; none where the loss scale sees to them. ``step`` is for messages.
+        """Whether to skip a step that is about to be taken, the same on every rank, or DataError. ``gradients``: this
+        rank's reduced ones; none where the loss scale sees to them. ``step`` is for messages.
         """
         self.settle()
         loss, self._loss = self._loss, self._no()
@@ -151,10 +150,8 @@ class NonFiniteWatch:
 
 
 def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
-    """Put the newest whole checkpoint that a fit saved, or went on from, back in place. All ranks call it.
-
-    Weights, optimizers, schedulers, loss scale, generators and the count of steps. DataError on every rank: there is no
-    such checkpoint.
+    """Put the newest whole checkpoint that a fit saved, or went on from, back in place: weights, optimizers,
+    schedulers, loss scale, generators, count of steps. All ranks call it; DataError on each: there is none.
     """
     checkpoints.saver.finish()
     path, checkpoint = _open_newest(trainer, checkpoints, why)

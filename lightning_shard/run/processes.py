@@ -77,9 +77,7 @@ class Processes:
         root: str | None,
     ) -> None:
         """Connect the processes; a ConfigurationError on every rank if some are missing or differ. All ranks call it.
-
-        ``settings``: names and values of what must not differ between ranks. ``root``: where checkpoints go, if the run
-        writes any.
+        ``settings`` must not differ between ranks; ``root``: where checkpoints go, if any.
         """
         self._device = device
         options: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
@@ -189,10 +187,8 @@ def next_run() -> tuple[Place, int] | None:
 
 
 def _leave() -> None:
-    """Destroy the process group that this package made, while there is an interpreter.
-
-    A thread of the backend that lets go of a tensor once the interpreter has begun to end aborts the process. After an
-    exception the group is left alone: to destroy it would wait for collectives that no other rank joins any more.
+    """Destroy the process group that this package made, while there is an interpreter: a thread that lets go of a
+    tensor later aborts the process. After an exception it is left, since that would wait for other ranks.
     """
     global _met
     made, _met = _met, None
@@ -236,11 +232,9 @@ class RunWatch:
         replacements: Replacements | None = None,
         trainer: Trainer | None = None,
     ) -> None:
-        """Watch the other ranks until the run ends. All ranks call it.
-
-        ``met``: where the ranks met, and the number of the run on their process group; None: they did so elsewhere. A
-        rank that is stuck writes its traces into ``folder``. With ``trainer`` it is watched whether its main thread
-        gets on.
+        """Watch the other ranks until the run ends. All ranks call it. ``met``: where they met, and the number of the
+        run on their process group; None: elsewhere. ``folder``: for the traces of a rank that is stuck. ``trainer``:
+        its main thread is watched too.
         """
         if self._failed is not None:
             self._failed.close()
@@ -298,10 +292,7 @@ def rank_prefix(rank: int, world_size: int, node: str) -> str:
 
 
 def install_prefix(prefix: str) -> Callable[[], None]:
-    """Put ``prefix`` before this process' log messages and warnings; the result undoes it.
-
-    Print statements are the user's own; ``srun --label`` and ``torchrun --tee 3`` mark those.
-    """
+    """Put ``prefix`` before this process' log messages and warnings, not before prints; the result undoes it."""
     if not prefix:
         return lambda: None
     make, show = logging.getLogRecordFactory(), warnings.formatwarning

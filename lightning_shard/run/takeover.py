@@ -62,9 +62,8 @@ def after_batches(
 
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
-    """Change ``accumulate_grad_batches`` so that a step has the micro-batches of the run's newest checkpoint.
-
-    Where these do not divide by the ranks it is left, and the start of training says so. All ranks call it.
+    """Change ``accumulate_grad_batches`` to keep the newest checkpoint's micro-batches in a step, where these divide by
+    the ranks. All ranks call it.
     """
     folders = checkpoint_folders(trainer)
     before = Ranks.of().first("reading the batches of a step", lambda: identity.micro_batches(folders))
@@ -80,10 +79,8 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
 def settle_fit(
     replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, async_save: bool | str
 ) -> None:
-    """In a fit let errors through, count and log sharded tensors in full, validate at one time, save after a step.
-
-    ``async_save``: the strategy's; if it is "continuous", when no other save is under way. With it the Trainer's
-    callbacks know of checkpoints that are written in the background.
+    """In a fit let errors through, count and log sharded tensors in full, validate at one time, save after a step. With
+    ``async_save``, the strategy's, callbacks know of checkpoints in the background; "continuous": one at a time.
     """
     module = trainer.lightning_module
     tensors = FullTensors(module, engine, checkpoints, device=trainer.strategy.root_device)
@@ -105,9 +102,8 @@ def settle_fit(
 def begin_averaging(
     replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None
 ) -> None:
-    """Let a callback that averages weights average what ``engine`` has engaged, if there is one. All ranks call it.
-
-    ConfigurationError: what is stepped lies in files.
+    """Let a callback that averages weights, if there is one, average what ``engine`` has engaged. All ranks call it;
+    ConfigurationError: that lies in files.
     """
     if callbacks.averaging_callbacks(trainer):
         if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):
@@ -122,9 +118,8 @@ def begin_averaging(
 
 
 def keeps_optimizers(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether a run that is no fit leaves a fit's optimizers as they are, for checkpoints after it; it engages them.
-
-    It does where they step the module's own parameters; others may have been replaced.
+    """Whether a run that is no fit leaves a fit's optimizers, for checkpoints after it: where they step the module's
+    own parameters.
     """
     present = {id(parameter) for parameter in module.parameters()}
     stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

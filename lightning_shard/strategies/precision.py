@@ -122,10 +122,8 @@ class ShardPrecision(Precision):
         self._scale = None if policy.loss_scale is None else LossScaler(policy.loss_scale)
 
     def connect_engine(self, engine: Engine, run: Run, module: LightningModule, settings: CommonSettings) -> None:
-        """Get to know what steps in a run: ``engine``, which prepared ``module``.
-
-        The norm, the loss scale and the weighted loss are logged by ``module``; ``settings`` say what to do with losses
-        and gradients. ConfigurationError: weights of losses are asked for where the user runs backward.
+        """Get to know what steps in a run: ``engine``, which prepared ``module``, which logs; ``settings`` of losses
+        and gradients. ConfigurationError: weights of losses where the user runs backward.
         """
         key, ranks = settings.loss_weight_key, run.mesh.size()
         if key is not None and not run.automatic:
@@ -168,9 +166,8 @@ class ShardPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Get to know the optimizers of a fit.
-
-        PrecisionError: an optimizer that evaluates the closure itself, where a step may have to be skipped.
+        """Get to know the optimizers of a fit; PrecisionError: one evaluates the closure itself, though steps may be
+        skipped.
         """
         self._optimizers = optimizers
         lbfgs = any(isinstance(optimizer, LBFGS) for optimizer in optimizers)
@@ -225,10 +222,8 @@ class ShardPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, clip, and step, or skip the step on every rank.
-
-        It is skipped after an overflow on any rank, where the weights of all losses are 0, and as ``nonfinite`` says.
-        Hooks run, and ``global_step`` counts, on a skipped step too, as under Lightning's own AMP. All ranks call it.
+        """Run the closure, unscale, clip, and step, or skip it on every rank: after an overflow, with weights of 0, or
+        as ``nonfinite`` says. Hooks run, and ``global_step`` counts, as under Lightning's AMP. All ranks call it.
         """
         if callbacks.collects_statistics(model.trainer):
             return closure()  # there is nothing to step with
@@ -270,9 +265,8 @@ class ShardPrecision(Precision):
         return refused
 
     def settle(self) -> None:
-        """Look at losses and gradients of the last step that were not looked at yet. All ranks call it.
-
-        DataError on every rank, because of inf or NaN.
+        """Look at losses and gradients of the last step. All ranks call it; DataError on each, because of inf
+        or NaN.
         """
         if self._watch is not None:
             self._watch.settle()
@@ -321,10 +315,8 @@ class ShardPrecision(Precision):
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Clip the gradients of ``optimizer`` by one formula, after unscaling, and log their norm before it.
-
-        The norm is logged as ``grad_norm`` where it was computed. Gradients of a step that will be skipped are left
-        as they are. All ranks call it.
+        """Clip the gradients of ``optimizer`` by one formula, after unscaling; their norm is logged as ``grad_norm``.
+        Those of a step that will be skipped are left. All ranks call it.
         """
         if isinstance(optimizer, LightningOptimizer):  # from the user, in manual optimization
             optimizer = optimizer.optimizer
@@ -356,9 +348,8 @@ class ShardPrecision(Precision):
 
 
 def translate(plugin: Precision | None) -> ShardPrecision | None:
-    """The `ShardPrecision` that says the same as a stock plugin made by Lightning from the Trainer's flag.
-
-    PrecisionError: the plugin carries more than the flag, or a precision that these strategies do not run.
+    """The `ShardPrecision` of a stock plugin made from the Trainer's flag; PrecisionError: it carries more, or is not
+    run.
     """
     if plugin is None or isinstance(plugin, ShardPrecision):
         return plugin

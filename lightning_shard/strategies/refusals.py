@@ -128,9 +128,8 @@ def _refuse_folder(trainer: Trainer) -> None:
 
 
 def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
-    """Refuse the callbacks of a fit that would fail, or save something else than the user thinks.
-
-    ``run``: what the message calls it, strategy and precision. ConfigurationError on every rank.
+    """Refuse the callbacks of a fit that would fail, or save something else than the user thinks: a ConfigurationError
+    on every rank, which names the ``run``.
     """
     for callback in callbacks.callbacks(trainer):
         if isinstance(callback, BaseFinetuning) and not engine.follows_freezing and _thaws(callback, trainer):

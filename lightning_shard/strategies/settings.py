@@ -160,9 +160,8 @@ def _stock_argument(name: str) -> str:
 
 
 def with_common_arguments(constructor: C) -> C:
-    """Show the common arguments in the place of ``**common``, in a constructor's signature and in its text.
-
-    ``help()``, the command line and YAML read both from there; the arguments themselves are passed on as they come.
+    """Show the common arguments in the place of ``**common`` in a constructor's signature and text, where ``help()``,
+    the command line and YAML read them.
     """
     own = inspect.signature(constructor, eval_str=True)
     fields = inspect.signature(CommonSettings, eval_str=True).parameters.values()

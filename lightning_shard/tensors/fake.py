@@ -53,10 +53,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fake_world(ranks: int) -> Generator[None, None, None]:
-    """A process group of ``ranks``, of which this process is rank 0 and the others do not exist.
-
-    ConfigurationError: this process has a process group.
-    """
+    """A process group whose rank 0 this process is, without others; ConfigurationError: it has one already."""
     if dist.is_initialized():
         raise ConfigurationError("This process has a process group already; plan in a process of its own.")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -82,10 +79,8 @@ def make_fake(root: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def meta_copy(module: M) -> M:
-    """A deep copy whose parameters and buffers are on the meta device; ties stay ties.
-
-    What else ``module`` (full, as before sharding) holds is copied as it is, and raises what it does where it can't be,
-    such as a lock or an open file.
+    """A deep copy on the meta device, ties and all; what else ``module`` (full) holds is copied, and raises if it can't
+    be.
     """
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): _of_its_class(t, torch.empty_like(t, device="meta")) for t in tensors})

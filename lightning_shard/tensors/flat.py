@@ -32,12 +32,11 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, length: int) -> list[Box]:
-    """Elements ``[start, start + length)`` of a tensor's row-major order as boxes, in that order.
+    """Elements ``[start, start + length)`` of a tensor's row-major order as boxes, in that order; ValueError: outside
+    of it.
 
-    There are at most ``2 * len(shape) - 1`` of them (one for a scalar): the rest of a begun row, full rows, the
-    beginning of one more; and the same in each of the two rows that are not full. An empty slice has no box.
-
-    Raises ValueError for a slice that is not inside the tensor.
+    There are at most ``2 * len(shape) - 1`` of them: the rest of a begun row, full rows, the beginning of one more; and
+    the same in each of the two rows that are not full. An empty slice has no box.
     """
     if start < 0 or length < 0 or start + length > math.prod(shape):
         raise ValueError(f"elements [{start}, {start + length}) are not all in a tensor of shape {tuple(shape)}")
@@ -80,9 +79,8 @@ class FlatSlice:
 
 
 class Pieces:
-    """This rank's boxes of a tensor of ``shape``, by their offsets; there may be none.
-
-    It has what a checkpoint asks of a tensor (`lightning_shard.checkpoint.files.tensor_files`).
+    """This rank's boxes of a tensor of ``shape``, by their offsets, if any, with what `tensor_files` asks of a
+    tensor.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[tuple[int, ...], Tensor]) -> None:
@@ -105,12 +103,9 @@ class Pieces:
 
 
 class FlatTensor(Pieces):
-    """This rank's slices of a tensor of ``shape``; there may be none.
-
-    Every rank makes one, with the same shape and dtype; together the ranks have all elements, and slices that several
-    ranks have are the same ones.
-
-    Raises ValueError for slices of another dtype, and for ones that are not 1-D, overlap or leave the tensor.
+    """This rank's slices of a tensor of ``shape``, if any. Every rank makes one of the same shape and dtype; together
+    they have all elements, and slices of several ranks are equal. ValueError: slices not 1-D, of another dtype,
+    overlapping or outside.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Iterable[FlatSlice]) -> None:
@@ -172,9 +167,8 @@ class FlatMember:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatGroup:
-    """A flat tensor that an optimizer steps, and the parameters whose slices lie in it.
-
-    Raises ValueError where a member does not fit.
+    """A flat tensor that an optimizer steps, and the parameters whose slices lie in it; ValueError: one does
+    not fit.
     """
 
     flat: Tensor  # 1-D; what the optimizer's ``state`` is keyed by. Padding may be anywhere in it; it may be empty.
@@ -230,9 +224,8 @@ class OwnedParameter:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedOptimizer:
-    """An optimizer that steps full parameters, each on its owner. Its ``param_groups[i]["params"]`` are other tensors.
-
-    Every rank has all ``parameters``, ``slots`` and ``values``.
+    """An optimizer that steps full parameters, each on its owner, in ``param_groups`` of other tensors; every rank has
+    all ``parameters``, ``slots`` and ``values``.
     """
 
     optimizer: Optimizer

@@ -16,10 +16,7 @@ from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatTensor
 
 @torch.no_grad()
 def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
-    """A copy of the full tensor on every rank, bit by bit. All ranks call it.
-
-    ``device`` is where collectives run, and where the copy of a `FlatTensor` is made.
-    """
+    """A bitwise copy of the full tensor on every rank. All ranks call it; a `FlatTensor`'s is made on ``device``."""
     if isinstance(live, DTensor):
         # An offloaded shard is on the host, where the mesh may have no backend.
         moved: DTensor = live.detach().to(live.device_mesh.device_type)  # type: ignore[assignment]
@@ -90,10 +87,7 @@ def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> Any:
 
 
 def to_host_later(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a small tensor to the host; what is returned waits for that copy alone, and gives it.
-
-    What was launched on the device after this call is not waited for.
-    """
+    """Begin to copy a small tensor to the host; the result waits for that copy alone, and gives it."""
     if tensor.device.type == "cpu":
         copy = tensor.detach().to("cpu", copy=True)
         return lambda: copy

@@ -17,10 +17,7 @@ _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter to its 
 
 
 def register(module: nn.Module, engine: Any) -> None:
-    """Have `live_tensors` find the masters that ``engine`` keeps beside the parameters of ``module``, until `forget`.
-
-    It has ``tensors.masters()`` and ``publish()``, as `lightning_shard.engines.engine.Engine` does.
-    """
+    """Have `live_tensors` find the masters that ``engine`` (an `Engine`) keeps beside ``module``'s, until `forget`."""
     for fqn, parameter in named_parameters(module).items():
         _found[parameter] = fqn, engine
 

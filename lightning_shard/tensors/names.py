@@ -34,10 +34,7 @@ class Names:
         return self.identities.get(id(tensor))
 
     def canonical(self, fqn: str) -> str:
-        """The name that ``fqn`` is registered by first; ConfigurationError, with the nearest names: there is none.
-
-        ``fqn`` may have the names of wrappers in it.
-        """
+        """The name that ``fqn``, with or without wrappers in it, is registered by first; else ConfigurationError."""
         unwrapped = self.unwrapped(fqn)
         name = self.aliases.get(unwrapped, unwrapped)
         if name not in self.tensors:
@@ -54,10 +51,8 @@ class Names:
 
 
 def fqns(module: nn.Module) -> Names:
-    """The names of the parameters and persistent buffers of ``module``, wrapped or not.
-
-    DistributedDataParallel, ``torch.compile``, activation-checkpoint and FSDP wrappers leave no trace in a name. A
-    tensor with several names goes by the one that is registered first; the others are aliases.
+    """The names of ``module``'s parameters and persistent buffers without wrappers (DDP, compile, checkpointing, FSDP).
+    Of several names of a tensor the first one registered is its name, the others are aliases.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}

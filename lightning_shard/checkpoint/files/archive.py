@@ -82,9 +82,8 @@ class _Pickler(pickle.Pickler):
 
 
 def write_archive(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write ``tree`` as ``torch.save`` would, with a `StoredTensor` wherever a tensor is to stand; synced to the disk.
-
-    One object in several places becomes one tensor. At most one tensor is in memory at a time.
+    """Write ``tree`` as ``torch.save`` would, a `StoredTensor` in a tensor's place, one in memory at a time; synced.
+    One object in several places becomes one tensor.
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
@@ -113,11 +112,9 @@ def _write_record(archive: zipfile.ZipFile, name: str, data: bytes | memoryview)
 
 
 def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
-    """What ``torch.save`` wrote to ``path``, with a `StoredTensor` in each tensor's place; no tensor is read.
-
-    ``allowed``: full name of a class beyond those that ``weights_only=True`` loads, to what is to stand for it.
-    Raises CheckpointCorruptError where the file names any other class or function, by its name, or is damaged;
-    nothing in it ran.
+    """What ``torch.save`` wrote to ``path``, with a `StoredTensor` in each tensor's place; nothing of it is run or
+    read. ``allowed``: full name of a class beyond those of ``weights_only=True``, to what stands for it.
+    CheckpointCorruptError: the file names any other class or function, or is damaged.
     """
     file = _Archive(path)
     known = torch.serialization.safe_globals([(stand_in, name) for name, stand_in in (allowed or {}).items()])
@@ -152,9 +149,8 @@ class _Archive:
         self._checked: set[str] = set()
 
     def check_places(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Refuse a file that was zipped anew: of its own files torch computes where storages lie, and does not look.
-
-        It writes ``data/0``, ``data/1`` ... one after the other; what begins where one of its size does is that one.
+        """Refuse a zip that torch did not write: torch computes where storages lie from ``data/0``, ``data/1`` ... in
+        order.
         """
         if not any(info.filename.endswith("/.format_version") for info in self._records):
             return

@@ -91,9 +91,8 @@ class StoredBoxes:
         return self.rows[:, 3 : 3 + ndim], self.rows[:, 3 + ndim :]
 
     def checked(self, key: str, sizes: Integers) -> StoredBoxes:
-        """These boxes; CheckpointCorruptError where one is not in the tensor, or not in one of ``files``.
-
-        ``sizes``: bytes of each file. What is read takes no more memory than the files have bytes.
+        """These boxes; CheckpointCorruptError where one is not in the tensor, or not in one of ``files``, whose bytes
+        are ``sizes`` and bound the memory that reading takes.
         """
         begin, extent = self._begin_and_sizes()
         shape = np.array(self.shape, dtype=np.int64)
@@ -142,9 +141,8 @@ def encode_boxes(tables: Iterable[Integers]) -> bytes:
 
 
 def decode_boxes(data: bytes, manifest: Manifest) -> Mapping[str, StoredBoxes]:
-    """Key to the boxes of each of the manifest's tensors, which are decoded and `checked` whenever they are asked for.
-
-    Raises CheckpointCorruptError where ``data`` does not describe exactly these, and so does asking.
+    """Key to the boxes of each of the manifest's tensors, decoded and `checked` when asked for. CheckpointCorruptError,
+    then too, where ``data`` does not describe exactly these.
     """
     compressed, count_of = manifest.format_version > 5, len(manifest.tensors)
     numbers: Integers = np.frombuffer(data[: (1 + compressed) * 8 * count_of], dtype="<i8")
@@ -215,11 +213,9 @@ def read_boxes(
 ) -> Mapping[str, StoredBoxes]:
     """Key to where the tensor lies, of each of the manifest's: by ``boxes.bin``, in older formats by ``.metadata``.
 
-    ``share``: this rank and the number of ranks that open the checkpoint together. Each looks at its part of the
-    tensors, whether their boxes make them up.
-
-    Raises CheckpointCorruptError where the file does not match its checksum, names a class that is not torch's
-    metadata, or does not describe exactly the manifest's tensors in the manifest's files.
+    ``share``: this rank and the number of ranks that open the checkpoint, each of which looks whether the boxes of its
+    part of the tensors make them up. CheckpointCorruptError: a file that does not match its checksum, names a class
+    that is not torch's metadata, or does not describe exactly the manifest's tensors in the manifest's files.
     """
     name = boxes_file(manifest)
     data = directory.read(name, manifest.files)
@@ -244,10 +240,8 @@ def boxes_file(manifest: Manifest) -> str:
 def parse_foreign_metadata(
     data: bytes, files: Mapping[str, layout.FileEntry], where: object
 ) -> tuple[dict[str, StoredBoxes], dict[str, StorageInfo], dict[str, tuple[str | int, ...]]]:
-    """What a ``.metadata`` of another library says, without a manifest; ``files`` are those beside it.
-
-    Key to each tensor, to the place of each item that is no tensor, and to where each was in the nested dictionary that
-    was saved. Errors as of `read_boxes`.
+    """What a ``.metadata`` of another library says, beside ``files``: key to each tensor, to the place of each other
+    item, and to where each was in the nested dictionary that was saved. Errors as of `read_boxes`.
     """
     with layout.damaged_if(f"{where} is no checkpoint metadata", where):
         root, tensors, items = _parse(data, _FOREIGN_RECORDS, files)

@@ -55,10 +55,8 @@ def begin(path: Place, token: str) -> Place:
 
 
 def publish(temporary: Place, path: Place, token: str) -> None:
-    """Make the complete checkpoint ``temporary`` the one at ``path`` and delete what was there. Rank 0 calls it.
-
-    Anything at the path is kept until the new one is in its place. What interrupted saves to the path left is deleted
-    at the end; what is being read or written stays for a later save.
+    """Make the complete checkpoint ``temporary`` the one at ``path``, then delete what was there and what interrupted
+    saves left, but for what is being read or written. Rank 0 calls it.
     """
     if isinstance(path, StorePath):
         stores.publish(path, token)
@@ -107,10 +105,8 @@ def _rename_to_free_name(temporary: Path, path: Path) -> bool:
 
 
 def remove(path: AnyPath) -> None:
-    """Delete the checkpoint at ``path``, and leftovers of saves to it; nothing if there is none.
-
-    It is renamed first, so that an interrupted removal leaves no damaged checkpoint under a name that resume finds.
-    Raises CheckpointError for a directory that is no checkpoint.
+    """Delete the checkpoint at ``path``, if there is one, and leftovers of saves to it; first it is renamed, so that no
+    damaged one is left under its name. CheckpointError: a directory that is no checkpoint.
     """
     path = place(path)
     if isinstance(path, StorePath):
@@ -133,9 +129,8 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 
 def _delete_leftovers(path: Path) -> None:
-    """Delete what saves to ``path`` left, but not a user's files, nor what is locked: being written or read.
-
-    What can't be deleted is no failure: all else is done then, and a later save tries again.
+    """Delete what saves to ``path`` left, but no user's files nor what is locked. What can't be deleted waits for a
+    later save.
     """
     with contextlib.suppress(OSError):
         for leftover in layout.leftovers(path.parent, re.escape(path.name)):
@@ -143,10 +138,8 @@ def _delete_leftovers(path: Path) -> None:
 
 
 def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequence[Place]:
-    """What interrupted saves and removals left in ``folder``, for so long; with ``remove`` it is deleted.
-
-    What another process writes or reads is not among it, nor what a checkpoint is read from until its next save. On a
-    filesystem without locks nobody may be saving there.
+    """What interrupted saves and removals left in ``folder``, for so long; with ``remove`` it is deleted. Not what a
+    process writes or reads (on a filesystem without locks nobody may be saving), nor what a checkpoint is read from.
     """
     folder = place(folder)
     if isinstance(folder, StorePath):
@@ -320,9 +313,8 @@ _running: set[BackgroundWrite] = set()
 
 
 def settle() -> None:
-    """Wait until this process writes nothing in the background, before something is read. Any rank may call it.
-
-    A thread that writes may call it too, and does not wait for itself. Failures are raised where the save was begun.
+    """Wait until this process writes nothing in the background, but not a thread that writes for itself. Failures are
+    raised where the save was begun.
     """
     for write in list(_running):
         if write.thread is not threading.current_thread():

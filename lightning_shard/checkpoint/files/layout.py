@@ -72,10 +72,8 @@ class SlotName(NamedTuple):
 
 
 def other_form(path: StrPath) -> str | None:
-    """What a checkpoint of this path, or what a save to it left, is by its name if it is no directory of this form.
-
-    ``"full"``: one stock Lightning file, ``*.full.ckpt``; ``"hf"``: a folder for Hugging Face, ``*.hf.ckpt``.
-    Lightning's ModelCheckpoint makes ``.hf-v1.ckpt`` of it where there is one of that name already.
+    """What a checkpoint of this path is by its name if no directory of this form: ``"full"`` (``*.full.ckpt``), one
+    stock Lightning file; ``"hf"`` (``*.hf.ckpt``, or ModelCheckpoint's ``.hf-v1.ckpt``), a folder for Hugging Face.
     """
     found = re.search(rf"\.(full|hf)(-v\d+)?\.ckpt(\.{_TEMPORARY}-\w+)?$", os.fspath(path))
     return found[1] if found else None
@@ -131,9 +129,8 @@ def listed(names: Iterable[str], *, most: int = 20) -> str:
 
 @contextlib.contextmanager
 def damaged_if(said: str | Callable[[Exception], str], where: object = "") -> Iterator[None]:
-    """Raise CheckpointCorruptError with what is ``said`` of an error: a damaged file fails in any way there is.
-
-    ``where`` is named in CheckpointCorruptErrors too; other CheckpointErrors stay as they are.
+    """Raise CheckpointCorruptError, with what is ``said`` of it, for any error but a CheckpointError; ``where`` is
+    named.
     """
     try:
         yield
@@ -154,9 +151,8 @@ def new_token() -> str:
 
 
 def temporary_sibling(path: Path, token: str, kind: str = _TEMPORARY) -> Path:
-    """What a save to ``path`` writes into, and what is about to be deleted: ``.NAME.tmp-TOKEN`` beside it.
-
-    Of the kind `ASIDE`, ``.NAME.old-TOKEN``: where a replacement moves the old one if names can't be exchanged.
+    """What a save to ``path`` writes into, or is about to be deleted, ``.NAME.tmp-TOKEN`` beside it; of the kind
+    `ASIDE` ``.NAME.old-TOKEN``, where the old one goes if names can't be exchanged.
     """
     return path.with_name(f".{path.name}.{kind}-{token}")
 
@@ -168,9 +164,8 @@ def leftovers(folder: Path, name: str = r".+\.ckpt(\..+)?", kinds: Iterable[str]
 
 
 def current(path: Path) -> Path:
-    """Where the checkpoint ``path`` is: there, or beside it while a replacement is, or was left, between two renames.
-
-    The new one is taken if it is complete, else the old one.
+    """Where the checkpoint ``path`` is: there, or beside it between two renames: the new one if complete, else
+    the old.
     """
     for aside in [] if os.path.lexists(path) else leftovers(path.parent, re.escape(path.name), [ASIDE]):
         new = temporary_sibling(path, aside.name.rpartition("-")[2])
@@ -197,10 +192,8 @@ _PATIENCE_SECONDS = 10.0
 
 
 class Directory:
-    """A directory and a shared lock on it; every file is opened through the directory's descriptor.
-
-    A save that replaces the path meanwhile, or a removal, leaves a locked directory alone. On a filesystem without
-    locks its files may be deleted; reading on is then an error that says so. The lock ends with this object.
+    """A directory and a shared lock on it, which saves and removals leave alone; its files are opened by its
+    descriptor. On a filesystem without locks they may be deleted: reading on is an error that says so.
     """
 
     at_once_bytes = 1 << 20
@@ -223,10 +216,8 @@ class Directory:
         self._unchecked.update(files)
 
     def open(self, name: str) -> BinaryIO:
-        """Open a regular file that lies in the directory; a link, a pipe or a device is never opened.
-
-        Raises CheckpointCorruptError for all else and for a missing file, CheckpointError where the directory was
-        replaced on a filesystem without locks.
+        """Open a regular file that lies in the directory. CheckpointCorruptError for a link, a pipe, a device or a
+        missing file; CheckpointError where the directory was replaced on a filesystem without locks.
         """
         check_relative(name)
         stream = self._open(name)

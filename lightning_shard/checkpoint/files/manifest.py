@@ -87,10 +87,9 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str, where: str | os.PathLike[str] = layout.MANIFEST) -> Manifest:
-        """The manifest in ``text``; ``where`` names the file in errors.
-
-        Raises CheckpointCorruptError where it is not a manifest, its digest does not match or a file name leaves the
-        directory, CheckpointError where a newer version of this package wrote it.
+        """The manifest in ``text``; ``where`` names the file in errors. CheckpointCorruptError: it is not a manifest,
+        its digest does not match or a file name leaves the directory; CheckpointError: a newer version of this package
+        wrote it.
         """
         with layout.damaged_if(lambda error: f"{where} is not a checkpoint's manifest: {_reason(error)}", where):
             fields = json.loads(text)
@@ -327,9 +326,8 @@ class Contents:
         return any(key.startswith(layout.AVERAGE_PREFIX) for key in self.tensors) and bool(updates)
 
     def averaged(self) -> Contents:
-        """The same with averages in the place of the weights that they are of.
-
-        Raises CheckpointError where there are none, or no update is in them yet.
+        """The same with averages in the place of their weights; CheckpointError where there are none, or none was
+        updated.
         """
         averages = layout.without_prefix(layout.AVERAGE_PREFIX, self.tensors)
         if not self.has_averages:

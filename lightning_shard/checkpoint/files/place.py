@@ -23,10 +23,8 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class StorePath:
-    """A key in a store, or what keys begin with; what ``pathlib.Path`` has under a name here means the same.
-
-    No listing is taken from a cache: other processes write too. CheckpointUnreachableError: the store did not answer,
-    or refused.
+    """A key in a store, or what keys begin with; what ``pathlib.Path`` has under a name here means the same. No listing
+    is cached, as others write too. CheckpointUnreachableError: the store did not answer, or refused.
     """
 
     fs: AbstractFileSystem
@@ -118,9 +116,8 @@ def _is_url(path: StrPath) -> bool:
 
 
 def place(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
-    """What ``path`` names; ``options`` are those of the store's class in fsspec.
-
-    CheckpointError: there is no such store, its package is not installed, or there are options for a path.
+    """What ``path`` names; ``options`` are fsspec's of the store. CheckpointError: there is no such store, its package
+    is not installed, or there are options for a path.
     """
     if isinstance(path, StorePath):
         return path

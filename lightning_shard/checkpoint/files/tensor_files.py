@@ -114,9 +114,8 @@ def data_file(rank: int) -> str:
 def write_boxes(
     directory: Place, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values, own_state: bytes = b""
 ) -> Written:
-    """Write boxes into this rank's file in an existing directory, each copied to the host when its turn comes.
-
-    After them the file has ``own_state``, if there is some, and the number of its bytes.
+    """Write boxes, each copied to the host in its turn, and ``own_state``, if any, into this rank's file in
+    ``directory``.
     """
     places = np.zeros((len(boxes), 2), dtype=np.int64)
     if not boxes and not own_state:
@@ -219,13 +218,11 @@ class _Read(NamedTuple):
 
 @torch.no_grad()
 def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], targets: Iterable[tuple[str, Any]]) -> None:
-    """Fill this rank's boxes of each target from the stored tensor of the key beside it, casting.
+    """Fill this rank's boxes of each target from the stored tensor of the key beside it, casting; ``stored`` was
+    checked.
 
-    Each file is read front to back, and each stored box once; one is in memory at a time. ``stored`` was checked
-    before.
-
-    Raises CheckpointCorruptError where a file has something else than is said of it, CheckpointMismatchError for a
-    target of another shape.
+    Each file is read front to back, and each stored box once; one is in memory at a time. CheckpointCorruptError: a
+    file has something else than is said of it; CheckpointMismatchError: a target of another shape.
     """
     by_file: dict[str, list[_Read]] = {}
     for key, target in targets:

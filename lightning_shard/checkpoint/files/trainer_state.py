@@ -36,9 +36,8 @@ _MOST_BYTES = 1 << 24  # of a tensor that repeats its values
 
 
 def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
-    """The bytes of ``trainer.pt`` for ``state``; numpy's numbers become Python's.
-
-    Raises CheckpointError naming the keys and the type of what could not be loaded with ``weights_only=True``.
+    """The bytes of ``trainer.pt``; numpy's numbers become Python's. CheckpointError names the keys and the type of what
+    could not be loaded with ``weights_only=True``.
     """
     data, problem = _encode(dict(state))
     if problem is not None:
@@ -55,10 +54,8 @@ def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
 
 
 def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, Any]:
-    """The contents of ``trainer.pt``, tensors on the CPU.
-
-    Raises CheckpointCorruptError where the file does not match its checksum or holds what ``weights_only=True`` refuses
-    (by the name of the class; nothing of it ran).
+    """The contents of ``trainer.pt``, tensors on the CPU. CheckpointCorruptError where the file does not match its
+    checksum or names a class that ``weights_only=True`` refuses; nothing of it ran.
     """
     where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
     with damaged_if(partial(refusal, where)):
@@ -79,9 +76,7 @@ def load_archive(file: BinaryIO, where: Place) -> Any:
 
 def check_archive(file: Path | BinaryIO, where: Place) -> list[zipfile.ZipInfo]:
     """The records of a file of ``torch.save``, which takes no more memory than it has bytes, nor time without end.
-
-    Raises CheckpointCorruptError where a record is compressed, lies in another one, or as `check_pickle` does; what
-    else a damaged file raises is left to the caller.
+    CheckpointCorruptError: a record is compressed or lies in another one, or as `check_pickle`.
     """
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
@@ -193,10 +188,8 @@ class _Value:
 
 
 def check_pickle(data: bytes) -> None:
-    """Raise CheckpointCorruptError where opening ``data`` would take memory or time without end.
-
-    What it calls is not looked at, but for the few functions that every reader of tensors allows. Other errors
-    (IndexError, KeyError, ValueError, RecursionError) say that it is no pickle, or one of another kind than is read.
+    """Raise CheckpointCorruptError where opening ``data`` would take memory or time without end, whatever it calls.
+    Other errors (IndexError, KeyError, ValueError, RecursionError) say that it is no pickle that is read.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}

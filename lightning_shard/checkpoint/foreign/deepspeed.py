@@ -72,10 +72,8 @@ def deepspeed_folder(path: Path) -> Path | None:
 
 
 def open_deepspeed(path: layout.StrPath) -> Contents:
-    """The checkpoint in the directory ``path``; no tensor of the model or the optimizer is read yet.
-
-    Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged;
-    CheckpointError for what is not supported: model and expert parallelism, stage 0, elastic checkpoints.
+    """The checkpoint in the directory ``path``; no tensor is read yet. CheckpointCorruptError: a damaged file or one
+    that names another class; CheckpointError: model and expert parallelism, stage 0, elastic checkpoints.
     """
     folder = deepspeed_folder(Path(path))
     assert folder is not None
@@ -276,9 +274,8 @@ def is_stock_fsdp(path: Path) -> bool:
 
 
 def open_stock_fsdp(path: layout.StrPath) -> Contents:
-    """The directory ``path``; no tensor of the model or an optimizer is read yet.
-
-    Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged.
+    """The directory ``path``; no tensor is read yet. CheckpointCorruptError: a damaged file or one that names another
+    class.
     """
     with layout.damaged_if(f"{path} is no directory of Lightning's FSDPStrategy"):
         return _stored_in(Path(path), open_directory(path))

@@ -50,10 +50,8 @@ def export(
 ) -> list[Path]:
     """Write the weights and buffers of ``stored`` into ``folder``; returns the files. One process calls it.
 
-    Arguments as of `lightning_shard.tools.export`. Files of other names in ``folder`` stay, older safetensors files are
-    refused; a file has at most ``max_shard_bytes`` of tensors, or one tensor. A tied tensor is written once, under its
-    first name. Memory holds one tensor, and its copy in ``dtype``.
-
+    Arguments as of `lightning_shard.tools.export`. Other files in ``folder`` stay, older safetensors files are refused.
+    A tied tensor is written once, under its first name. Memory holds one tensor, and its copy in ``dtype``.
     CheckpointError: nothing was written, or no file that was not whole.
     """
     target = Path(folder)
@@ -215,10 +213,9 @@ def _is_one_of(thing: Any, classes: Collection[str]) -> bool:
 
 
 def skeleton(module: nn.Module, owners: Collection[Any]) -> Skeleton:
-    """What is written of the model that ``module`` has, and the tokenizer. One rank calls it.
-
-    The tokenizer, or processor, is an attribute of one of ``owners``, or lies where the model's configuration is from.
-    CheckpointError for a module that has no model or several, and for several adapters or prompts.
+    """What is written of the model that ``module`` has, and the tokenizer (or processor), an attribute of one of
+    ``owners`` or beside the model's configuration. One rank calls it. CheckpointError: no model or several, several
+    adapters or prompts.
     """
     name, model = _pretrained_model(module)
     prefix = f"{name}." if name else ""
@@ -263,9 +260,8 @@ def _read(folder: Path, order: list[str]) -> Skeleton:
 
 
 def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton) -> None:
-    """Write the folder ``target`` from the portable directory ``parts`` and remove that. All ranks call it.
-
-    It appears at once, with a manifest of its files. Raises the same CheckpointError on every rank.
+    """Write the folder ``target``, which appears at once, from the portable directory ``parts`` and remove that. All
+    ranks call it; the same CheckpointError on every rank.
     """
     token = layout.new_token()
     temporary = layout.temporary_sibling(target, token)

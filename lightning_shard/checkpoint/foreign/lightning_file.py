@@ -27,9 +27,8 @@ NOTES = "lightning_shard_full"
 
 
 def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
-    """Write ``stored`` as one stock Lightning file at ``path``, in place at once. One process calls it.
-
-    Memory holds one tensor at a time. Raises CheckpointError where a directory that is no checkpoint is at the path.
+    """Write ``stored`` as one stock Lightning file at ``path``, in place at once, one tensor in memory at a time. One
+    process calls it. CheckpointError: a directory that is no checkpoint is at the path.
     """
     target = Path(os.path.abspath(path))
     commit.check_replaceable(target)
@@ -133,11 +132,9 @@ class ModuleNames:
 
 
 def open_full(path: str | os.PathLike[str], names: ModuleNames | None = None, *, number: bool = False) -> Contents:
-    """The stock Lightning file ``path``; no tensor of the model or an optimizer is read yet.
-
-    ``names`` is needed for the optimizer state of a file that stock Lightning wrote; ``number`` calls its parameters
-    ``#0``, ``#1``, ... otherwise. Raises CheckpointCorruptError for a file that names a class which checkpoints do
-    not need, or is damaged; CheckpointMismatchError for optimizer state that can't be named.
+    """The stock Lightning file ``path``; no tensor is read yet. ``names`` is needed for the optimizer state of a file
+    that stock Lightning wrote; ``number`` calls its parameters ``#0``, ``#1``, ... otherwise. CheckpointCorruptError: a
+    damaged file or one that names another class; CheckpointMismatchError: optimizer state that can't be named.
     """
     tree = read_archive(Path(path))
     if not isinstance(tree, dict) or not isinstance(tree.get("state_dict"), dict):
@@ -222,8 +219,7 @@ def _named(
 def described_optimizer(
     index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[layout.SlotName, StoredTensor]
 ) -> dict[str, Any]:
-    """A ``state_dict`` of optimizer ``index`` as `optimizer_states` describes it; tensors are put into ``slots``.
-
+    """A ``state_dict`` of optimizer ``index``, as `optimizer_states` describes it; tensors are put into ``slots``.
     ``stepped``: FQNs of its parameters in the order of its groups.
     """
     numbers = [number for group in state["param_groups"] for number in group["params"]]

@@ -50,8 +50,7 @@ class SafetensorsReader(ExitStack):
 
     def entries(self, path: StrPath) -> dict[str, Entry]:
         """Key to entry of every tensor in the file, the index (``*.index.json``) or the directory ``path``.
-
-        Raises CheckpointNotFoundError, or CheckpointCorruptError for a file that is damaged or leaves the directory.
+        CheckpointNotFoundError, or CheckpointCorruptError for a file that is damaged or leaves the directory.
         """
         refuse_url(path, "safetensors files")
         found: dict[str, Entry] = {}

@@ -43,10 +43,8 @@ from lightning_shard.tensors.names import named_parameters
 
 
 class Zero(Engine):
-    """See `lightning_shard.engines.engine.Engine`.
-
-    A fit begins with a plain module, whose parameters `engage` hands to DeepSpeed together with the optimizer. An
-    evaluation needs DeepSpeed in stage 3 alone, and runs on the plain module in the others.
+    """See `Engine`. A fit begins with a plain module, whose parameters `engage` hands to DeepSpeed together with the
+    optimizer; an evaluation needs DeepSpeed in stage 3 alone.
     """
 
     name = "deepspeed"
@@ -389,9 +387,8 @@ class Zero(Engine):
         return {"deepspeed_config": self._config}
 
     def close(self, *, failed: bool) -> None:
-        """Take DeepSpeed off the module.
-
-        Full parameters get their masters' values; sharded ones stay, and another run with stage 3 goes on with them.
+        """Take DeepSpeed off the module: full parameters get their masters' values; sharded ones stay for
+        another run.
         """
         self._failed = failed
         # What was prepared so far, in reverse order.

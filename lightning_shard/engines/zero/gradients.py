@@ -28,9 +28,8 @@ class GradientUses:
     """Looks at the uses of gradients from `watch` on."""
 
     def __init__(self, strategy: str, names: Mapping[Tensor, str], dropped: Callable[[str], None]) -> None:
-        """``strategy`` is named in the messages, and ``names`` has the FQNs of the parameters that are stepped.
-
-        ``dropped`` is called with the FQN of each whose gradient the user drops.
+        """``strategy`` is named in messages; ``names`` has what is stepped; ``dropped`` is told whose gradient is
+        dropped.
         """
         self._strategy, self._dropped = strategy, dropped
         self._parameters = list(names)  # Else an id could become another's.
@@ -82,9 +81,8 @@ class GradientUses:
 
 
 def user() -> tuple[FrameType | None, set[str]]:
-    """The innermost frame that is not torch's, None where that is an engine's, and the functions inside of it.
-
-    A comprehension stands for the function that it is in. Frames of the caller's own file do not count.
+    """The innermost frame that is not torch's, None where that is an engine's, and the functions inside of it, with
+    that around a comprehension for it. Frames of the caller's own file do not count.
     """
     # A variable with this call's own frame would be a cycle: all callers' tensors would wait for garbage collection.
     frame, through = inspect.currentframe(), set[str]()

@@ -44,9 +44,8 @@ POLL_SECONDS = 1.0
 
 
 def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> tuple[str, ...]:
-    """The kernels that a run compiles or loads, sorted.
-
-    ``optimizer`` is that of ``configure_optimizers``; None: the one of the section ``optimizer``, or none.
+    """The kernels that a run compiles or loads, sorted; ``optimizer``: of ``configure_optimizers``, None: the
+    section's.
     """
     zero = config.get("zero_optimization", {})
     devices = [(zero.get(section) or {}).get("device") for section in ("offload_optimizer", "offload_param")]
@@ -151,10 +150,8 @@ made it is gone."""
 
 
 def lock(name: str) -> Path | None:
-    """Where torch puts the lock of a kernel; None where it is not needed any more.
-
-    ``torch.utils.file_baton.FileBaton``: the builder creates the file ``lock`` and keeps it open until it removes it;
-    all others wait until the file is gone, without an end. A builder that was killed leaves the file.
+    """Where torch puts the lock of a kernel (``torch.utils.file_baton.FileBaton``), which a killed builder leaves and
+    others wait for without end; None where it is not needed any more.
     """
     from torch.utils.cpp_extension import _get_build_directory
 

@@ -30,10 +30,7 @@ def kind(zero: Any) -> str:
 
 
 def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
-    """What the engine's optimizer steps on this rank, with the parameters that lie in it.
-
-    ``names`` has the FQN of each parameter that it steps.
-    """
+    """What the engine's optimizer steps on this rank, with the parameters in it, whose FQNs are ``names``."""
     if kind(zero) == STAGE_3:
         return list(_stage_3(zero, names))
     if kind(zero) == BF16:
@@ -52,9 +49,8 @@ def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
 def with_frozen(
     groups: Sequence[FlatGroup], given: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str]
 ) -> list[FlatGroup]:
-    """``groups`` with the frozen parameters that the user put into them, which are not stepped.
-
-    ``given`` are the parameters of each of the user's groups; none where DeepSpeed made the optimizer.
+    """``groups`` with the frozen parameters that the user put into them, by group in ``given``, which are not
+    stepped.
     """
     stepped = {member.fqn for group in groups for member in group.members}
     found = list(groups)
@@ -121,9 +117,8 @@ def in_leaf_modules(module: nn.Module) -> set[str]:
 
 
 def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """FQN and module of those that stage 3 gathers for: leaf modules, and others with parameters.
-
-    Small ones stay once they are gathered, which the first step does.
+    """FQN and module of those that stage 3 gathers for: leaf modules, and others with parameters that do not stay
+    gathered.
     """
     from deepspeed.utils import z3_leaf_module
 
@@ -184,9 +179,8 @@ def flats(zero: Any) -> Sequence[Tensor]:
 def accumulated(
     zero: Any, groups: Sequence[FlatGroup], names: Mapping[Tensor, str], begin: Collection[str]
 ) -> Iterator[tuple[str, Accumulated]]:
-    """FQN and what accumulates a parameter's gradients over micro-batches, of those in ``names`` that have it.
-
-    It is full and this rank's own, or a reduced shard, as the stage does it; with ``begin`` there are zeros for these.
+    """FQN and what accumulates a parameter's gradients, of those in ``names`` that have it; ``begin``: zeros are made
+    first. It is full and this rank's own, or a reduced shard, as the stage does it.
     """
     if kind(zero) == BF16:
         for parameters, waiting in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
@@ -256,10 +250,7 @@ def _full_so_far(
 
 
 def reduced_gradients(zero: Any) -> list[Tensor]:
-    """This rank's reduced gradients, disjoint from those of other ranks; padding in them is zero.
-
-    They are complete from the accumulation boundary until the step.
-    """
+    """This rank's reduced gradients, disjoint from other ranks', with zeros as padding; complete until the step."""
     return [part for index in range(len(flats(zero))) for part in _gradient_parts(zero, index)]
 
 
@@ -273,10 +264,8 @@ def gradient_of(zero: Any, groups: Sequence[FlatGroup], fqn: str) -> FlatTensor 
 
 
 def drop_gradients(zero: Any) -> None:
-    """After a step, taken or skipped: leave nothing of its gradients where DeepSpeed will accumulate the next ones.
-
-    It writes the gradients that come and reads all, so that a parameter without one would be stepped on its last one;
-    and under offload stages 1 and 2 would add to what a skipped step left.
+    """After a step, taken or skipped, leave nothing of its gradients: DeepSpeed overwrites those that come and reads
+    all, and under offload stages 1 and 2 would add to what a skipped step left.
     """
     if kind(zero) == STAGES_1_2:
         for index in zero.averaged_gradients:
@@ -319,11 +308,9 @@ def is_offloaded(zero: Any) -> bool:
 
 
 def wait_for_gradients(zero: Any) -> None:
-    """Wait until offloaded gradients have arrived on the host.
-
-    After a backward pass their copies have only begun (``stage_1_and_2.py``, ``copy_grads_in_partition``): stages 1 and
-    2 wait in ``step``. Stage 3 waits for its own stream at the end of a backward pass, and never for the copies that
-    ``finalize_gradient_accumulation_boundary`` makes (``stage3.py``, ``_offload_grad_partition_at_boundary``).
+    """Wait until offloaded gradients have arrived on the host. Their copies have only begun after a backward pass
+    (``copy_grads_in_partition``, ``_offload_grad_partition_at_boundary``): stages 1 and 2 wait in ``step``, stage 3
+    never.
     """
     from deepspeed.accelerator import get_accelerator
 

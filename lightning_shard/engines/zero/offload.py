@@ -24,11 +24,10 @@ from lightning_shard.ranks import Ranks, warn_on_first_rank
 def prepare(
     config: Mapping[str, Any], optimizer: Optimizer | None, *, policy: PrecisionPolicy, device: torch.device
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check that the kernels which DeepSpeed will build can be built, and make this run's folders for NVMe.
+    """Check that the kernels that DeepSpeed will build can be built, and make this run's folders for NVMe.
 
-    All ranks call it, before the module is touched. Returns the configuration with this run's folders in it, and the
-    folders, which `clean_up` removes. A ConfigurationError on every rank has all that is wrong on any; PrecisionError
-    as `check_low_memory`.
+    All ranks call it, before the module is touched. Returns the configuration with these folders, and the folders for
+    `clean_up`. A ConfigurationError on every rank has all that is wrong on any; PrecisionError as `check_low_memory`.
     """
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if optimizer is not None and policy.is_low_memory:
@@ -47,10 +46,8 @@ def prepare(
 
 
 def in_run_folder(config: Mapping[str, Any], run: str) -> tuple[dict[str, Any], list[Path]]:
-    """The configuration with a folder of this run under each ``nvme_path``, and these folders.
-
-    DeepSpeed names files by rank alone and deletes what it finds there, so that runs in one folder would destroy each
-    other's. The names end in ``run``, the same on every rank.
+    """The configuration with a folder of this ``run`` (the same on all ranks) under each ``nvme_path``, and these
+    folders: DeepSpeed names files by rank alone and deletes what it finds.
     """
     moved = copy.deepcopy(dict(config))
     folders = []
@@ -63,10 +60,8 @@ def in_run_folder(config: Mapping[str, Any], run: str) -> tuple[dict[str, Any], 
 
 
 def problem_with(folder: Path, *, rank: int) -> str | None:
-    """Make ``folder`` and try what DeepSpeed does in it; what is wrong, or None.
-
-    DeepSpeed opens its files with ``O_DIRECT`` (``csrc/aio/common/deepspeed_aio_common.cpp``), which not every file
-    system takes.
+    """Make ``folder`` and try what DeepSpeed does in it with ``O_DIRECT`` (``deepspeed_aio_common.cpp``); the problem
+    or None.
     """
     parent = folder.parent
     try:
@@ -90,9 +85,8 @@ def _write_directly(path: Path) -> None:
 
 
 def warn_of_lock() -> None:
-    """Tell of a stale lock that an optimizer of ``configure_optimizers`` would wait for in its constructor.
-
-    Which one it makes is not known before, so that this is no error.
+    """Tell of a stale lock that an optimizer's constructor would wait for; which kernel it needs is not known
+    before.
     """
     path = kernels.lock("cpu_adam")
     if path is not None and kernels.state_of_lock(path) == "stale":
@@ -121,10 +115,7 @@ def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str)
 
 
 def clean_up(folders: list[Path]) -> None:
-    """Unlink this rank's files (mapped ones stay until nothing refers to them), and the folders with the last's.
-
-    The engine has let go of them.
-    """
+    """Unlink this rank's files, which the engine let go (mapped ones stay in use), and the folders with the last's."""
     while folders:
         folder = folders.pop()
         with suppress(FileNotFoundError):  # another rank was faster, and removes all of them

@@ -24,12 +24,9 @@ def partition(
 ) -> Loaded:
     """Shard every parameter under ``root`` and move its buffers. All ranks call it.
 
-    A parameter that is sharded already, by an earlier run or by the user's own ``deepspeed.zero.Init``, is only cast;
-    else values of rank 0 win. ``root`` may be on the meta device, whose values follow from ``seed``. ``config`` is
-    complete.
-
-    Returns this rank's shards of the parameters that the cast to ``compute`` rounded, on the host. A
-    MaterializationError comes before anything was changed.
+    A parameter that is sharded already, by an earlier run or ``deepspeed.zero.Init``, is only cast; else values of rank
+    0 win, or follow from ``seed`` on the meta device. Returns this rank's shards of what the cast to ``compute``
+    rounded, on the host. A MaterializationError comes before anything was changed.
     """
     import deepspeed
 

@@ -53,10 +53,9 @@ class Connection:
 def connect(device: torch.device, *, backend: str, local_rank: int, local_size: int, timeout: timedelta) -> Connection:
     """Let DeepSpeed use the process group that is there, of ``backend``. All ranks call it.
 
-    DeepSpeed's communication backend, groups and accelerator are globals. Those of an earlier process group, which is
-    gone, are dropped. ``device`` decides which of DeepSpeed's accelerators is used; its index may differ from
-    ``local_rank``, the process's among those of its node. ``local_size``, their number, DeepSpeed takes for that of its
-    devices on a CPU. ``timeout``: how long collectives of the groups wait that it makes.
+    Its globals of an earlier process group are dropped. ``device`` decides its accelerator; ``local_rank`` is the
+    process's on its node, ``local_size`` what DeepSpeed takes for its number of devices on a CPU, ``timeout`` that of
+    its own groups.
     """
     import deepspeed
     from deepspeed.comm import comm

@@ -106,12 +106,9 @@ def start(
 def _adagrad_hidden(optimizer: Any) -> Generator[None, None, None]:
     """Have DeepSpeed step torch's Adagrad itself, as it does every other optimizer.
 
-    Adagrad makes its state in its constructor, not in its first step. So DeepSpeed's optimizers, in theirs, put a new
-    Adagrad over the flat partitions in its place (``initialize_optimizer_states`` of ``stage3.py`` and
-    ``stage_1_and_2.py``), which has the defaults in place of each group's hyperparameters, and which no schedule and no
-    checkpoint knows. They ask for the class alone, and have no option: meanwhile it is an optimizer of torch's base
-    class, which they leave as it is. What its constructor would have made of the partitions `start` puts into its
-    state.
+    DeepSpeed puts a new Adagrad, with default hyperparameters, in its place (``initialize_optimizer_states``), because
+    it makes its state in its constructor. That asks for the class alone: meanwhile it is of torch's base class. `start`
+    puts what the constructor would have made of the partitions into its state.
     """
     own = type(optimizer)
     if not issubclass(own, torch.optim.Adagrad):
@@ -206,9 +203,8 @@ def finish_accumulation(running: Running) -> None:
 
 
 def step(running: Running, *, skip: bool) -> None:
-    """Step, or drop the gradients; without a backward pass since the last step stages 1 to 3 have nothing to do.
-
-    All ranks call it. Their gradients are zero afterwards, and forward sees the new parameters.
+    """Step, or drop the gradients, which are zero afterwards; forward sees the new parameters. All ranks call it.
+    Without a backward pass since the last step stages 1 to 3 have nothing to do.
     """
     if running.groups and not running.pending:
         return
@@ -274,11 +270,9 @@ def stop(running: Running) -> None:
 
 
 def replay_cpu_adam(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> None:
-    """Let the compiled part of a DeepSpeedCPUAdam count to the step that was loaded; nothing for other optimizers.
-
-    It multiplies the powers of the betas up from step to step (``csrc/includes/cpu_adam.h``, ``IncrementStep``), and
-    takes ``pow`` where a step does not follow on the one before, which rounds otherwise: a resumed run would not be
-    bitwise the one that never stopped. The steps are made again here, over no elements.
+    """Let the compiled part of a DeepSpeedCPUAdam count to the step that was loaded, over no elements: it multiplies
+    the betas' powers up from step to step (``cpu_adam.h``, ``IncrementStep``), but takes ``pow`` after a gap, which
+    rounds otherwise.
     """
     kernel = getattr(optimizer, "ds_opt_adam", None)
     stepped = [group for group in groups if optimizer.state.get(group.flat)]
@@ -299,10 +293,8 @@ def replay_cpu_adam(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> None:
 
 
 def replace_hooks(offload: Any, device: torch.device) -> None:
-    """Replace those hooks of ``offload``, a ``DeepSpeedZeRoOffload`` over a module on ``device``, that change results.
-
-    What a module's parameters are in its forward, DeepSpeed looks for in its output, and fails for objects without
-    ``__dict__`` and for keys that are no strings. What tells of the end of its backward pass is in `after_backward`.
+    """Replace those hooks of ``offload``, a ``DeepSpeedZeRoOffload`` over a module on ``device``, that change results
+    or fail: parameters in outputs without ``__dict__`` or string keys, and the end of backward (`after_backward`).
     """
     # Each module has one before its forward and one after it.
     for handle in offload.forward_hooks[1::2]:
@@ -318,10 +310,8 @@ def _put(handle: Any, hook: Callable[..., Any]) -> None:
 
 
 class _Backward:
-    """Gathers a module's parameters for each of its backward passes, and releases them after it.
-
-    DeepSpeed counts the passes by the calls of forward, and gathers for no more of them; but gradients that are taken
-    in a step (gradient penalties) go through a module once more.
+    """Gathers a module's parameters for each of its backward passes, and releases them after it: DeepSpeed does so once
+    for each call of forward, but a gradient penalty goes through a module once more.
     """
 
     def __init__(self, offload: Any, device: torch.device) -> None:

@@ -42,9 +42,8 @@ class SavedWeights:
     """Leaves gathered parameters out of the graphs that are made in `dropped`."""
 
     def __init__(self, parameters: Iterable[Tensor], in_flight: Mapping[Tensor, Any]) -> None:
-        """Small ``parameters``, which stay gathered on every rank, are left to autograd.
-
-        ``in_flight`` has DeepSpeed's handles of the gathers that it has begun ahead of use, live.
+        """Small ``parameters``, always gathered, are left to autograd; ``in_flight``: live, gathers begun ahead
+        of use.
         """
         freed = (p for p in parameters if layout.is_partitioned(p) and not p.ds_persist and not p.is_complex())  # type: ignore[attr-defined]
         self._freed: dict[int, Any] = {id(p): p for p in freed}
@@ -112,9 +111,8 @@ class SavedWeights:
 
     @torch.no_grad()
     def _gathered(self, parameter: Any) -> Tensor:
-        """The data of a parameter that is not there, gathered ahead of its module or for this one use.
-
-        That is one in a graph that no hook of DeepSpeed's is in. Ranks run the same graph, and so gather together.
+        """The data of a released parameter, gathered ahead of its module or for this one use, in a graph without
+        DeepSpeed's hooks. Ranks run the same graph, and so gather together.
         """
         handle = self._in_flight.get(parameter)
         if handle is not None:

@@ -103,9 +103,8 @@ class SeveralOptimizers:
         device: torch.device,
     ) -> None:
         """Give each of the user's ``optimizers`` its shards; ``group`` are the ranks that shard the parameters.
-
-        DeepSpeed was ``started`` over a `Carrier` of them, with stages 1 to 3. ``taken`` gives the FQNs of what
-        backward passes have used since it was called before: of others DeepSpeed has gradients of zero.
+        DeepSpeed was ``started`` over a `Carrier`, with stages 1 to 3. ``taken``: FQNs used in backward since its last
+        call.
         """
         self._running, self._taken = started, taken
         self._held: dict[str, Tensor] = {}

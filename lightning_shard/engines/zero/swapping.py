@@ -142,10 +142,8 @@ def give(parameter: Any, swapper: Any) -> None:
 
 
 def read_once(swapper: Any) -> None:
-    """Let ``swapper``, if there is one, read each parameter once.
-
-    DeepSpeed asks for a parameter twice where two modules that follow one another use it, and then fails to find a
-    second buffer for it.
+    """Let ``swapper``, if any, read each parameter once, which two modules in a row use: DeepSpeed finds no second
+    buffer.
     """
     if swapper is None:
         return

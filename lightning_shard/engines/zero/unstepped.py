@@ -23,11 +23,9 @@ class Unstepped:
     def __init__(
         self, running: Running, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str], always: bool
     ) -> None:
-        """Begin to look at a fit, whose trainable ``parameters`` are given by FQN.
-
-        ``rests``: gradients of zero change nothing, or are left out (`with_gradients`). ``together``: FQNs of those
-        that ranks may use or not: stage 3 gathers and reduces a leaf module whole. ``always``: steps use different
-        parameters, and ranks compare each.
+        """Begin to look at a fit's trainable ``parameters``. ``rests``: gradients of zero change nothing, or are left
+        out. ``together``: FQNs in leaf modules, which stage 3 gathers and reduces whole. ``always``: ranks compare each
+        step.
         """
         self._parameters, self._rests, self._together = parameters, rests, together
         self.usage = Usage(parameters, always=always)
@@ -48,10 +46,7 @@ class Unstepped:
             running.zero.independent_gradient_partition_epilogue = reduce_equal
 
     def finish(self, running: Running) -> None:
-        """End a step whose gradients are reduced.
-
-        ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
-        """
+        """End a step whose gradients are reduced. ConfigurationError: ranks or steps use different parameters."""
         before, self._unused = self._unused, self.usage.finish()
         if self._unused == self._parameters.keys():  # no backward pass has run: nothing is stepped
             self._unused = before
@@ -75,10 +70,8 @@ class Unstepped:
         return used
 
     def compare(self, stage: int) -> None:
-        """Let ranks tell each other what they have used, ahead of a reduction that pairs it by its place.
-
-        ConfigurationError: they have used different parameters; in stages 2 and 3, which reduce gradients as they
-        come, also in different orders.
+        """Compare between ranks what they used, ahead of a reduction that pairs it by its place. ConfigurationError:
+        different parameters, or in stages 2 and 3 another order.
         """
         if self.usage.settled:
             return

@@ -25,19 +25,17 @@ _MASTERS = "_shard_zero_masters"
 
 
 def is_kept(parameter: Tensor, values: Tensor, compute: torch.dtype) -> bool:
-    """Whether the loaded ``values`` of ``parameter`` are kept beside those cast to ``compute``.
-
-    Those that the cast rounds are, and those that nothing steps, so that checkpoints have them in their own dtype.
+    """Whether the loaded ``values`` are kept beside those cast to ``compute``: which the cast rounds or nothing
+    steps.
     """
     rounds = torch.promote_types(values.dtype, compute) != compute
     return values.is_floating_point() and (rounds or (values.dtype != compute and not parameter.requires_grad))
 
 
 class Values:
-    """What a checkpoint has of a module's parameters under DeepSpeed, on this rank.
-
-    For a stepped parameter that is its master; for one that DeepSpeed cast and nothing steps this rank's shard of the
-    loaded values, on the host; in an evaluation without an engine the full parameter before its cast.
+    """What a checkpoint has of a module's parameters under DeepSpeed, on this rank: of a stepped one its master, of one
+    that was cast and nothing steps the shard of its loaded values, in an evaluation without an engine those before the
+    cast.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -54,10 +52,8 @@ class Values:
         return named_parameters(self._module)
 
     def cast(self, compute: torch.dtype) -> None:
-        """Cast all parameters to ``compute``, which DeepSpeed does in 16 bits alone, and refer to what they were.
-
-        Those that are kept move to the host, from where DeepSpeed moves the cast ones: the device is to have nothing
-        beside its copies, of the cast parameters and flat.
+        """Cast all parameters to ``compute``, as DeepSpeed does in 16 bits alone. What they were, where it is kept,
+        moves to the host: the device is to have nothing beside the cast ones and flat copies.
         """
         self.loaded = {}
         for fqn, parameter in self.parameters.items():
@@ -115,9 +111,8 @@ class Values:
 
     @torch.no_grad()
     def leave(self, running: zero.Running, *, device: torch.device, communicate: bool) -> None:
-        """Give the module what it goes on with without its engine: full values, or shards with their masters.
-
-        Without ``communicate``, where other ranks may be anywhere, full parameters keep the compute dtype's values.
+        """Give the module full values, or shards with their masters. Without ``communicate``, where other ranks may be
+        anywhere, full parameters keep the compute dtype's values.
         """
         if running.stage == 3:
             # Copies on the host, or what is mapped from files as it is: the device has the engine's still.

@@ -58,8 +58,7 @@ class Written:
     @torch.no_grad()
     def take_over(self) -> None:
         """Copy what was written into the masters of stages 1 and 2, or to these into the parameters. All ranks call it.
-
-        ConfigurationError: stage 3 has shards alone, or the masters have more digits than what was written.
+        ConfigurationError: stage 3 has shards alone, or masters have more digits than what was written.
         """
         if self._masters != self._versions():
             # By the optimizer, outside of its step: those of ScheduleFree have values for training and for evaluation.

@@ -149,9 +149,8 @@ class Violation(NamedTuple):
 def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[Violation]:
     """What in ``ledger`` breaks the contract under ``policy``; the dtypes that are not there yet are not looked at.
 
-    Trainable parameters and their gradients are in the policy's dtypes; so is the optimizer's state, or wider; a
-    reduction is not narrower than the policy's. Frozen parameters and buffers have the dtype that they were loaded
-    in, and so have the states of metrics before the first step, which the user's own updates may change.
+    Trainable parameters and their gradients are in the policy's dtypes, optimizer state and reductions no narrower.
+    Frozen parameters, buffers and, before the first step, metrics have the dtype that they were loaded in.
     """
     found = [v for name, entry in ledger.entries.items() for v in _of_entry(name, entry, policy)]
     for reduction in ledger.reductions:

@@ -31,17 +31,13 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 class Recorder:
-    """Reads the dtypes of a module, its gradients and its optimizers.
-
-    `tensors` may be called at any time. Hooks are there from `start` to `stop` alone; they change no number. Every
-    rank records what it sees; nothing here communicates.
+    """Reads the dtypes of a module, its gradients and its optimizers, without communication. `tensors` may be called at
+    any time; hooks, which change no number, are there from `start` to `stop`.
     """
 
     def __init__(self, root: nn.Module, *, stepped: Callable[[Optimizer], Named | None] = lambda _: None) -> None:
-        """Nothing is read yet; ``root`` is the unwrapped LightningModule.
-
-        ``stepped``: FQN and tensor of what an optimizer steps in the place of parameters; None: it steps these. The
-        engine that keeps such masters casts the module's own parameters, which are only forward's then.
+        """``root`` is the unwrapped LightningModule; ``stepped``: FQN and tensor of the masters that an optimizer steps
+        where the engine casts the parameters, or None.
         """
         self._root = root
         self._masters = stepped
@@ -295,10 +291,8 @@ class WatchReductions(TorchDispatchMode):
 
 
 def _is_of_the_users_function(frame: FrameType | None) -> bool:
-    """Whether a collective was called by the backward of an autograd function that is not FSDP's own.
-
-    Such a one exchanges activations, as ``torch.distributed.nn`` and SyncBatchNorm do. FSDP's own functions start
-    its reduction; DDP's reducer and hooks on gradients are called by the autograd engine itself.
+    """Whether a collective was called by the backward of an autograd function that is not FSDP's: it exchanges
+    activations, as SyncBatchNorm does. The autograd engine calls DDP's reducer and hooks on gradients.
     """
     while frame is not None:
         file = frame.f_code.co_filename

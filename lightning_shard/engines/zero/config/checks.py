@@ -21,10 +21,8 @@ RULE = "The DeepSpeed configuration can't be used"
 
 
 def check_fields(fields: DeepSpeedFields, aligned: bool) -> None:
-    """Refuse everything that can't work whatever the run is; all problems in one ConfigurationError.
-
-    They are unknown keys, values that can't be understood, settings that contradict each other or that ``aligned``
-    forbids, each with its path.
+    """Refuse everything that can't work whatever the run is; all problems, with their paths, in one
+    ConfigurationError.
     """
     problems: list[str] = []
     merged = merge(fields, problems)
@@ -70,11 +68,8 @@ def check_optimizers(fields: DeepSpeedFields, optimizers: Sequence[Optimizer]) -
 
 
 def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
-    """The loss scale that an ``fp16`` section in canonical form asks for; None: it says nothing about it.
-
-    DeepSpeed's own defaults hold for what a section that says something leaves out (``DeepSpeedFP16Config``).
-    ConfigurationError: a static scale, a hysteresis that is refilled by each good step, a minimum that is no power of
-    two.
+    """The loss scale of an ``fp16`` section in canonical form, with DeepSpeed's own defaults; None: it says nothing.
+    ConfigurationError: a static scale, a hysteresis refilled by each good step, a minimum that is no power of two.
     """
     given = {key: value for key, value in fp16.items() if value != AUTO}
     if given.get("enabled") is False:

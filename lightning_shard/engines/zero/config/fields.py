@@ -163,10 +163,7 @@ class RunFacts(PlannedRun):
 
 
 def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_steps: bool = False) -> RunFacts:
-    """The facts of a run whose optimizers are made; ``module`` may be sharded. All ranks call it.
-
-    ``count_steps`` asks for the number of optimizer steps, which sets up the training data.
-    """
+    """The facts of a run whose optimizers are made. All ranks call it; ``count_steps`` sets up the training data."""
     trainer = run.trainer
     # Else only the user's code knows; above 1 DeepSpeed keeps the memory that adding up under
     # offload takes.

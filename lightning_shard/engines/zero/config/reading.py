@@ -39,9 +39,8 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -> dict[str, Any]:
-    """The content of a configuration, given as it is or as the path of its file, as it stands; a copy.
-
-    ConfigurationError: a file that is missing, is not JSON or YAML, has a key twice or is not a mapping.
+    """A copy of a configuration, given as it is or as its file's path. ConfigurationError: a file that is missing, is
+    not JSON or YAML, has a key twice or is not a mapping.
     """
     if config is None:
         return {}
@@ -107,9 +106,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """``config`` in one form: no aliases, no deprecated or null keys, every value of its kind or `AUTO`.
-
-    Problems are appended to ``problems``.
+    """``config`` without aliases, deprecated or null keys, every value of its kind or `AUTO`; ``problems`` are appended
+    to.
     """
     config = dict(config)
     for key in list(config):

@@ -167,10 +167,8 @@ def _optimizer(config: dict[str, Any], known: dict[str, Any], problems: list[str
 
 
 def _adam(section: dict[str, Any], facts: RunFacts) -> None:
-    """Which of its three Adams DeepSpeed builds, where the section does not say.
-
-    Under the contract torch's, whose numbers FSDP and DDP have too: DeepSpeed's fused and CPU kernels round otherwise.
-    In low memory the CPU's with moments in the masters' dtype, not in fp32.
+    """Which of its three Adams DeepSpeed builds, where the section does not say: under the contract torch's, since its
+    own kernels round otherwise; in low memory the CPU's with moments in the masters' dtype.
     """
     if section["type"].lower() not in ("adam", "adamw"):
         return
