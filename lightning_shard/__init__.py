@@ -51,8 +51,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointCorruptError", "CheckpointError", "CheckpointMismatchError", "CheckpointNotFoundError",
-    "CheckpointUnreachableError", "ConfigurationError", "DataError", "Float8", "LossScaling",
-    "MaterializationError", "MeshConfig", "MeshError", "OptimizerOffload", "ParameterOffload",
+    "CheckpointReplacedError", "CheckpointUnreachableError", "ConfigurationError", "DataError", "Float8",
+    "LossScaling", "MaterializationError", "MeshConfig", "MeshError", "OptimizerOffload", "ParameterOffload",
     "PrecisionContractError", "PrecisionError", "PrecisionPolicy", "PreemptionConfig", "ShardCLI",
     "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError", "ShardFSDPStrategy", "ShardPrecision",
     "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__", "full_tensor",

@@ -14,6 +14,7 @@
         ├── CheckpointNotFoundError (FileNotFoundError)   no such directory, or no manifest in it (half-written)
         ├── CheckpointCorruptError        a file that does not match its checksum, or hostile content
         ├── CheckpointMismatchError       missing, unexpected or reshaped keys
+        ├── CheckpointReplacedError       another save or a removal was faster than who reads
         └── CheckpointUnreachableError    an object store that does not answer, or refuses
 
 A message says the value that was found, the rule it breaks and what to do. Errors of one cause are raised on
@@ -69,6 +70,10 @@ class CheckpointCorruptError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint whose tensors do not fit the model: missing, unexpected or reshaped keys."""
+
+
+class CheckpointReplacedError(CheckpointError):
+    """A checkpoint that was replaced or removed while it was read: another attempt reads what is there now."""
 
 
 class CheckpointUnreachableError(CheckpointError):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_shard.arguments import read
+from lightning_shard.checkpoint.files.layout import again_if_replaced
 from lightning_shard.checkpoint.files.manifest import FULL, PORTABLE
 from lightning_shard.checkpoint.files.place import StorePath, place, refuse_url
 from lightning_shard.checkpoint.foreign.hugging_face import export as export_contents
@@ -90,12 +91,16 @@ def convert(
     where = place(target)
     if where.exists():
         raise CheckpointError(f"{target} exists: choose another path, or remove it")
-    stored = open_any(path, optimizers="none" if weights_only else "named")
-    written = form or (FULL if stored.form == PORTABLE else PORTABLE)
-    if written == FULL:
-        refuse_url(target, "one file")
-    (write_full if written == FULL else write_portable)(target, stored)
-    return Converted(source_form=stored.form, path=where, form=written)
+
+    def write() -> Converted:
+        stored = open_any(path, optimizers="none" if weights_only else "named")
+        written = form or (FULL if stored.form == PORTABLE else PORTABLE)
+        if written == FULL:
+            refuse_url(target, "one file")
+        (write_full if written == FULL else write_portable)(target, stored)
+        return Converted(source_form=stored.form, path=where, form=written)
+
+    return again_if_replaced(write)
 
 
 def export(
@@ -123,11 +128,15 @@ def export(
     """
     refuse_url(folder, "safetensors files")
     dtype, size = read(DType | None, dtype, "dtype"), parse_bytes(read(str, max_shard_size, "max_shard_size"))
-    stored = open_any(path, optimizers="none")
-    return export_contents(
-        stored.averaged() if ema else stored,
-        folder,
-        dtype=DTYPES[dtype] if dtype else None,
-        module=module,
-        max_shard_bytes=size,
-    )
+
+    def write() -> list[Path]:
+        stored = open_any(path, optimizers="none")
+        return export_contents(
+            stored.averaged() if ema else stored,
+            folder,
+            dtype=DTYPES[dtype] if dtype else None,
+            module=module,
+            max_shard_bytes=size,
+        )
+
+    return again_if_replaced(write)

@@ -23,6 +23,7 @@ def test_exact_public_names() -> None:
         "CheckpointError",
         "CheckpointMismatchError",
         "CheckpointNotFoundError",
+        "CheckpointReplacedError",
         "CheckpointUnreachableError",
         "ConfigurationError",
         "DataError",

@@ -1,5 +1,6 @@
 """Telling the forms of checkpoints apart, opening any of them; what is in one, and whether it is whole."""
 
+import contextlib
 import math
 import zipfile
 from collections.abc import Callable, Mapping
@@ -12,12 +13,12 @@ from lightning_shard.checkpoint.files.boxes import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.commit import settle
 from lightning_shard.checkpoint.files.layout import GRADIENT_PREFIXES, MANIFEST, OPTIMIZER_STATES, StrPath
 from lightning_shard.checkpoint.files.manifest import Contents, damaged, open_checkpoint_directory
-from lightning_shard.checkpoint.files.place import StorePath, place
+from lightning_shard.checkpoint.files.place import Place, StorePath, place
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
 from lightning_shard.checkpoint.foreign import deepspeed
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
 from lightning_shard.checkpoint.load import open_portable
-from lightning_shard.errors import CheckpointError
+from lightning_shard.errors import CheckpointError, CheckpointReplacedError
 from lightning_shard.text import columns
 
 
@@ -27,12 +28,13 @@ def is_foreign(path: StrPath) -> bool:
     settle()
     if isinstance(where, StorePath):
         return False  # Only portable directories are read there.
-    path = where
-    if not path.is_dir():
-        return path.is_file()
-    return not (path / MANIFEST).exists() and (
-        deepspeed.is_stock_fsdp(path) or deepspeed.deepspeed_folder(path) is not None
-    )
+    with contextlib.suppress(FileNotFoundError):  # It was renamed or removed while it was looked at.
+        if not where.is_dir():
+            return where.is_file()
+        return not (where / MANIFEST).exists() and (
+            deepspeed.is_stock_fsdp(where) or deepspeed.deepspeed_folder(where) is not None
+        )
+    return False
 
 
 def open_any(
@@ -131,6 +133,10 @@ def verify(path: layout.StrPath) -> list[str]:
         raise CheckpointError(
             f"{path} is a directory of another library, which has no checksums: convert it, and verify the result"
         )
+    return layout.again_if_replaced(lambda: _verify_directory(where))
+
+
+def _verify_directory(where: Place) -> list[str]:
     directory, manifest = open_checkpoint_directory(where)
     damage = directory.damaged(manifest.files, manifest.files)
     with directory.open(layout.MANIFEST) as stream:
@@ -141,6 +147,8 @@ def verify(path: layout.StrPath) -> list[str]:
         for name, read in opened if layout.TRAINER_STATE in manifest.files else ():  # the other layout has neither
             try:
                 read(directory, manifest)
+            except CheckpointReplacedError:
+                raise
             except CheckpointError as error:
                 damage[name] = str(error)
     if damage:

@@ -8,6 +8,7 @@ import hashlib
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +44,6 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import Names
 
-_OPENINGS = 20  # of a checkpoint that is replaced all the time, until all ranks have opened the same one
-
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCheckpoint:
@@ -75,6 +74,10 @@ class OpenCheckpoint:
 
 def _open(path: layout.StrPath, *, share: tuple[int, int] = (0, 1)) -> OpenCheckpoint:
     settle()
+    return layout.again_if_replaced(lambda: _opened(path, share))
+
+
+def _opened(path: layout.StrPath, share: tuple[int, int]) -> OpenCheckpoint:
     directory, manifest = open_checkpoint_directory(path)
     try:
         if layout.TRAINER_STATE not in manifest.files and manifest.files and not manifest.tensors:
@@ -100,8 +103,12 @@ def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
     CheckpointNotFoundError; CheckpointCorruptError with the files that differ; CheckpointError: ranks found different
     ones.
     """
+    return layout.again_if_replaced(lambda: _open_the_same(path))
+
+
+def _open_the_same(path: layout.StrPath) -> OpenCheckpoint:
     ranks = Ranks.of()
-    for _ in range(_OPENINGS):
+    for _ in range(layout.ATTEMPTS):
         opened = ranks.agree(f"opening {path}", lambda: _open(path, share=(ranks.rank, ranks.size)))
         digests = ranks.gather(opened.manifest.digest)
         if len(set(digests)) == 1:
@@ -302,15 +309,20 @@ class Found:
 
 def open_newest(folders: Iterable[AnyPath], run: str) -> Found:
     """Open the newest whole checkpoint of ``run`` in ``folders``: it is ready to be loaded. All ranks call it."""
-    found = Ranks.of().first("looking for checkpoints", lambda: find_checkpoints(folders, run))
-    broken = list(found.broken)
-    for path, _ in found.own:
-        try:
-            newest = open_checkpoint(path)
-        except (errors.CheckpointCorruptError, errors.CheckpointNotFoundError) as error:
-            broken.append(str(error))
+    for attempt in range(layout.ATTEMPTS):
+        found = Ranks.of().first("looking for checkpoints", lambda: find_checkpoints(folders, run))
+        broken = list(found.broken)
+        for path, _ in found.own:
+            try:
+                return replace(found, broken=tuple(broken), newest=open_checkpoint(path))
+            except errors.CheckpointNotFoundError as error:
+                if attempt + 1 < layout.ATTEMPTS:
+                    break  # Whoever removed it has saved a newer one, which is found now.
+                broken.append(str(error))
+            except errors.CheckpointCorruptError as error:
+                broken.append(str(error))
         else:
-            return replace(found, broken=tuple(broken), newest=newest)
+            return replace(found, broken=tuple(broken))
     return replace(found, broken=tuple(broken))
 
 
@@ -327,13 +339,11 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
     resolved = {place(folder).resolve(): None for folder in folders}
     for path in (path for folder in resolved for path in layout.checkpoint_names(folder)):
         try:
-            directory, manifest = open_checkpoint_directory(path)
+            facts, wrong = layout.again_if_replaced(partial(_run_and_damage, path))
         except errors.CheckpointUnreachableError:
             raise  # What is there can't be told: an older one, or none, would be a wrong answer.
         except errors.CheckpointError:
             continue  # half-written, or no checkpoint
-        facts, sizes = manifest.facts.run, directory.sizes()
-        wrong = [name for name, entry in manifest.files.items() if sizes.get(name) != entry.size]
         if facts.get("name") != run:
             others.update([str(facts["name"])] if "name" in facts else [])
         elif wrong:
@@ -342,3 +352,13 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
             own.append((int(facts["step"]), float(facts["time"]), str(path), facts))
     newest_first = sorted(own, key=lambda one: one[:3], reverse=True)
     return Found(own=tuple(one[2:] for one in newest_first), broken=tuple(broken), others=tuple(sorted(others)))
+
+
+def _run_and_damage(path: AnyPath) -> tuple[Mapping[str, Any], list[str]]:
+    """What the manifest says of the run, and the files that have not the size which it says."""
+    directory, manifest = open_checkpoint_directory(path)
+    sizes = directory.sizes()
+    wrong = [name for name, entry in manifest.files.items() if sizes.get(name) != entry.size]
+    if wrong:
+        directory.check_current()
+    return manifest.facts.run, wrong

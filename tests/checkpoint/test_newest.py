@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lightning_shard import CheckpointError, CheckpointNotFoundError, PreemptionConfig
+from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.load import find_checkpoints
+from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint
 from lightning_shard.registry import build
 from lightning_shard.run.preemption import RunIdentity
 from tests.checkpoint.calls import save_tensors
@@ -83,6 +84,24 @@ def test_an_interrupted_replacement_is_seen(tmp_path: Path) -> None:
     path.rename(tmp_path / ".last.ckpt.old-0123")
     ((found, run),) = find_checkpoints([tmp_path], "a").own
     assert (found, run["step"]) == (str(path.resolve()), 4)
+
+
+def test_one_that_is_removed_meanwhile_is_no_reason_to_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another process that keeps the newest alone."""
+    _save(tmp_path / "2.ckpt", _run("a", 2))
+
+    def late(path: str) -> Any:
+        if Path(path).name == "2.ckpt":
+            shutil.rmtree(path)
+            _save(tmp_path / "3.ckpt", _run("a", 3))
+        return open_checkpoint(path)
+
+    monkeypatch.setattr(load, "open_checkpoint", late)
+    found = load.open_newest([tmp_path], "a")
+    assert found.newest is not None
+    assert (found.newest.path.name, found.broken) == ("3.ckpt", ())
 
 
 def _fit(

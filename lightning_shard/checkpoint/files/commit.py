@@ -64,11 +64,10 @@ def publish(temporary: Place, path: Place, token: str) -> None:
     assert isinstance(temporary, Path)
     sync_directory(temporary)
     _replace(temporary, path, token)
-    has_locks = temporary in _locked
     unlock(temporary)
-    _delete_leftovers(path)
-    if has_locks:
-        with contextlib.suppress(OSError):
+    _delete_leftovers(path, temporary)
+    with contextlib.suppress(OSError):
+        if layout.has_locks(path.parent):
             clean(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)  # of checkpoints that are not saved again
 
 
@@ -83,7 +82,7 @@ def _replace(temporary: Path, path: Path, token: str) -> None:
             continue  # another job that saves there was faster
         try:
             if _rename_to_free_name(temporary, path):
-                os.rename(aside, layout.temporary_sibling(path, token))
+                os.rename(aside, temporary)
                 break
         except OSError:
             os.rename(aside, path)
@@ -114,8 +113,8 @@ def remove(path: AnyPath) -> None:
         return
     check_replaceable(path)
     with contextlib.suppress(FileNotFoundError):  # two jobs that save in one folder may remove the same
-        os.rename(path, layout.temporary_sibling(path, layout.new_token()))
-    _delete_leftovers(path)
+        os.rename(path, own := layout.temporary_sibling(path, layout.new_token()))
+    _delete_leftovers(path, own)
 
 
 def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
@@ -125,16 +124,21 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
     os.symlink(os.path.relpath(path, name.parent), temporary)
     with deleted_on_failure(temporary):
         _replace(temporary, name, token)
-    _delete_leftovers(name)
+    _delete_leftovers(name, temporary)
 
 
-def _delete_leftovers(path: Path) -> None:
-    """Delete what saves to ``path`` left, but no user's files nor what is locked. What can't be deleted waits for a
-    later save.
+def _delete_leftovers(path: Path, own: Path) -> None:
+    """Delete what saves to ``path`` left, but no user's files nor what is locked; without locks only what is old, and
+    ``own``, this save's. What can't be deleted waits for a later save.
     """
     with contextlib.suppress(OSError):
         for leftover in layout.leftovers(path.parent, re.escape(path.name)):
-            _delete_unless_locked(leftover, path)
+            if leftover == own or layout.has_locks(path.parent) or _idle_seconds(leftover) >= _IDLE_SECONDS:
+                _delete_unless_locked(leftover, path)
+
+
+def _idle_seconds(leftover: Path) -> float:
+    return time.time() - os.lstat(leftover).st_mtime
 
 
 def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequence[Place]:
@@ -148,10 +152,9 @@ def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequen
     for leftover in layout.leftovers(folder):
         path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
         try:
-            idle = time.time() - os.lstat(leftover).st_mtime
+            stale = _idle_seconds(leftover) >= idle_seconds and layout.current(path) != leftover
         except FileNotFoundError:
             continue  # another job's save was faster
-        stale = idle >= idle_seconds and layout.current(path) != leftover
         if stale and _delete_unless_locked(leftover, path, really=remove):
             found.append(leftover)
     return found

@@ -29,7 +29,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import torch
 
 from lightning_shard.checkpoint.files.place import Place, StorePath, StrPath
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 T = TypeVar("T")
 
@@ -189,6 +189,8 @@ def checkpoint_names(folder: Place) -> list[Path] | list[StorePath]:
 
 _BLOCK = 1 << 22
 _PATIENCE_SECONDS = 10.0
+ATTEMPTS, ATTEMPT_SECONDS = 25, 0.002
+"""Of what is replaced, renamed or removed while it is looked at, until what was seen is said of it."""
 
 
 class Directory:
@@ -217,7 +219,7 @@ class Directory:
 
     def open(self, name: str) -> BinaryIO:
         """Open a regular file that lies in the directory. CheckpointCorruptError for a link, a pipe, a device or a
-        missing file; CheckpointError where the directory was replaced on a filesystem without locks.
+        missing file; CheckpointReplacedError where it was replaced on a filesystem without locks, or removed by hand.
         """
         check_relative(name)
         stream = self._open(name)
@@ -235,7 +237,7 @@ class Directory:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             return os.fdopen(os.open(name, flags, dir_fd=self.descriptor), "rb")
         except OSError as error:
-            self._check_current()
+            self.check_current()
             raise CheckpointCorruptError(f"{where} can't be read ({error.strerror})") from error
 
     def check(self, name: str, entry: FileEntry, take: Callable[[bytes], object] | None = None) -> None:
@@ -251,7 +253,7 @@ class Directory:
                     if take is not None:
                         take(block)
             except OSError as error:
-                self._check_current()
+                self.check_current()
                 raise CheckpointCorruptError(f"{where} can't be read: {error}") from error
         if digest.hexdigest() != entry.sha256:
             raise CheckpointCorruptError(
@@ -276,24 +278,21 @@ class Directory:
                 damage[name] = str(error)
         return damage
 
-    def _check_current(self) -> None:
+    def check_current(self) -> None:
+        """CheckpointReplacedError where something else, or nothing, is at the path now."""
         if not _is_at(Path(str(self.path)), self.descriptor):
-            raise CheckpointError(f"{self.path} was replaced or removed while it was read: read it again")
+            raise CheckpointReplacedError(f"{self.path} was replaced or removed while it was read: read it again")
 
 
 def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Directory:
-    """Open the directory ``path``, or what an interrupted replacement of it left; nothing on the disk is changed."""
-    path, patience, missing = Path(path), time.monotonic() + _PATIENCE_SECONDS, 0
+    """Open the directory ``path``, or what an interrupted replacement of it left; nothing on the disk is changed.
+
+    FileNotFoundError may mean that a replacement or a removal was faster: `ATTEMPTS` tell.
+    """
+    path, patience = Path(path), time.monotonic() + _PATIENCE_SECONDS
     while True:
         place = current(path)
-        try:
-            directory = Directory(path, os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        except FileNotFoundError:
-            # Between two looks at the names saves may have changed them twice, but hardly each time.
-            missing = missing + 1 if current(path) == path and not path.exists() else 0
-            if missing == 3:
-                raise
-            continue
+        directory = Directory(path, os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         # A save has the lock of what it is putting in place right now.
         locked = not lock or try_lock(directory.descriptor, fcntl.LOCK_SH)
         # What was replaced ahead of the lock may be deleted by now.
@@ -301,7 +300,16 @@ def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Direct
             return directory
         if time.monotonic() > patience:
             raise CheckpointError(f"{path} was replaced or locked by a save for {_PATIENCE_SECONDS:.0f} s")
-        time.sleep(0.002)
+        time.sleep(ATTEMPT_SECONDS)
+
+
+def again_if_replaced(read: Callable[[], T]) -> T:
+    """What ``read`` returns, which is called again where a save was faster than it."""
+    for _ in range(ATTEMPTS):
+        with contextlib.suppress(CheckpointReplacedError):
+            return read()
+        time.sleep(ATTEMPT_SECONDS)
+    return read()
 
 
 def try_lock(descriptor: int, how: int) -> bool:
@@ -312,6 +320,18 @@ def try_lock(descriptor: int, how: int) -> bool:
         return False
     except OSError:
         pass  # a filesystem without locks
+    return True
+
+
+def has_locks(folder: Path) -> bool:
+    """Whether the filesystem of ``folder`` has locks: Lustre and NFS may be mounted without."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
     return True
 
 

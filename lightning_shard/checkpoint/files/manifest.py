@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +27,12 @@ from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.layout import Directory, open_directory
 from lightning_shard.checkpoint.files.place import AnyPath, Place, StorePath, place
 from lightning_shard.checkpoint.files.stores import open_store
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from lightning_shard.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+)
 
 FORMAT = "lightning_shard.checkpoint"
 FORMAT_VERSION = 7
@@ -198,16 +205,20 @@ def open_checkpoint_directory(path: AnyPath, *, lock: bool = True) -> tuple[Dire
     path = place(path)
     if isinstance(path, StorePath):
         return _with_manifest(open_store(path))
-    try:
-        directory = open_directory(path, lock=lock)
-        if layout.MANIFEST not in os.listdir(directory.descriptor):
+    for attempt in itertools.count(1):
+        try:
+            directory = open_directory(path, lock=lock)
+            if layout.MANIFEST in os.listdir(directory.descriptor):
+                return _with_manifest(directory)
             directory.close()
-            raise FileNotFoundError
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(_why_not_found(path)) from None
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be opened: {error}") from error
-    return _with_manifest(directory)
+        except (FileNotFoundError, NotADirectoryError, CheckpointReplacedError):
+            pass
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be opened: {error}") from error
+        if attempt >= layout.ATTEMPTS and (why := _why_not_found(path)) is not None:
+            raise CheckpointNotFoundError(why)
+        time.sleep(layout.ATTEMPT_SECONDS)
+    raise AssertionError
 
 
 def _with_manifest(directory: Directory) -> tuple[Directory, Manifest]:
@@ -240,17 +251,22 @@ def foreign_entries(directory: Path) -> list[Path]:
     return [entry for entry in entries if entry.name not in listed]
 
 
-def _why_not_found(directory: Path) -> str:
-    if directory.is_dir():
-        if not foreign_entries(directory) and any(directory.iterdir()):
+def _why_not_found(directory: Path) -> str | None:
+    """None where there is a manifest by now."""
+    try:
+        names = os.listdir(directory)
+        if layout.MANIFEST in names:
+            return None
+        if names and not foreign_entries(directory):
             return (
                 f"{directory} is half-written: it has checkpoint files but no {layout.MANIFEST}, which is written "
                 "last. The save was interrupted; use an older checkpoint. The next save to this path removes it."
             )
         return f"{directory} is not a checkpoint: it has no {layout.MANIFEST}"
-    if directory.exists():
+    except NotADirectoryError:
         return f"{directory} is a file; a checkpoint of this form is a directory with a {layout.MANIFEST}"
-    return f"there is no checkpoint at {directory}"
+    except FileNotFoundError:
+        return f"there is no checkpoint at {directory}"
 
 
 def damaged(directory: Place, damage: Mapping[str, str]) -> CheckpointCorruptError:

@@ -29,7 +29,12 @@ from fsspec.spec import AbstractBufferedFile
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.layout import MANIFEST, Directory
 from lightning_shard.checkpoint.files.place import StorePath
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from lightning_shard.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+)
 
 _TOKEN = re.compile("[0-9a-f]{12}")
 _MARKER = re.compile(r"\.(.+)\.tmp-([0-9a-f]{12})")
@@ -83,6 +88,9 @@ class StoreDirectory(Directory):
     def sizes(self) -> dict[str, int]:
         return self._sizes
 
+    def check_current(self) -> None:
+        """What it was opened as has the sizes that it had; a file that is gone is told when it is read."""
+
     def _open(self, name: str) -> BinaryIO:
         if name not in self._sizes:
             self._missing(name)
@@ -99,7 +107,7 @@ class StoreDirectory(Directory):
             own = "" if self._folder == self.path else self._folder.name
             if (pointer := _pointer(self.path)) and own in (pointer.folder, pointer.before):
                 raise CheckpointCorruptError(f"{self._folder / name} is missing")
-        raise CheckpointError(f"{self.path} was replaced or removed while it was read: read it again")
+        raise CheckpointReplacedError(f"{self.path} was replaced or removed while it was read: read it again")
 
 
 class _Object(AbstractBufferedFile):

@@ -297,7 +297,7 @@ def _read_box(stream: BinaryIO, directory: Directory, name: str, read: _Read) ->
             part = io.BytesIO(stream.read(read.length))  # faster by far
         box = load_archive(part, path)
     except Exception as error:
-        if type(error) in (errors.CheckpointError, errors.CheckpointUnreachableError):
+        if isinstance(error, (errors.CheckpointReplacedError, errors.CheckpointUnreachableError)):
             raise  # The bytes did not come.
         raise errors.CheckpointCorruptError(f"{path}: {key} can't be read: {error}") from error
     if not isinstance(box, Tensor) or list(box.shape) != read.sizes or box.dtype != read.dtype:
