@@ -1,6 +1,7 @@
 """Where a step's host waits for its device: reads of tensors' values, seen on a CPU as operators that do them.
 
-Reads of what lies on the host anyway look the same here, so that each has a caller who is judged once.
+There reads of what lies on the host anyway look the same, so that each has a caller who is judged once. The stand-in
+for a GPU counts waits itself: reads, copies that block, and waits for streams and events.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
+from tests import stand_in
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.allclose.default,
     torch.ops.aten.equal.default,
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
@@ -27,16 +30,37 @@ _OWN = Path(lightning_shard.__file__).parent
 
 
 class Waits(TorchDispatchMode):
-    """Counts reads by the innermost function of this package, DeepSpeed or Lightning that they are in."""
+    """Counts waits by the innermost function of this package, DeepSpeed or Lightning that they are in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self._before = 0
+
+    def __enter__(self) -> Any:
+        self._before = _waited()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # Those for streams and events are no operators.
+        self.found[SYNCHRONIZE] += _waited() - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS:
-            self.found[_caller(sys._getframe(1))] += 1
-        return func(*args, **(kwargs or {}))
+        before = _waited()
+        out = func(*args, **(kwargs or {}))
+        waited = _waited() - before
+        self._before += waited
+        if waited or (func in READS and not stand_in.chosen()):
+            self.found[_caller(sys._getframe(1))] += max(waited, 1)
+        return out
+
+
+SYNCHRONIZE = "synchronize"
+
+
+def _waited() -> int:
+    return int(stand_in.extension().counts()["host_waits"]) if stand_in.chosen() else 0
 
 
 def _caller(frame: FrameType | None) -> str:

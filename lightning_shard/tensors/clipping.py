@@ -73,10 +73,10 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
             square = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
         for group, device_type in axes:
             # A CPU-offloaded shard of a CUDA mesh has its gradient on the host, where the group may have no backend.
-            moved = square.to(device_type)
+            moved = square.to(device_type, non_blocking=True)
             dist.all_reduce(moved, group=group)
             square = moved.to(square.device)
-        total = square if total is None else total + square.to(total.device)
+        total = square if total is None else total + square.to(total.device, non_blocking=total.device.type != "cpu")
     assert total is not None
     return total.sqrt().to(torch.float32)
 
@@ -120,7 +120,7 @@ def unscale(gradients: Iterable[Tensor], scale: float, *, device: torch.device) 
         inverse = torch.full((), 1.0 / scale, device=here.device)
         # The kernel of torch.amp.GradScaler, on every device.
         torch._amp_foreach_non_finite_check_and_unscale_(locals_, here, inverse)
-        found = torch.maximum(found, here.to(device))
+        found = torch.maximum(found, here.to(device, non_blocking=device.type != "cpu"))
     return found
 
 

@@ -365,7 +365,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   if (!non_blocking || !is_pinned((up ? from : to).data_ptr()) || from.is_conj() || from.is_neg()) {
     flush(stream, UINT64_MAX, true);
-    if (!up || is_pinned(from.data_ptr())) host_waits++;
+    if (!up || !non_blocking) host_waits++;  // as `memcpy_and_sync` of ATen/native/cuda/Copy.cu, from any host memory
     up ? host(to).copy_(from) : const_cast<at::Tensor&>(to).copy_(host(from));
     return to;
   }
@@ -468,10 +468,12 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   auto before = host_waits.load();
   at::native::cpu_fallback(op, stack);
-  host_waits = before;  // its own copies are no copies of a device
+  // Its own copies are no copies of a device, which waits to know a value or a shape.
+  bool asked = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
+  host_waits = before + (device && asked);
 }
 
-at::Tensor to_device(const at::Tensor& t, Device d) { return t.defined() ? t.to(d) : t; }
+at::Tensor to_device(const at::Tensor& t, Device d) { return t.defined() ? t.to(d, /*non_blocking=*/true) : t; }
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
                        c10::IntArrayRef output_padding, int64_t groups) {
