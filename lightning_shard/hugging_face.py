@@ -28,8 +28,7 @@ _SUFFIXES: Mapping[str, Task] = {
     "ForImageClassification": "image-classification",
     "ForConditionalGeneration": "seq2seq-lm",
 }
-_LONGEST = 2048
-"""Tokens of a sample where neither ``seq_len`` nor a smaller ``max_position_embeddings`` says so."""
+_LONGEST = 2048  # Tokens of a sample where neither ``seq_len`` nor a smaller ``max_position_embeddings`` says so.
 
 
 def read_config(config: str) -> Any:

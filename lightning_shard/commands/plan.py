@@ -28,8 +28,7 @@ from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes
 
-SHOWN = 8
-"""The best forms of a search that are printed."""
+SHOWN = 8  # The best forms of a search that are printed.
 
 _DESCRIPTION = """\
 Say what a run will need before it is queued, on any machine: memory per device by kind and at which point of the step,

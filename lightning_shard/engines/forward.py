@@ -16,8 +16,7 @@ require(nn.Module, "_parameters", tested="torch 2.11 to 2.13")
 
 _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"
-_INSIDE = "_shard_steps"
-"""How many calls of `run` are past FSDP's own preparations."""
+_INSIDE = "_shard_steps"  # How many calls of `run` are past FSDP's own preparations.
 _EXPECTS = "_shard_expects_gradients"
 
 

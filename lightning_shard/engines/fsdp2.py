@@ -46,8 +46,7 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import named_parameters
 
-FORWARD_METHODS = ("encode", "generate")
-"""Methods that run a model without ``forward``, by the names that are common."""
+FORWARD_METHODS = ("encode", "generate")  # Methods that run a model without ``forward``, by the names that are common.
 
 _STATE = "_shard_state"
 """Where a module keeps what it was sharded with (mesh, policy, settings), and the trainable parameters that FSDP leaves

@@ -42,8 +42,7 @@ def persistent_buffers(root: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-_COMPARED = 3
-"""Times that buffers are shared at which ranks tell each other their shapes."""
+_COMPARED = 3  # Times that buffers are shared at which ranks tell each other their shapes.
 
 _ALIGNMENT = 16  # bytes, of every dtype
 

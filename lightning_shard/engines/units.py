@@ -17,8 +17,7 @@ from lightning_shard.precision.policy import DTYPES
 from lightning_shard.tensors.names import class_name
 from lightning_shard.text import did_you_mean
 
-ClassNames = list[str | type[nn.Module]]
-"""Classes of modules, as a user names them."""
+ClassNames = list[str | type[nn.Module]]  # Classes of modules, as a user names them.
 
 
 def class_names(classes: ClassNames) -> list[str]:

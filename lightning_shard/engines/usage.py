@@ -36,18 +36,13 @@ class Usage:
     def __init__(self, names: Iterable[str], *, always: bool = False) -> None:
         """Begin to look at ``names``; with ``always`` ranks tell each other in every step, which waits for all."""
         self._names = frozenset(names)
-        self.used: dict[str, None] = {}
-        """What this rank has used in this step, in the order in which gradients came."""
-        self.watched: set[str] = set()
-        """Of which it is known whether a step uses them."""
+        self.used: dict[str, None] = {}  # What this rank has used in this step, in the order in which gradients came.
+        self.watched: set[str] = set()  # Of which it is known whether a step uses them.
         self._steps = 0
         self._last: list[Set[str]] = []
-        self.varies = always
-        """Whether ranks, or steps, differ in what they use, the same on every rank."""
-        self.differs = False
-        """Whether ranks do."""
-        self.partly: Set[str] = frozenset()
-        """What some rank did not use in the last step that ranks told of."""
+        self.varies = always  # Whether ranks, or steps, differ in what they use, the same on every rank.
+        self.differs = False  # Whether ranks do.
+        self.partly: Set[str] = frozenset()  # What some rank did not use in the last step that ranks told of.
 
     def watch(self, fqn: str, parameter: Tensor) -> Callable[[], None]:
         """Note the backward passes that reach ``parameter``; returns what ends that."""

@@ -17,8 +17,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.names import named_parameters
 
-_COMPARED = 3
-"""Steps in which values are compared, which waits for the device."""
+_COMPARED = 3  # Steps in which values are compared, which waits for the device.
 
 _AVERAGED = 8
 """Steps in which frozen parameters that are cast are compared; the first ones of an average may round to nothing."""

@@ -23,8 +23,7 @@ from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.step_memory import START, Point, peak
 
 MiB = 2**20
-BLOCK = 512
-"""All sizes are multiples of it (``kMinBlockSize``)."""
+BLOCK = 512  # All sizes are multiples of it (``kMinBlockSize``).
 
 SMALL = 1 * MiB
 """What is no larger comes from segments of `SMALL_SEGMENT`, and shares none with what is (``kSmallSize``)."""
@@ -155,31 +154,23 @@ class Allocator:
             lower.pool.tail = lower
 
 
-Range = tuple[int, int]
-"""The least and the most, in bytes."""
+Range = tuple[int, int]  # The least and the most, in bytes.
 
+# The CUDA context with the kernels that are loaded. Least: where kernels are loaded when they are first used
+# (CUDA_MODULE_LOADING=LAZY, the default since CUDA 12.2); most: all of them, 0.87 GiB beside what torch had reserved of
+# a Titan RTX (the message of an out-of-memory error in https://huggingface.co/blog/pytorch-fsdp, table 2).
 CONTEXT: Range = (450 * 10**6, 930 * 10**6)
-"""The CUDA context with the kernels that are loaded.
 
-Least: where kernels are loaded when they are first used (CUDA_MODULE_LOADING=LAZY, the default since CUDA 12.2); most:
-all of them, 0.87 GiB beside what torch had reserved of a Titan RTX (the message of an out-of-memory error in
-https://huggingface.co/blog/pytorch-fsdp, table 2).
-"""
-
+# A workspace for each thread that multiplies matrices, forward's and backward's (``aten/src/ATen/cuda``).
+# ``CublasHandlePool.cpp``: :4096:2:16:8, or 32 MiB on Hopper and Blackwell; ``CUDABlas.cpp``: 1 MiB for cuBLASLt.
 CUBLAS: Range = (2 * 8_519_680, 2 * (32 + 1) * MiB)
-"""A workspace for each thread that multiplies matrices, forward's and backward's (``aten/src/ATen/cuda``).
-
-``CublasHandlePool.cpp``: :4096:2:16:8, or 32 MiB on Hopper and Blackwell; ``CUDABlas.cpp``: 1 MiB for cuBLASLt.
-"""
 
 _CONNECTION = 12 * MiB
+# Buffers of a communicator: 10 MiB to receive in and 2 MiB to send from, for each channel and neighbour. Sizes are
+# those of NCCL's own log (github.com/NVIDIA/nccl/issues/1685), and add up from the buffers of its three protocols (4
+# MiB, 4.7 MiB, 0.5 MiB); least: two channels in a ring, as over PCIe; most: 32 channels, as over NVSwitch, in rings and
+# trees. They do not grow with the number of ranks (issue 864).
 NCCL: Range = (2 * _CONNECTION, 2 * 32 * _CONNECTION)
-"""Buffers of a communicator: 10 MiB to receive in and 2 MiB to send from, for each channel and neighbour.
-
-Sizes are those of NCCL's own log (github.com/NVIDIA/nccl/issues/1685), and add up from the buffers of its three
-protocols (4 MiB, 4.7 MiB, 0.5 MiB); least: two channels in a ring, as over PCIe; most: 32 channels, as over NVSwitch,
-in rings and trees. They do not grow with the number of ranks (issue 864).
-"""
 
 
 def verdict(needs: Range, memory: int) -> str:

@@ -49,8 +49,7 @@ class Device:
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 64, 0.6))
 """Rows, columns and what they reach of the best; the smallest fill the device where matrices are small."""
-_SPLIT = 2048
-"""Of the summed dim, from which on a library splits it where tiles are few."""
+_SPLIT = 2048  # Of the summed dim, from which on a library splits it where tiles are few.
 
 
 def product_seconds(device: Device, batch: int, m: int, k: int, n: int, dtype: torch.dtype) -> float:

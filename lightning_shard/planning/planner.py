@@ -318,8 +318,7 @@ def fewest_devices(
     return fewest(1), fewest(0)
 
 
-BATCHES = 3
-"""Micro-batches whose time is looked at, the largest that fit: smaller ones send as much for fewer samples."""
+BATCHES = 3  # Micro-batches whose time is looked at, the largest that fit: smaller ones send as much for fewer samples.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ from lightning_shard.text import columns, show_bytes, show_seconds
 FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
 """The activation checkpointing that is compared, in the order of what is computed again."""
 
-LARGEST_BATCH = 2**20
-"""From which on none is looked for."""
+LARGEST_BATCH = 2**20  # From which on none is looked for.
 
 ON_CPU = "on CPUs tensors alone are counted, offloaded ones too: Python and its libraries lie beside them"
 

@@ -34,8 +34,7 @@ steps that others have published (``examples/benchmarks/published_tables.py``), 
 CPU_ADAM, TORCH_ADAM = 4e9, 0.7e9
 """Parameters per second that a node of two processors steps by DeepSpeed's CPU Adam and by torch's (ZeRO-Offload, arXiv
 2101.06840, table 4)."""
-NVME_SPEED = 12e9
-"""Bytes per second that a node's drives read, and write: a few of about 3 GB/s each."""
+NVME_SPEED = 12e9  # Bytes per second that a node's drives read, and write: a few of about 3 GB/s each.
 _BASE, _INSIDE, _BETWEEN = 8.4e-6, 3.4e-6, 14e-6
 """Seconds of a ring: for itself, for each step inside a node and between nodes (NCCL's ``src/graph/tuning.cc``)."""
 
@@ -110,12 +109,9 @@ def transfer(sent: Collective, rates: Rates) -> Transfer:
     return Transfer(seconds=seconds, by=by, copies=copies, kernels=taken * rates.device.shared)
 
 
+# What an engine does beside a unit's operators, by unit. It is gathered ahead of its "forward" and of its "backward",
+# its gradients are reduced ("reduce"), and then ("across") among copies of the model, on a communicator of their own.
 Schedule = Mapping[str, Mapping[str, Transfer]]
-"""What an engine does beside a unit's operators, by unit.
-
-It is gathered ahead of its "forward" and of its "backward", its gradients are reduced ("reduce"), and then ("across")
-among copies of the model, on a communicator of their own.
-"""
 _PARTS = {
     "parameters, forward": "forward",
     "parameters, backward": "backward",
@@ -197,8 +193,7 @@ class _Clock:
         self.wait(self.host, LAUNCHES)
 
 
-_AHEAD = 0.05
-"""Seconds that the host may be ahead of the device: about a thousand kernels wait in its queue."""
+_AHEAD = 0.05  # Seconds that the host may be ahead of the device: about a thousand kernels wait in its queue.
 
 
 def _micro_batch(

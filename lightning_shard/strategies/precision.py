@@ -96,8 +96,7 @@ class ShardPrecision(Precision):
         self._scale: LossScaler | None = None
         self._optimizers: list[Optimizer] = []
         self._backward_after = -1  # Batches that the fit had behind it when a backward pass began last.
-        self.backward_pending = False
-        """Whether a backward pass was run since the last optimizer step."""
+        self.backward_pending = False  # Whether a backward pass was run since the last optimizer step.
         self.step_skipped = False
         """Whether the last optimizer step was skipped for an overflow, the same on every rank."""
 

@@ -25,8 +25,7 @@ tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _p
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 
-READ_NUMBER = torch.ops.aten._local_scalar_dense.default
-"""The operator of ``tensor.item()``."""
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # The operator of ``tensor.item()``.
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

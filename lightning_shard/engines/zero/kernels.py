@@ -39,8 +39,7 @@ QUIET_SECONDS = 120.0
 """A lock that no process here has open is stale once nothing was written beside it for so long: another machine may
 build in a cache that it shares with this one."""
 
-POLL_SECONDS = 1.0
-"""Between two looks at a lock."""
+POLL_SECONDS = 1.0  # Between two looks at a lock.
 
 
 def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> tuple[str, ...]:

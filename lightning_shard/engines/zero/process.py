@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from lightning_shard.private_names import require
 
-TESTED = ("0.19",)
-"""Releases of DeepSpeed whose private names are used here and in the files beside this one."""
+TESTED = ("0.19",)  # Releases of DeepSpeed whose private names are used here and in the files beside this one.
 
 
 def require_tested_version() -> None:
@@ -117,8 +116,7 @@ def _require_private_names() -> None:
     require(groups, "_release_process_group_references", tested=tested)
 
 
-_connected: dict[str, object] = {}
-"""The process group that DeepSpeed's globals belong to."""
+_connected: dict[str, object] = {}  # The process group that DeepSpeed's globals belong to.
 
 
 def _choose_accelerator(device: torch.device) -> None:

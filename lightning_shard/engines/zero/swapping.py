@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IN_FILES = "nvme"
-"""What DeepSpeed calls the final location of a parameter shard in a file."""
+IN_FILES = "nvme"  # What DeepSpeed calls the final location of a parameter shard in a file.
 
 
 def swaps(zero: Any) -> bool:

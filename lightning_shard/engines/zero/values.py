@@ -17,11 +17,9 @@ from lightning_shard.tensors.flat import FlatSlice, FlatTensor, LiveTensor
 from lightning_shard.tensors.full import gather_full
 from lightning_shard.tensors.names import named_parameters
 
-Loaded = dict[str, FlatSlice]
-"""FQN to a slice of the parameter, in the dtype that it was loaded in."""
+Loaded = dict[str, FlatSlice]  # FQN to a slice of the parameter, in the dtype that it was loaded in.
 
-_MASTERS = "_shard_zero_masters"
-"""Where a module that stage 3 has sharded keeps this rank's masters between runs."""
+_MASTERS = "_shard_zero_masters"  # Where a module that stage 3 has sharded keeps this rank's masters between runs.
 
 
 def is_kept(parameter: Tensor, values: Tensor, compute: torch.dtype) -> bool:
@@ -43,8 +41,7 @@ class Values:
         self._module = module
         self.loaded: Loaded = module.__dict__.pop(_MASTERS, {})
         """What the engine under construction rounds; `start` empties it."""
-        self.kept: Loaded = {}
-        """This rank's shards of the loaded values that nothing steps, on the host."""
+        self.kept: Loaded = {}  # This rank's shards of the loaded values that nothing steps, on the host.
         self._rounded: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     @property

@@ -127,11 +127,9 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 _SIZES = (Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.size, Tensor.numel, Tensor.dim)  # type: ignore[attr-defined]
 
-_HOOK = re.compile(r"\[(LightningModule|Callback)\].*\.on_\w+$")
-"""Lightning's name for the action of a hook."""
+_HOOK = re.compile(r"\[(LightningModule|Callback)\].*\.on_\w+$")  # Lightning's name for the action of a hook.
 
-_WATCHED = 8
-"""Steps that are looked at: the same code runs in the others, and each operator costs host time here."""
+_WATCHED = 8  # Steps that are looked at: the same code runs in the others, and each operator costs host time here.
 
 
 class WatchedUses(TorchFunctionMode):

@@ -15,11 +15,9 @@ CONTRADICTS = (
     'The DeepSpeed configuration contradicts the run; where a value is the Trainer\'s, write "auto" or remove it'
 )
 
-BUCKET = 500_000_000
-"""DeepSpeed's default for both buckets, in elements."""
+BUCKET = 500_000_000  # DeepSpeed's default for both buckets, in elements.
 
-NVME_BUFFER = 100_000_000
-"""DeepSpeed's default for one buffer of parameters from NVMe, in elements."""
+NVME_BUFFER = 100_000_000  # DeepSpeed's default for one buffer of parameters from NVMe, in elements.
 
 
 def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]:

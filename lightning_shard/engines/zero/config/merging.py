@@ -18,8 +18,7 @@ from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, pu
 from lightning_shard.engines.zero.config.sections import read_sections
 from lightning_shard.errors import ConfigurationError
 
-DEFAULT_STAGE = 2
-"""The stage where neither the field nor ``config`` says one, as in stock Lightning."""
+DEFAULT_STAGE = 2  # The stage where neither the field nor ``config`` says one, as in stock Lightning.
 
 ZERO = "zero_optimization"
 

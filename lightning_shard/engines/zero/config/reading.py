@@ -18,8 +18,7 @@ from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_Z
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import nearest
 
-AUTO = "auto"
-"""The value that stands for what the Trainer, the model or DeepSpeed would say."""
+AUTO = "auto"  # The value that stands for what the Trainer, the model or DeepSpeed would say.
 
 
 def get(config: dict[str, Any], path: str) -> Any:
