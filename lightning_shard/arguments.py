@@ -1,6 +1,5 @@
-"""Arguments that are given in Python, read by their annotations as the command line reads YAML.
-
-Strings and mappings become what the annotation names, and what does not fit is refused when the object is made.
+"""Arguments that are given in Python, read by their annotations as the command line reads YAML: strings and mappings
+become what these name, and what does not fit is refused when the object is made.
 """
 
 import functools

@@ -1,6 +1,5 @@
-"""The device mesh: two axes, ``replicate`` and ``shard``, whose sizes multiply to the number of processes.
-
-Full sharding, hybrid sharding and pure replication are shapes of this mesh, nothing else.
+"""The device mesh: two axes, ``replicate`` and ``shard``, whose sizes multiply to the number of processes. Full and
+hybrid sharding and pure replication are its shapes, nothing else.
 """
 
 from dataclasses import dataclass

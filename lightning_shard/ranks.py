@@ -1,7 +1,5 @@
-"""What all ranks do together beside training: exchange objects, and fail with the same error on all of them.
-
-This is the only place that sends objects between ranks once there is a process group; before there is one, ranks
-compare what they find over its store (`lightning_shard.cluster.preflight`).
+"""What all ranks do together beside training: exchange objects, and fail with the same error on all of them. Nothing
+else sends objects between ranks but the comparison before there is a group (`lightning_shard.cluster.preflight`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The strategy names: one table of presets, and its way into Lightning's registry.
-
-A name is a class and a few of its constructor arguments, nothing more; ``lightning-shard strategies NAME`` prints the
-equal YAML.
+"""The strategy names: one table of presets, each a class and a few of its constructor arguments, and its way into
+Lightning's registry.
 """
 
 import importlib

@@ -1,6 +1,5 @@
-"""A Trainer's callbacks: which watch gradients being dropped, what a summary counts, when ``ModelCheckpoint`` saves and
-sees a checkpoint, and which one a run resumes from. Those that average weights are given this rank's shards where they
-would look at the whole module.
+"""A Trainer's callbacks: those that watch gradients being dropped, summaries, when ``ModelCheckpoint`` saves and which
+checkpoint a run resumes from, and averages of weights, which are given this rank's shards.
 """
 
 import os

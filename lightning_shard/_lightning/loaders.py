@@ -1,6 +1,5 @@
-"""The training dataloaders that Lightning was given and made, what they resume from, and steps that leave nothing.
-
-Such steps of a fit are made as Lightning's learning rate finder makes them, in the same order.
+"""The training dataloaders that Lightning was given and made, what they resume from, and steps of a fit that leave
+nothing, made as Lightning's learning rate finder makes them.
 """
 
 import os

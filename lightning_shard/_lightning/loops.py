@@ -1,14 +1,11 @@
 """Where a run is in Lightning's loops, what is called between two batches and at its end, and its signal handlers.
 
-The counters of the fit loop when a run stops between two batches, and when it goes on from a checkpoint, are set for
-Lightning's own classification of a loaded state (``_restart_stage``): it knows states written in
-``on_train_batch_end`` and in the middle of a validation, and after neither of them repeats or leaves out a batch. Two
-states that it loads do not mean where the data goes on, because it saves before or after it has counted:
-
-- At an epoch's end under ``max_steps`` it takes the run for one in mid-epoch (its ``restarting`` is forced for
-  iteration-based training) and ends the next epoch after one batch.
-- ``max_steps``, ``max_time`` or ``should_stop`` in mid-epoch count the epoch as processed, so that the rest of it
-  would be taken from the next epoch's order.
+The counters of the fit loop are set for Lightning's own classification of a loaded state (``_restart_stage``): it knows
+states written in ``on_train_batch_end`` and in the middle of a validation, and after neither repeats or leaves out a
+batch. It saves before or after it has counted: at an epoch's end under ``max_steps`` it takes the run for one in
+mid-epoch (its ``restarting`` is forced for iteration-based training) and ends the next epoch after one batch; and
+``max_steps``, ``max_time`` or ``should_stop`` in mid-epoch count the epoch as processed, so that its rest would come
+from the next epoch's order.
 """
 
 import copy

@@ -1,12 +1,9 @@
 """The saves of a run, one after the other, of which the last may still be written while training goes on.
 
-A save in the background blocks its caller for the plan, which is that of the save before as long as nothing is sharded
-in another way, and for copying this rank's boxes to the host. The rest is the code of any other save, in a thread and
-over a process group of its own.
-
-A thread and not a process: what takes the time of a save, hashing, writing and syncing, keeps no interpreter lock, and
-steps were measured to take as long beside either. A process costs a second interpreter with torch in it for each rank,
-and shared memory, which is not pinned.
+A save in the background blocks its caller for the plan, kept from the save before while shards stay, and for copying
+this rank's boxes to the host. The rest is the code of any other save, over a process group of its own, in a thread:
+hashing, writing and syncing keep no interpreter lock, and steps were measured to take as long beside a process, which
+costs a second interpreter with torch for each rank, and shared memory, which is not pinned.
 """
 
 import os

@@ -1,8 +1,6 @@
-"""Gradients that a step has accumulated so far, in a checkpoint.
-
-They lie there as in memory: averaged over the ranks, or every rank's own in full where they are averaged at the step's
-end. Where a checkpoint is read as it was written, both are read back bit by bit; else a rank's own become averages, and
-averages every rank's own, which the ranks' average gives back.
+"""Gradients that a step has accumulated so far, in a checkpoint: averaged over the ranks, or every rank's own in full
+where they are averaged at the step's end. Where a checkpoint is read as it was written, they are read back bit by bit;
+else a rank's own become averages, and averages every rank's own, which the ranks' average gives back.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

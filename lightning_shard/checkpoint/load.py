@@ -175,19 +175,13 @@ def load_training_state(
         return state.values[key] if key in state.values else checkpoint.full(key)
 
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], load_optimizers.OptimizerPlan, LoadReport]:
-        if optimizers and layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
-            raise errors.CheckpointMismatchError(
-                f"{checkpoint.path} has no optimizer state: it was saved with weights only, and a fit needs more. "
-                "Resume from another; or begin a new run with its weights: export them (lightning-shard checkpoint "
-                "export), for the callback PretrainedWeights."
-            )
+        saved = _optimizer_states(checkpoint) if optimizers else []
         shapes = {name: state.shapes[key] for name, key in state.keys.items()}
         names = make_room(module, sharded_names(module), shapes, full)
         wanted = {layout.MODEL_PREFIX: live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
         matched = match_keys(found, state, names, wanted, kept=left_out(module, names) if strict else None)
-        saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
         plan = load_optimizers.plan_optimizers(
             optimizers, names, found, saved, matched, configured=configured, homes=state.keys
         )
@@ -218,6 +212,17 @@ def load_training_state(
 
     ranks.agree(f"reading {checkpoint.path}", read)
     return report
+
+
+def _optimizer_states(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:
+    if layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
+        raise errors.CheckpointMismatchError(
+            f"{checkpoint.path} has no optimizer state: it was saved with weights only, and a fit needs more. "
+            "Resume from another; or begin a new run with its weights: export them (lightning-shard checkpoint "
+            "export), for the callback PretrainedWeights."
+        )
+    states: list[dict[str, Any]] = checkpoint.trainer_state[layout.OPTIMIZER_STATES]
+    return states
 
 
 def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) -> None:

@@ -1,6 +1,5 @@
-"""Which stored tensors go to which live ones by name, tied names followed on both sides, and what does not fit.
-
-Of optimizers and schedulers the kinds and settings that do not fit too.
+"""Which stored tensors go to which live ones by name, tied names followed on both sides, and what does not fit; of
+optimizers and schedulers the kinds and settings too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,11 +1,9 @@
 """A module's tensors and extra state, and optimizer state by parameter name, as a checkpoint knows them.
 
-A slot of its parameter's shape is stored and sharded like the parameter; a scalar tensor is stored as it is, and one
-that parameters share (the step count of a flat tensor) is stored for each of them. Slots that are no tensors (numbers,
-None) and the groups' hyperparameters go to ``trainer.pt``.
-
-A torch optimizer over a module's parameters (plain, or DTensors) says itself which parameters it steps; of an optimizer
-over flat tensors its owner says it with a `FlatOptimizer`.
+A slot of its parameter's shape is stored and sharded like the parameter; a scalar tensor is stored as it is, for each
+of the parameters that share it. Slots that are no tensors and the groups' hyperparameters go to ``trainer.pt``. A torch
+optimizer over a module's parameters says itself which it steps; of one over flat tensors its owner says it with a
+`FlatOptimizer`.
 """
 
 import inspect

@@ -1,9 +1,8 @@
 """Which rank writes which boxes of which tensors, and whether the boxes make up full tensors.
 
-Every rank tells rank 0 which boxes of which tensors it has, as numbers; what a tensor is (name, shape, dtype) is told
-by one rank alone. Rank 0 gives each box to one of the ranks that have it, so that the bytes are evened out, and tells
-every rank its boxes by their numbers. A plan holds as long as no rank's tensors are sharded in another way, and is kept
-until then. Digests of a frozen base that is not in a checkpoint are shared out by the same plan.
+Every rank tells rank 0 its boxes as numbers; what a tensor is (name, shape, dtype) is told by one rank alone. Rank 0
+gives each box to one of the ranks that have it, so that the bytes are evened out. A plan is kept as long as no rank's
+tensors are sharded in another way. Digests of a frozen base that is not in a checkpoint are shared out likewise.
 """
 
 import hashlib

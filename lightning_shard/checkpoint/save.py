@@ -1,7 +1,6 @@
-"""Saving a portable checkpoint: all ranks agree on who writes what, and write it.
-
-A save has two halves, `Begun` and its `finish`: where the values come from, and over which group the ranks that write
-them speak, is said to the second one. A save in the background writes copies, over a group of its own.
+"""Saving a portable checkpoint: all ranks agree on who writes what, and write it. A save has two halves, `Begun` and
+its `finish`, which is told where the values come from and over which group ranks speak: in the background it writes
+copies, over a group of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The ``state_dict`` of a checkpoint as a module's own code sees it before it is loaded, and what that code made of it.
-
-For each tensor stands a `StoredValues`, so that nothing is read for a name that is changed or deleted. What code
-computes from one takes its place, in full on the host of every rank.
+"""The ``state_dict`` of a checkpoint as a module's own code sees and changes it before it is loaded. For each tensor
+stands a `StoredValues`, so that nothing is read for a name that is changed or deleted. What code computes from one
+takes its place, in full on the host of every rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence

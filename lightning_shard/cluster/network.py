@@ -1,10 +1,9 @@
 """The network that gloo uses, which every run on GPUs needs beside NCCL, and forks beside its threads.
 
 Before Python 3.12 a forked child, such as a worker of a DataLoader, waits forever if another thread is about to enter
-the interpreter at that moment: it holds a lock of the runtime, and memory that it asks for is not given before the fork
-is done, so that the child begins with the lock taken (seen in ``_PyThreadState_DeleteExcept``, out of
-``PyOS_AfterFork_Child``). gloo's threads enter the interpreter when they let go of a tensor whose Python object has
-gone, right after a collective, which is where loaders are started.
+the interpreter at that moment, since it begins with a lock of the runtime taken (seen in
+``_PyThreadState_DeleteExcept``). gloo's threads enter it when they let go of a tensor whose Python object has gone,
+right after a collective, which is where loaders are started.
 """
 
 import fcntl

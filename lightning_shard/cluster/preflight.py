@@ -1,7 +1,6 @@
-"""The processes meet and compare themselves before there is a process group, so that what differs has a name.
-
-They meet at the store over which the process group is made next, with a timeout of its own. A rank says what it
-is, rank 0 reads all and writes one verdict, which every rank raises.
+"""The processes meet and compare themselves before there is a process group, so that what differs has a name: at the
+store over which the group is made next, with a timeout of its own. Rank 0 reads what each says and writes one verdict,
+which every rank raises.
 """
 
 import json

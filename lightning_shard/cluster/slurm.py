@@ -1,7 +1,4 @@
-"""What SLURM says of a job: facts from the environment of its processes, the time that is left, and requeueing.
-
-Nothing is read but the mapping that is passed in, and what SLURM's own commands print.
-"""
+"""What SLURM says of a job: facts from the environment that is passed in, the time that is left, and requeueing."""
 
 import re
 import subprocess

@@ -3,10 +3,8 @@
 Two threads on every rank. The *speaker* alone uses the store of the process group: it says that the rank lives, and
 asks whether another has failed; rank 0's also counts who is silent, and rank 1's whether rank 0 is. The *guard* ends
 the process once there is a cause, or once the store has not answered for too long: a call of the store may never
-return (its host was stopped, or a network was cut), so that the guard makes none.
-
-One rank *owns* a failure, the first to say it. The others print one line each and wait a moment; the owner's traceback
-and the cause come last.
+return. One rank *owns* a failure, the first to say it. The others print one line each; the owner's traceback and the
+cause come last.
 """
 
 import atexit

@@ -1,9 +1,8 @@
 """The commands of ``lightning-shard``: one table, whose modules are imported when their command runs.
 
 ``fit``, ``validate``, ``test`` and ``predict`` are :class:`~lightning_shard.commands.cli.ShardCLI`, which runs the
-commands of the table too. A command is the module of its name, with ``main(arguments)``: it does what the arguments
-say, prints, and returns the exit code; what it raises, ``ShardCLI`` reports. What needs neither torch nor Lightning is
-answered by `quick`, within the time of a shell's prompt.
+commands of the table too: modules with ``main(arguments)``, which does what the arguments say, prints, and returns the
+exit code; what it raises, ``ShardCLI`` reports. `quick` answers what needs neither torch nor Lightning.
 """
 
 import importlib

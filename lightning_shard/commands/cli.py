@@ -1,6 +1,5 @@
-"""`ShardCLI`: LightningCLI with this package's strategies, commands and messages.
-
-And what ``fit``, ``validate``, ``test`` and ``predict`` check and change in their configuration, and say at the end.
+"""`ShardCLI`: LightningCLI with this package's strategies, commands and messages, and what ``fit``, ``validate``,
+``test`` and ``predict`` check and change in their configuration, and say at the end.
 """
 
 import logging

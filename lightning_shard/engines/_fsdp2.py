@@ -1,7 +1,5 @@
-"""The one importer of torch's private FSDP2 parts, guarded by version.
-
-``replicate`` on FSDP2's machinery has no public path in torch 2.11 to 2.13. It casts, reduces and accumulates as
-``fully_shard`` does; torch's DistributedDataParallel has neither master weights nor a reduction dtype.
+"""The one importer of torch's private FSDP2 parts. ``replicate`` on FSDP2's machinery, which has no public path in
+torch 2.11 to 2.13, has master weights and a reduction dtype, as torch's DistributedDataParallel has not.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,5 @@
-"""What was made of parameters before an engine put others in their place, such as in ``__init__``.
-
-Optimizers step the new ones, and lists that modules keep of their parameters show them.
+"""What was made of parameters before an engine put others in their place, such as in ``__init__``: optimizers step the
+new ones, and lists that modules keep of their parameters show them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

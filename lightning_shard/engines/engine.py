@@ -1,8 +1,7 @@
 """What a strategy asks of its engine: the interface between Lightning's hooks and what shards and steps.
 
 A strategy makes an engine from its settings (`Engine.check`, `policy`, `facts` and `settings` need no more), lets it
-prepare the module of a run, in a fit lets it engage the optimizers, and closes it at the end. Nothing here and below
-knows Lightning.
+prepare the module of a run and in a fit engage the optimizers, and closes it. Nothing from here on knows Lightning.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Values for models that were built on the meta device: the same on every engine, mesh and world size.
 
-A module's own tensors are created in full and initialised under a seed derived from the run's seed and the module's
-FQN, so the values depend on nothing else: not on the order, the mesh or the number of ranks. The caller shards them
-before it asks for the next unit's, so that a rank never has more than its shards and one full unit.
+A module's own tensors are created in full and initialised under a seed derived from the run's seed and the module's FQN
+alone. The caller shards them before it asks for the next unit's: a rank has its shards and one full unit.
 """
 
 import hashlib

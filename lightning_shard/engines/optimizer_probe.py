@@ -1,8 +1,6 @@
-"""What an optimizer needs to be stepped on shards, found by stepping a copy of it.
-
-An optimizer that treats each element by itself gives a parameter's shards the numbers of the full parameter. One that
-looks at a whole tensor (a norm of it, rows and columns, blocks of a quantised state) does not; and one that looks at
-several parameters can't be divided over ranks at all.
+"""What an optimizer needs to be stepped on shards, found by stepping a copy of it. One that treats each element by
+itself gives shards the numbers of the full parameter; one that looks at a whole tensor (a norm, rows and columns,
+blocks of a quantised state) does not; and one that looks at several parameters can't be divided over ranks at all.
 """
 
 from collections import defaultdict

@@ -1,6 +1,5 @@
-"""The tensors that are resident on a rank in a fit, by what they are for and in which memory: what accounts count.
-
-Where tensors share memory, the one that is given first says what the memory is for.
+"""The tensors that are resident on a rank in a fit, by what they are for and in which memory; where some share memory,
+the one that is given first says what it is for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,9 +1,8 @@
 """Changes to a module's forward: recomputation in backward, and compilation.
 
 Both replace ``module.forward`` on the instance, so that no FQN gains a prefix and hooks stay outside. Selective
-recomputation saves what is expensive: matrix products, convolutions and attention. Backward then computes again what
-costs little but memory (norms, activation functions, dropout, casts, additions), and no FLOP that counts. It is torch's
-selective activation checkpointing, with the operators that its FLOP counter knows as those to save.
+recomputation is torch's selective activation checkpointing, which saves the operators that torch's FLOP counter knows:
+products, convolutions and attention. Backward computes the rest again, which costs little but memory.
 """
 
 from collections import Counter

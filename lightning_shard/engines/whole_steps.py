@@ -1,9 +1,8 @@
 """Stepping full parameters at owner ranks, for optimizers that need more than shards.
 
 Each parameter has one owner among the ranks that shard it, balanced by elements. A step sends the shards of values and
-gradients to the owners, lets the user's own optimizer step there what this rank owns, and sends the new values back.
-The optimizer's state lives with the owner, in whatever shape it has; the shards stay the master weights between steps.
-The full values lie on the owner during a step alone.
+gradients to the owners, where the user's own optimizer steps, with its state there, and sends the new values back: the
+shards stay the master weights. Full values lie on the owner during a step alone.
 """
 
 from collections import deque

@@ -1,7 +1,5 @@
-"""Writes to FSDP2's parameters that no optimizer makes, such as those to the teacher of a moving average.
-
-torch loses them without a word: setting ``parameter.data`` changes nothing of a DTensor, and what is written to a
-gathered parameter is freed with it.
+"""Writes to FSDP2's parameters that no optimizer makes, such as those to the teacher of a moving average, which torch
+loses: ``parameter.data = ...`` changes nothing of a DTensor, and what is written to a gathered parameter is freed.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Model FLOPs of a training step, counted by torch's formulas on tensors without memory.
 
-Model FLOPs are what the mathematics of a step asks for, whatever an engine computes (Chowdhery et al. 2022, appendix
-B, https://arxiv.org/abs/2204.02311): what activation checkpointing or a fused kernel computes a second time is no
-part of them. A multiply and an add are two.
+They are what the mathematics of a step asks for (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311),
+a multiply and an add being two, and not what checkpointing or a fused kernel computes again.
 """
 
 from __future__ import annotations

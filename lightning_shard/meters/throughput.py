@@ -1,6 +1,5 @@
-"""What a batch holds, and what all ranks did in a window of steps: counted on each rank, added up once for all.
-
-How long a rank's main thread waits for other ranks is measured where the waiting is done.
+"""What a batch holds, and what all ranks did in a window of steps: counted on each rank, added up once for all; and how
+long a rank's main thread waits for others, measured where it waits.
 """
 
 import csv

@@ -1,7 +1,5 @@
-"""The table of counterparts: each setting, and what it is for each engine of this package.
-
-Neutral settings have the names of this package's own arguments wherever one engine has an argument for it. Settings
-that depend on each other (what is sharded, offload, the mesh, precision) are in ``dependent_settings.py``.
+"""The table of counterparts: what each setting, named as this package's own argument where there is one, is for each
+engine. Settings that depend on each other are in ``dependent_settings.py``.
 """
 
 from collections.abc import Mapping

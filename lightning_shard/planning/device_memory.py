@@ -1,13 +1,11 @@
 """A device's memory as its driver would show it: what torch's allocator reserves, and what lies outside of it.
 
-The parts of a step (`Point`) say what an engine holds; the trace says what its module allocates and frees, in order.
-Both together drive `Allocator` through two steps: the optimizer makes its state in the first, between blocks that
-backward has left.
-
-`Allocator` is a model of PyTorch's caching allocator for CUDA, after ``c10/core/AllocatorConfig.h`` (the sizes) and
+The parts of a step (`Point`) say what an engine holds; the trace what its module allocates and frees, in order. Both
+drive `Allocator` through two steps: the optimizer makes its state in the first, between blocks that backward left. It
+is a model of PyTorch's caching allocator for CUDA, after ``c10/core/AllocatorConfig.h`` (the sizes) and
 ``c10/cuda/CUDACachingAllocator.cpp`` (``round_size``, ``get_allocation_size``, ``should_split``, ``get_free_block``,
-``try_allocate_expandable_block``) of torch 2.11 to 2.13 with default settings, or with ``expandable_segments:True``.
-Out of memory is not modelled: nothing is given back.
+``try_allocate_expandable_block``) of torch 2.11 to 2.13 with default settings, or with ``expandable_segments:True``,
+without out of memory.
 """
 
 from __future__ import annotations

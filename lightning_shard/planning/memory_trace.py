@@ -1,8 +1,7 @@
 """One training step of a module on tensors without data: activations by shard unit, and the time of its operators.
 
-The step runs once, for no engine in particular: the module whole, its parameters as forward sees them, casts and
-activation checkpointing installed as every engine here installs them. What an engine holds beside it at each part of
-the step is arithmetic (`lightning_shard.planning.step_memory`): one trace serves all engines and numbers of ranks.
+The step runs once, for all engines and numbers of ranks: the module whole, with the casts and checkpointing that every
+engine here installs. What an engine holds beside it is arithmetic (`lightning_shard.planning.step_memory`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What a run needs under an engine: memory in each part of its step, the largest batch, the fewest devices, traffic.
-
-And the fastest forms of a run that keep its global batch and fit, out of engines, batches and compilation.
+"""What a run needs under an engine: memory in each part of its step, the largest batch, the fewest devices, traffic;
+and the fastest forms of it that keep its global batch and fit, out of engines, batches and compilation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What each engine needs and sends, by its facts: memory of one rank, at each part of a traced step, and traffic.
-
-Only the rank that needs most is looked at, and no cost grows with the number of ranks: 16,384 of them take as long as
-8. What ZeRO shards is as in its paper (arXiv 1910.02054, section 3.1); what each engine keeps besides is read off
-torch's and DeepSpeed's sources, which its module names.
+"""What each engine needs and sends, by its facts: memory of the rank that needs most, at each part of a traced step,
+and traffic, at a cost that does not grow with the ranks. What ZeRO shards is as in its paper (arXiv 1910.02054, section
+3.1); what each engine keeps besides is read off the sources that its module names.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,9 @@
 """Bytes that one optimizer step sends, per collective and mesh axis, inside and between nodes.
 
-Formulas: with a ring over k ranks, an all-gather and a reduce-scatter of n bytes send ``(k - 1) / k * n`` from every
-rank to the next one, an all-reduce twice that (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations"; NCCL's ``nccl-tests/doc/PERFORMANCE.md``). No algorithm sends less. A ring through several
-nodes leaves each node once, so that between nodes one group sends that much per node, not per device; groups that run
-side by side (hybrid sharding has one for each device of a node) each send their own.
+With a ring over k ranks, an all-gather and a reduce-scatter of n bytes send ``(k - 1) / k * n`` from every rank to the
+next, an all-reduce twice that (Patarasuk and Yuan 2009; NCCL's ``nccl-tests/doc/PERFORMANCE.md``); no algorithm sends
+less. A ring leaves each node once, so that between nodes a group sends that much per node; groups that run side by side
+(hybrid sharding's, one for each device of a node) each send their own.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Casting at module boundaries, the same on every engine.
 
-Under a 16-bit compute dtype every module sees its parameters in that dtype. So that floating inputs match them, a
-forward pre-hook on each module that has parameters, its own or its children's, casts its inputs. Integer and
-boolean inputs, targets, losses and metric inputs are never touched: they do not enter a module that has parameters
-unless the user's own code sends them there.
+Under a 16-bit compute dtype every module sees its parameters in that dtype, and a forward pre-hook on each that has
+some, of its own or its children's, casts its floating inputs. Integer and boolean inputs, targets, losses and metric
+inputs do not enter such modules unless the user's own code sends them there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,8 +1,7 @@
 """Linear layers whose matrix products are taken in float8, by torchao, the same on every engine that allows it.
 
-A layer keeps its parameters, names and hooks: it only gets the class and the settings of torchao's ``Float8Linear``.
-Scales are those of the tensors at hand (dynamic scaling), so that engines that gather the same parameters and read the
-same batches compute the same, and no state goes into a checkpoint.
+A layer keeps its parameters, names and hooks, and gets the class and settings of torchao's ``Float8Linear``. Scales are
+dynamic, of the tensors at hand: engines that read the same batches agree, and no state goes into a checkpoint.
 """
 
 import re

@@ -1,10 +1,9 @@
-"""Dynamic loss scaling: one arithmetic for every engine.
+"""Dynamic loss scaling: one arithmetic for every engine, by the rules of ``torch.amp.GradScaler``, with the hysteresis
+and the minimum of Megatron-LM and DeepSpeed.
 
-fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale before backward and the fp32 gradients are
-divided by it before they are clipped and used. The scale is a power of two, so that both are exact. When a gradient
-of any rank is inf or NaN, every rank skips the step and the scale falls; after enough good steps it rises.
-
-The rules are those of ``torch.amp.GradScaler``, with the hysteresis and the minimum of Megatron-LM and DeepSpeed.
+fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale, a power of two, before backward and the fp32
+gradients are divided by it. When one of any rank is inf or NaN, every rank skips the step and the scale falls; after
+enough good steps it rises.
 """
 
 import math

@@ -1,13 +1,12 @@
 """Losses that come with a weight, such as their number of valid tokens, averaged by it over ranks and micro-batches.
 
-Engines average gradients over ranks, and Lightning over micro-batches, whatever the number of tokens in each, so that
-the same global batch has another gradient when it is split in another way. With a weight ``w`` of each loss ``l`` (the
-mean over ``w`` tokens) the gradient of a step is that of ``sum(w * l) / sum(w)``, both sums over all ranks and
-micro-batches. The second is known at the accumulation boundary only: so each loss is multiplied by its weight before
-backward, and the reduced gradients by ``ranks * micro-batches / sum(w)`` before they are clipped.
+Engines average gradients over ranks, and Lightning over micro-batches, whatever the number of tokens in each. With a
+weight ``w`` of each loss ``l`` (the mean over ``w`` tokens) the gradient of a step is that of ``sum(w * l) / sum(w)``,
+over all ranks and micro-batches. The divisor is known at the accumulation boundary only: each loss is multiplied by its
+weight before backward, and the reduced gradients by ``ranks * micro-batches / sum(w)`` before they are clipped.
 
-In fp16 the multiplied loss might overflow where the loss itself does not. There weights are divided by a power of two
-that is no smaller than any weight of the window; the gradients so far are divided with it where it grows.
+In fp16, where the product might overflow, weights are divided by a power of two that is no smaller than any weight of
+the window; the gradients so far are divided with it where it grows.
 """
 
 from __future__ import annotations

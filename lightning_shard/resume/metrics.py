@@ -1,8 +1,6 @@
-"""The torchmetrics in a module, saved and restored; nothing here imports Lightning.
-
-A metric's state is not in ``state_dict()`` unless it was declared persistent, and is each rank's own until it is
-computed. So every rank's is kept. At another world size the old ranks' states are merged, as torchmetrics would merge
-them across ranks when it computes.
+"""The torchmetrics in a module, saved and restored. A metric's state is each rank's own until it is computed, and
+mostly not in ``state_dict()``: every rank's is kept, and merged at another world size as torchmetrics would merge
+ranks.
 """
 
 import warnings

@@ -1,8 +1,7 @@
 """How an epoch's samples are dealt out to ranks and batches, which interrupted epochs fit which loader, and wrappers.
 
-A *position* is a count of samples in the epoch's global order, the one that a single process would see. Rank r of
-w processes sees every w-th sample from its own on, as ``DistributedSampler`` does, so that k samples on each rank
-are the first k * w of the global order.
+A *position* counts samples of the epoch's global order, which a single process would see. Rank r of w sees every w-th
+from its own on, as with ``DistributedSampler``: k samples on each rank are the first k * w.
 """
 
 import copy

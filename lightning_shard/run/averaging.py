@@ -1,7 +1,5 @@
-"""Averages of a fit's weights that lie in shards beside what is stepped, for Lightning's callbacks that average.
-
-An average is elementwise: torch's and Lightning's own arithmetic runs over this rank's boxes of each tensor, and no
-rank has the average of a tensor that it does not have itself.
+"""Averages of a fit's weights that lie in shards beside what is stepped, for Lightning's callbacks that average:
+elementwise, by torch's and Lightning's arithmetic over this rank's boxes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The data of a run: the same loaders on all ranks, evaluation of uneven shares, and where a resumed run goes on.
 
-Beyond parameters, optimizers and Lightning's own checkpoint a run needs to go on bitwise, per rank: the random number
-generators, the states of metrics and of values logged so far in the epoch, and the positions of the dataloaders. They
-are saved by each rank for itself, and given back at the latest moment at which nothing else draws from or resets them.
+For that each rank saves its generators, metrics, logged values of the epoch and dataloaders' positions; they are given
+back at the latest moment at which nothing else draws from or resets them.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence

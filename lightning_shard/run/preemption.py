@@ -1,7 +1,6 @@
-"""Which run this is, what it goes on from, and a fit that is told to stop.
-
-A run's name, its job and its folders say which checkpoint it goes on from: never another job's. To stop, all ranks save
-together at a step's end, and the job goes back into the queue.
+"""Which run this is, what it goes on from, and a fit that is told to stop. Its name, its job and its folders say which
+checkpoint it goes on from, never another job's. To stop, all ranks save together at a step's end, and the job goes back
+into the queue.
 """
 
 from __future__ import annotations

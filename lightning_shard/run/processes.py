@@ -1,6 +1,5 @@
-"""The processes of a run: who started them, where they meet, their process group and mesh, and what they exchange.
-
-They watch each other: what one of them fails of is said by all, and ends all.
+"""The processes of a run: who started them, where they meet, their process group and mesh, and what they exchange; and
+their watch over each other.
 """
 
 import atexit

@@ -1,8 +1,6 @@
-"""Tensors with shapes, dtypes and devices and without memory, on which a step is traced; the base of both tracers.
-
-`lightning_shard.meters.flops` counts a step's model FLOPs on them, `lightning_shard.planning.memory_trace` its bytes.
-Fake tensors are documented (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but lie below a
-private module, as the fake process group and the dispatch mode do; torch 2.11 to 2.13 have them there.
+"""Tensors with shapes, dtypes and devices and without memory, on which a step is traced: for model FLOPs
+(`lightning_shard.meters.flops`) and bytes (`lightning_shard.planning.memory_trace`). Fake tensors are documented
+(https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but lie below a private module.
 """
 
 import copy

@@ -1,9 +1,8 @@
 """Tensors whose slices lie in flat memory, and optimizers that step such memory.
 
-An engine that flattens and concatenates parameters and divides them over the ranks (ZeRO) leaves each rank contiguous
-row-major slices of some of them. Such a slice is a handful of axis-aligned boxes, and boxes are what
-torch.distributed.checkpoint stores; each box is contiguous in the slice, so that a view of the flat memory is the box's
-tensor: checkpoints read and write it in place, without gathering or copying.
+An engine that flattens parameters and divides them over the ranks (ZeRO) leaves each rank contiguous row-major slices
+of some. Such a slice is a handful of axis-aligned boxes, which torch.distributed.checkpoint stores; each is contiguous
+in the slice, so that a view of the flat memory is the box's tensor, read and written in place.
 """
 
 import math

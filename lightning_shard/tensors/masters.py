@@ -1,7 +1,5 @@
-"""The master weights of a module's parameters, found from the parameters themselves while an engine runs.
-
-Code that has nothing but a part of a module (pretrained weights for an encoder) fills the tensors that the optimizer
-steps, and then lets the module see the new values.
+"""The master weights of a module's parameters, found from the parameters themselves while an engine runs, by code that
+has but a part of a module (pretrained weights for an encoder), which fills them and lets the module see the values.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,4 @@
-"""Torch's private parts that follow operators: nested containers, dispatch modes, storages, operators by name.
-
-Documented in part (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html), but below private modules.
-"""
+"""Torch's private parts that follow operators: nested containers, dispatch modes, storages, operators by name."""
 
 import torch
 from torch import Tensor

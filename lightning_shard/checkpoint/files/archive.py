@@ -1,8 +1,7 @@
-"""Files of ``torch.save``, written and read one tensor at a time.
+"""Files of ``torch.save``, written and read one tensor at a time, where torch itself needs all at once.
 
-The format is a zip archive without compression: ``data.pkl``, in which a tensor refers to its storage by number,
-and ``data/<number>`` with the storage's bytes (torch's notes on serialization: "Serialized file format for
-torch.save"). ``torch.save`` needs all tensors at once; `write_archive` asks for one after the other.
+The format is a zip archive without compression: ``data.pkl``, in which a tensor refers to its storage by number, and
+``data/<number>`` with the storage's bytes (torch's notes on serialization).
 """
 
 import io

@@ -1,15 +1,13 @@
 """``boxes.bin``: where each box of each tensor lies in the files, as numbers that a rank reads tensor by tensor.
 
-64-bit integers, little endian: of each of the manifest's tensors, by sorted key, the number of its boxes and the number
-of bytes that they take here; then in that order the boxes of each tensor, compressed by zlib: a row for each box (the
-number of its file among the sorted ``.distcp`` files, first byte and length there, offsets and sizes by dim), of which
-every row but the first is the difference to the one before, column by column. So 16,384 ranks' boxes take a byte or two
-each, and no rank has those of more than one tensor in memory at a time. Before format 6 the rows were as they are.
+64-bit integers, little endian: of each of the manifest's tensors, by sorted key, the number of its boxes and of their
+bytes here; then each tensor's boxes, compressed by zlib: a row for each (the number of its file among the sorted
+``.distcp`` files, first byte and length there, offsets and sizes by dim), after the first as the difference to the one
+before, column by column. So 16,384 ranks' boxes take a byte or two each. Before format 6 the rows were as they are.
 
 ``.metadata`` says the same to torch's tools, as objects that take 30 us for each box of all ranks. It is a pickle, and
-can name any function to call; that of torch's checkpoints, and of our own before format 3, is read by mapping the names
-that torch's own metadata has to inert records made for one reading; every other name is refused. The records are then
-checked against the manifest.
+can name any function to call: torch's, and our own before format 3, is read by mapping the names that torch's own
+metadata has to inert records; every other name is refused. The records are checked against the manifest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Putting a complete checkpoint in place at once, removing one at once, and what is being written in the background.
 
-A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and swaps it with what is at the path. Where the
-filesystem can exchange two names in one step, the path names a complete checkpoint at every moment; elsewhere the old
-one is moved to ``.NAME.old-TOKEN`` for a moment, in which readers find the new one (`layout.current`).
+A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and exchanges the two names in one step; where the filesystem
+can't, the old one is ``.NAME.old-TOKEN`` for a moment, in which readers find the new one (`layout.current`).
 """
 
 from __future__ import annotations

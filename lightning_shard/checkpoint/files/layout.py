@@ -1,15 +1,12 @@
 """What a portable checkpoint looks like on disk: names of files and of tensors, checks, a directory that is open.
 
-``NAME.ckpt/`` holds torch.distributed.checkpoint files (``.metadata`` and ``__<rank>_<n>.distcp``, tensors only),
-``boxes.bin`` (where in these each box of a tensor lies), ``trainer.pt`` (everything else, loads with
-``weights_only=True``) and ``manifest.json``. A data file may end with what its rank alone goes on with
-(`tensor_files.read_own_state`). The manifest is written last: a directory without a valid one is not a
-checkpoint.
+``NAME.ckpt/`` holds torch.distributed.checkpoint files (``.metadata`` and ``__<rank>_<n>.distcp``, tensors only, which
+may end with what its rank alone goes on with), ``boxes.bin``, ``trainer.pt`` (everything else, loads with
+``weights_only=True``) and, written last, ``manifest.json``, without which it is no checkpoint.
 
-Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` and, of averages of weights, ``average.<fqn>``. FQNs and
-slots have dots: what a key of the second kind stands for is in the manifest (`SlotName`) and is not read from the key.
-Gradients of a step's micro-batches so far are ``gradient.<fqn>`` where they are averaged over the ranks, and else
-``rank_gradient.<rank>.<fqn>``.
+Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` (what it stands for is in the manifest, `SlotName`,
+since FQNs and slots have dots), ``average.<fqn>`` of averages of weights, and of gradients of a step's micro-batches so
+far ``gradient.<fqn>`` where they are averaged over the ranks, else ``rank_gradient.<rank>.<fqn>``.
 """
 
 import contextlib

@@ -1,16 +1,13 @@
 """Checkpoints on object stores, through fsspec: ``s3://``, ``gs://``, ``memory://`` and its kin.
 
-A store has no rename, no lock and no sync, but objects that appear whole, each by one request. So every rank writes its
-files to where they stay, below a folder of this save alone, and one small object, replaced by one request, says which
-folder is the checkpoint::
-
-    last.ckpt/manifest.json          the folder, and the one before; written last
-    last.ckpt/4f00a1b2c3d4/...       a directory as on a disk, with its manifest: copied to a disk it is a checkpoint
-    .last.ckpt.tmp-4f00a1b2c3d4      an empty object while that save, or a removal, goes on: killed ones leave it
+A store has no rename, no lock and no sync, but objects that appear whole. So every rank writes its files to where they
+stay, below a folder of this save alone: ``last.ckpt/4f00a1b2c3d4/...``, which copied to a disk is a checkpoint.
+``last.ckpt/manifest.json``, written last, names that folder and the one before. An empty object
+``.last.ckpt.tmp-4f00a1b2c3d4`` is there while that save, or a removal, goes on: killed ones leave it.
 
 Below a folder nothing is written twice, so that no reader mixes two saves, and what a replacement leaves stays until
-the next one, for those who read it. Nothing is staged on a disk: files go up in parts while they are written, and are
-read by ranges. A directory that another tool copied to the store as it is is a checkpoint too.
+the next one. Files go up in parts while they are written, and are read by ranges. A directory that another tool copied
+to the store as it is is a checkpoint too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """torch.distributed.checkpoint files: boxes of tensors, written one at a time and read into live tensors in place.
 
-The files are those of torch's own ``FileSystemWriter`` (each item a ``torch.save`` of one box of a tensor), so that
-torch's tools read them. What differs: a file is hashed while it is written, at most one box is on the host at a time,
-and only what was checked beforehand is read.
-
-What stands for a tensor has ``shape``, ``dtype`` and two methods of torch's checkpointable protocol
+The files are those of torch's own ``FileSystemWriter`` (each item a ``torch.save`` of one box), so that torch's tools
+read them; but a file is hashed while it is written, at most one box is on the host at a time, and only what was checked
+is read. What stands for a tensor has ``shape``, ``dtype`` and two methods of torch's checkpointable protocol
 (``torch/distributed/_checkpointable.py``): ``__create_chunk_list__`` and ``__get_tensor_shard__``.
 """
 

@@ -1,12 +1,9 @@
 """``trainer.pt``: everything in a checkpoint that is not a tensor of the model or an optimizer.
 
-It is written with ``torch.save`` and must load with ``weights_only=True``, so that opening it never runs code. What
-would not is found when it is written, not when it is needed.
-
-A pickle is looked at before it is opened: it is to take no more time and memory than its bytes give reason to.
-Unpicklers that refuse functions still follow a few bytes into exponential work (a tuple of a tuple twice, forty deep,
-as the key of a dictionary), the end of the stack (tuples a million deep) and gigabytes (``bytearray(2**33)``, a place
-in the memo beyond all objects).
+It must load with ``weights_only=True``, which is seen to when it is written. A pickle is looked at before it is opened,
+because unpicklers that refuse functions still follow a few bytes into exponential work (a tuple of a tuple twice, forty
+deep, as the key of a dictionary), the end of the stack (tuples a million deep) and gigabytes (``bytearray(2**33)``, a
+place in the memo beyond all objects).
 """
 
 import io

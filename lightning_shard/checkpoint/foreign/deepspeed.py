@@ -1,14 +1,11 @@
 """Reading directories of DeepSpeed ZeRO, stages 1 to 3, as DeepSpeed or stock Lightning writes them, and of stock FSDP.
 
-ZeRO keeps flat fp32 partitions without names, one list per rank. Where a parameter lies in them follows from
-``param_shapes``, as in DeepSpeed's own ``deepspeed/utils/zero_to_fp32.py``: stages 1 and 2 divide a group of
-parameters, laid out one after the other, into one stretch per rank; stage 3 divides every parameter on its own. The
-optimizer's slots lie in the same way. Each tensor is put together from the ranks' files when it is asked for. DeepSpeed
-is not imported.
+ZeRO keeps flat fp32 partitions and slots without names, one list per rank; where a parameter lies follows from
+``param_shapes``, as in DeepSpeed's ``zero_to_fp32.py``: stages 1 and 2 divide a group of parameters, laid out one after
+the other, into one stretch per rank; stage 3 divides every parameter. A tensor is put together when asked for.
 
 Stock Lightning's FSDPStrategy and ModelParallelStrategy write torch.distributed.checkpoint files with the module under
-``model`` (or ``state_dict``), each optimizer under ``optimizer_<i>`` with parameters by name, and ``meta.pt`` with the
-rest of Lightning's checkpoint.
+``model`` (or ``state_dict``), each optimizer under ``optimizer_<i>`` with parameters by name, and ``meta.pt``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Checkpoints in Hugging Face's layout: a folder that ``from_pretrained`` opens, written from training on any engine.
 
-Which files there are and how tensors are called in them is the library's own answer: on one rank its
-``save_pretrained`` is given a number in the place of each tensor. The values come from a portable directory of the
-weights alone, which the ranks write without gathering and then share out, file by file; a rank has one full tensor at a
-time.
-
-Weights alone are exported as safetensors files with a Hugging Face index. A safetensors file is 8 bytes of header
-length, a JSON header, and the tensors' bytes (https://github.com/huggingface/safetensors#format); the library's own
-writer wants a file's tensors all at once.
+Files and tensors' names in them are the library's own answer: on one rank its ``save_pretrained`` is given a number in
+the place of each tensor. The values come from a portable directory of the weights, which the ranks write without
+gathering and share out, file by file; a rank has one full tensor at a time. Exported weights are safetensors files with
+an index, written one tensor at a time (https://github.com/huggingface/safetensors#format).
 """
 
 import json

@@ -1,7 +1,5 @@
-"""One stock Lightning ``.ckpt`` file: the ``full`` form, which opens without this package, and as Lightning writes it.
-
-Stock files number the parameters that an optimizer steps. Ours note the names beside, a live run knows them. Tensors
-are read and written one at a time.
+"""One stock Lightning ``.ckpt`` file, read and written tensor by tensor: the ``full`` form, and as Lightning writes it.
+Stock files number the parameters that an optimizer steps; ours note the names, a live run knows them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Pretrained weights from one safetensors file or an index of many into a module, sharded or not.
-
-Every rank reads the parts that it has and nothing else, one box at a time, so that the full model is never on the host,
-let alone once per rank.
+"""Pretrained weights from one safetensors file or an index of many into a module, sharded or not: every rank reads the
+parts that it has and nothing else, one box at a time.
 """
 
 import json

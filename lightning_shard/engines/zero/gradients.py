@@ -1,8 +1,7 @@
 """What users do to ``parameter.grad`` in a fit of stages 1 to 3, where it is None and DeepSpeed has the gradients.
 
-Dropping them (``zero_grad`` of an optimizer or a module, ``parameter.grad = None``) is followed or refused, changes are
-refused, and what only reads is told so. The class of parameters has a property for it while a fit lasts, which costs
-microseconds where it is used and nothing elsewhere.
+Dropping them (``zero_grad``, ``parameter.grad = None``) is followed or refused, changes are refused, and what only
+reads is told so. The class of parameters has a property for it while a fit lasts.
 """
 
 import inspect

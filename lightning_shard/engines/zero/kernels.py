@@ -1,8 +1,7 @@
 """The kernels that DeepSpeed compiles on first use: which a run needs, whether they can be built, and stale locks.
 
-DeepSpeed compiles them with torch (``torch.utils.cpp_extension.load``) into torch's cache of extensions, at any time
-between the optimizer's constructor and the first step. What is missing shows up there as an assertion or an endless
-wait; here it is known before.
+They are compiled by ``torch.utils.cpp_extension.load`` between the optimizer's constructor and the first step, where
+what is missing shows up as an assertion or an endless wait; here it is known before.
 """
 
 import os

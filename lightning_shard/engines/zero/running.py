@@ -1,7 +1,5 @@
-"""DeepSpeed's engine over a module: started, stepped and stopped by plain functions.
-
-Gradients are unscaled and clipped in place by the caller, between the end of an accumulation and the step; DeepSpeed's
-own clipping, loss scale and norms have nothing left to do.
+"""DeepSpeed's engine over a module: started, stepped and stopped by plain functions. Gradients are unscaled and clipped
+in place by the caller; DeepSpeed's own clipping, loss scale and norms have nothing left to do.
 """
 
 import math

@@ -1,12 +1,9 @@
 """What autograd saves of the parameters that stage 3 gathers: which part of which one, and no data.
 
-A product's backward needs the weight, so autograd saves the gathered tensor, and it stays in memory until then although
-DeepSpeed frees the parameter after the module's forward: at the end of forward every layer is there. Here a saved
-tensor that is a parameter or a view of one is replaced by its position in the parameter, and in backward it is made
-anew from what DeepSpeed has gathered for the module by then. The values are those that were gathered in forward.
-
-DeepSpeed's own way, ``memory_efficient_linear``, replaces ``torch.nn.functional.linear`` for the whole process, with
-other kernels, and leaves out whatever is no linear layer.
+A product's backward needs the weight, so autograd keeps the gathered tensor in memory although DeepSpeed frees the
+parameter after forward. Here a saved tensor that is a parameter or a view of one is replaced by its position, and made
+anew in backward from what DeepSpeed has gathered by then, with the same values. DeepSpeed's own way,
+``memory_efficient_linear``, replaces ``torch.nn.functional.linear`` for the whole process, by other kernels.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping

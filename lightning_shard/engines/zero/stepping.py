@@ -1,9 +1,8 @@
 """Stepping the masters of a DeepSpeed engine with one optimizer, or with several.
 
-One is stepped by DeepSpeed, on flat partitions; or ahead of it on full parameters. Of several DeepSpeed knows none: it
-is given an optimizer that steps nothing, over the parameters of all. What it reduces is taken out of it at an
-accumulation boundary and kept by parameter, as ``parameter.grad`` is; the user's optimizers step full parameters at
-their owners (`WholeSteps`), and DeepSpeed then casts and gathers what they wrote.
+One is stepped by DeepSpeed, on flat partitions, or ahead of it on full parameters. For several DeepSpeed is given an
+optimizer that steps nothing, over all parameters. What it reduces is taken out of it at an accumulation boundary; the
+user's optimizers step full parameters at their owners (`WholeSteps`), and DeepSpeed casts and gathers what they wrote.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

@@ -1,15 +1,10 @@
 """What ZeRO-Infinity has in files: masters, optimizer slots and parameters, as tensors mapped from them.
 
-DeepSpeed swaps one sub-group after the other into buffers for its step, and leaves the tensors of the others empty.
-Between steps those tensors are mapped from their files here (``torch.from_file``), so that everything that reads or
-writes masters and slots in place does so with files too; what it touches is the kernel's page cache, which needs no
-memory that the kernel can't take back. Sub-groups and parameters of less than 1 MiB per rank stay in memory: that is
-DeepSpeed's limit (``deepspeed/runtime/swap_tensor/utils.py``, ``MIN_AIO_BYTES``).
-
-Gradients are not swapped. DeepSpeed holds all of them in host memory anyway while it accumulates, and writes copies to
-files; here the step takes them from that memory, where they were unscaled and clipped in place.
-
-These are the only functions that know DeepSpeed's swappers.
+DeepSpeed swaps one sub-group after the other into buffers for its step. Between steps its empty tensors are mapped from
+their files here (``torch.from_file``), so that everything reads and writes them in place, by the kernel's page cache.
+Sub-groups and parameters of less than 1 MiB per rank stay in memory (``MIN_AIO_BYTES``). Gradients are not swapped:
+DeepSpeed holds all in host memory while it accumulates, and the step takes them from there, unscaled and clipped.
+Nothing else knows DeepSpeed's swappers.
 """
 
 import os

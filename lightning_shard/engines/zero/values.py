@@ -1,7 +1,6 @@
-"""The values of a module's parameters beside those that DeepSpeed computes with, from a run's beginning to its end.
-
-DeepSpeed casts every parameter to the compute dtype, then clones its masters from what is left, so that they begin
-rounded. A parameter's own memory outlives the cast here.
+"""The values of a module's parameters beside those that DeepSpeed computes with, from a run's beginning to its end: it
+clones its masters from the cast parameters, so that they begin rounded. A parameter's own memory outlives the cast
+here.
 """
 
 from collections.abc import Mapping

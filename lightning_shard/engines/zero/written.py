@@ -1,8 +1,6 @@
-"""Writes to parameters that no optimizer makes, such as weight clipping after a step, under DeepSpeed.
-
-Its optimizer steps masters of its own and copies them into the parameters, so that what is written there is lost. In
-stage 3 a released parameter has no elements: its norm is 0, and a write to it changes nothing; and what is written to a
-gathered one is freed with it.
+"""Writes to parameters that no optimizer makes, such as weight clipping after a step, under DeepSpeed, whose masters
+overwrite them. In stage 3 a released parameter has no elements: its norm is 0, a write changes nothing, and what is
+written to a gathered one is freed with it.
 """
 
 import re

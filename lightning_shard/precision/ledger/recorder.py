@@ -1,9 +1,8 @@
 """Filling a ledger in the course of a run's start and first step.
 
-The collectives that reduce gradients pass the dispatcher as ``c10d`` or ``_c10d_functional`` operators: FSDP2's and
-``replicate``'s, those of communication hooks, and those that DistributedDataParallel's reducer calls from C++. The
-autograd engine hands the mode on to its threads. What does not pass it is not seen: a library that calls NCCL or MPI
-itself, and DTensor's own collectives, which run below a DTensor's operator.
+The collectives that reduce gradients pass the dispatcher as ``c10d`` or ``_c10d_functional`` operators, communication
+hooks' and those of DistributedDataParallel's reducer in C++ too; autograd hands the mode on to its threads. Not seen: a
+library that calls NCCL or MPI itself, and DTensor's own collectives, which run below a DTensor's operator.
 """
 
 import inspect

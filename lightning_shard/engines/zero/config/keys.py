@@ -1,7 +1,5 @@
-"""The keys that DeepSpeed 0.19 reads, with the kind of value each takes: one table, tested against the library.
-
-Most sections are pydantic models, and their keys are taken from these. The others DeepSpeed reads with ``dict.get``,
-so that a typo would pass in silence; they are written out here.
+"""The keys that DeepSpeed 0.19 reads, with the kind of value each takes, tested against the library: its pydantic
+models say most; those that it reads with ``dict.get``, where a typo would pass, are written out here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """A DeepSpeed configuration as people have it, read into one form: known keys in one spelling, values of their kind.
-
-Nothing is guessed. What can't be understood becomes a problem, a line of text with the key's path; the caller raises
-all of them at once.
+What can't be understood becomes a problem, a line with the key's path; the caller raises all at once.
 """
 
 import copy
