@@ -305,7 +305,7 @@ def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
         traced = [trace_optimizer(inputs.module, optimizer, inputs.mode) for optimizer in optimizers]
         master, aligned = inputs.strategy.policy.master, inputs.strategy.aligned
         with fake.fake_world(inputs.nodes.ranks):
-            whole = any(probe(each, dtype=master, aligned=aligned, alone=True) for each in optimizers)
+            whole = any(probe(each, dtype=master, aligned=aligned, alone=True).full for each in optimizers)
         found = max(traced, key=lambda facts: facts.state_bytes([1024], master))
         return replace(found, whole=whole)
     finally:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.optimizer_probe import Needs
 from lightning_shard.engines.resident import Resident
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -154,6 +156,14 @@ class Engine(Protocol):
         describes, to be stepped with the optimizer, or None. ConfigurationError: optimizers that the engine can't step.
         """
 
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that step the same values as this one does; None: no others do."""
+        return None
+
+    def needs(self, optimizer: Optimizer) -> Needs:
+        """What the step of one of the fit's optimizers needs."""
+        return Needs()
+
     upcast: Mapping[str, torch.dtype]  # FQN to loaded dtype of the trainable parameters whose masters have another.
 
     @property
@@ -185,7 +195,10 @@ class Engine(Protocol):
         return self.tensors.gradients(optimizer), None
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
-        """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values."""
+        """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values.
+
+        ``kwargs`` are of the optimizer's step; a ``closure`` among them gives the loss, and computes none.
+        """
 
     steps_itself: bool  # Whether `step` must be called instead of the optimizer's own, for skipped steps too.
 

@@ -36,7 +36,7 @@ from lightning_shard.engines.replicated import average_gradients, broadcast_from
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
 from lightning_shard.engines.usage import SameUnits, UnitUsage
-from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_full_parameters
+from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
 from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
 from lightning_shard.mesh import SHARD
@@ -227,11 +227,11 @@ class FSDP2Engine(StepsOwnParameters):
         engaged = super().engage(optimizers)
         self._whole = {}
         for optimizer in optimizers:
-            if needs_full_parameters(optimizer, self._run):
+            if self.needs(optimizer).full:
                 self._whole[id(optimizer)] = _whole_steps(optimizer, self._module, self._run)
             elif self._ignored:
                 self._closing.callback(step_apart_from_shards(optimizer))
-        self.steps_itself = bool(self._whole)
+        self.steps_itself |= bool(self._whole)
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
         self._closing.callback(refuse_new_groups(full, self.strategy))
         self._look_at_usage()
@@ -312,7 +312,7 @@ class FSDP2Engine(StepsOwnParameters):
             self._usage.finish()
 
     def follow_freezing(self) -> nn.Module:
-        if full := [o for o in self._optimizers if id(o) in self._whole or needs_full_parameters(o, self._run)]:
+        if full := [o for o in self._optimizers if id(o) in self._whole or needs_of(o, self._run).full]:
             raise ConfigurationError(
                 f"Parameters were frozen or thawed after the fit began, but {type(full[0]).__qualname__} steps full "
                 "parameters at owners that were chosen then. Freeze before the fit, or use shard_ddp in '32-true'."

@@ -6,7 +6,7 @@ blocks of a quantised state) does not; and one that looks at several parameters 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -41,8 +41,23 @@ _ELEMENTWISE = ("deepspeed.ops.adam.", "deepspeed.ops.adagrad.", "deepspeed.ops.
 """DeepSpeed's own for flat tensors; some keep their counts in C++, where a copy would step the original."""
 
 
-def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: bool, device: torch.device = _CPU) -> bool:
-    """Whether an element's step depends on others of its parameter, so that shards can't be stepped. All ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What an optimizer's step needs beside the elements that it changes."""
+
+    full: bool = False  # An element's step depends on others of its parameter, so that shards can't be stepped.
+    loss: bool = False  # It reads the loss that a closure returns, or asks for one.
+    again: bool = False  # The closure is to compute the loss of changed values, or more than once.
+    draws: bool = False  # It draws random numbers.
+
+    def __or__(self, other: "Needs") -> "Needs":
+        return Needs(**{name: value or getattr(other, name) for name, value in vars(self).items()})
+
+
+def probe(
+    optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: bool, device: torch.device = _CPU
+) -> Needs:
+    """What the step of ``optimizer`` needs. All ranks call it.
 
     Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps
     DTensors also on such. Nothing live and no random number changes. ``dtype``: the master weights'. ``alone``: each
@@ -50,9 +65,9 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: boo
     optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``, or can't be tried.
     """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
-        return False
+        return Needs()
     known = _found.setdefault(type(optimizer), {})
-    full_parameters = False
+    needs = Needs()
     inner = [type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     for group in optimizer.param_groups:
         # What chooses what is computed: hyperparameters that are no numbers, and which numbers are 0.
@@ -66,15 +81,15 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: boo
             kind = (ndim, dtype, aligned, alone, placed, *inner, *sorted(flags.items()))
             if kind not in known:
                 tried = partial(_try, optimizer, group, dtype=dtype, aligned=aligned, alone=alone, device=device)
-                full = False
+                few = Needs()
                 with suppress(ConfigurationError):  # It is told of the many, if it is so there.
-                    full = tried(_FEW[ndim])
-                known[kind] = full or tried(_SHAPES[ndim])
-            full_parameters |= known[kind]
-    return full_parameters
+                    few = tried(_FEW[ndim])
+                known[kind] = few if few.full else few | tried(_SHAPES[ndim])
+            needs |= known[kind]
+    return needs
 
 
-_found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], bool]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], Needs]] = WeakKeyDictionary()
 """What the probes of this process found, by class and by the hyperparameters that are no plain numbers."""
 
 
@@ -87,7 +102,7 @@ def _try(
     aligned: bool,
     alone: bool,
     device: torch.device,
-) -> bool:
+) -> Needs:
     device = next((p.device for p in group["params"] if not p.is_meta), device)
     generator = torch.Generator().manual_seed(0)
 
@@ -106,68 +121,90 @@ def _try(
             tried = _compared(partial(_stepped, optimizer, group), values, gradients)
         except Exception as error:
             if alone:
-                return False
+                return Needs()
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__} can't be tried on a tensor of shape {shape} "
                 f"({type(error).__name__}: {error}), so that nobody knows what it does to shards of a parameter. Use "
                 "shard_ddp, or an optimizer that makes its state when it steps and keeps its parameters in its groups "
                 "alone."
             ) from error
-        if alone and (tried.closure or tried.draws or tried.coupled):
-            return not tried.closure
+        needs = tried.needs
+        if alone and (needs.again or needs.draws or tried.coupled):
+            return replace(needs, full=not needs.again)
         exact = aligned or dtype == torch.float32
         _refuse_unsharded(optimizer, tried, exact=exact)
-        if tried.draws:
-            return False
+        if needs.draws:
+            return needs
         # The insides of a quantised state have other shapes than their parameter.
         same = not shape or _same_in_parts(
             tried.step, tried.full, values[0], [pair[0] for pair in gradients], exact=exact
         )
         if not tried.insides and same and _takes_shards(tried.step, group, dtype):
-            return False
-        if tried.closure:
+            return needs
+        if needs.again:
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__} needs full parameters and a closure that computes the loss again, but "
-                "where parameters are sharded it is called after backward, without one. Use shard_ddp."
+                "where parameters are sharded it is called after backward, with the loss alone. Use shard_ddp."
             )
-        return True
+        return replace(needs, full=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stepped:
+    """What some steps of a copy led to."""
+
+    values: list[Tensor]
+    insides: bool  # Whether its state has tensors with others inside.
+    again: bool  # Whether a closure was called twice in a step, or after a change of values.
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Tried:
     """What two tensors of one shape got, stepped together and each alone."""
 
-    step: Callable[..., Any]  # Steps a copy, with a closure if it needs one.
+    step: Callable[..., _Stepped]  # Steps a copy, with a closure if it needs one.
     full: Tensor  # The first one after the steps.
     insides: bool  # Whether its state has tensors with others inside.
     coupled: bool
-    draws: bool
-    closure: bool
+    needs: Needs  # Without what parts show.
 
 
-def _compared(step: Callable[..., Any], values: list[Tensor], gradients: list[list[Tensor]]) -> _Tried:
-    random = torch.get_rng_state()
-    closure = False
+def _compared(step: Callable[..., _Stepped], values: list[Tensor], gradients: list[list[Tensor]]) -> _Tried:
+    random, losses = torch.get_rng_state(), [float(4 ** (index % 3)) for index in range(len(gradients))]
+    asks = False
     try:
-        full, insides = step(values, gradients)
-    except TypeError:
-        closure, step = True, partial(step, closure=lambda: torch.zeros((), device=values[0].device))
-        full, insides = step(values, gradients)
-    apart = [step([values[i]], [[pair[i]] for pair in gradients])[0][0] for i in range(2)]
+        stepped = step(values, gradients)
+    except Exception as error:
+        asks, step = True, partial(step, losses=losses)
+        try:
+            stepped = step(values, gradients)
+        except Exception:
+            raise error from None
     draws = not torch.equal(random, torch.get_rng_state())
-    coupled = not all(map(_equal, full, apart))
-    return _Tried(step=step, full=full[0], insides=insides, coupled=coupled, draws=draws, closure=closure)
+    reads, again = False, stepped.again
+    with suppress(Exception):  # It takes no closure.
+        given = []
+        for each in (losses, [1.0] * len(losses)):
+            torch.set_rng_state(random)
+            given.append(step(values, gradients, losses=each))
+        reads, again = not all(map(_equal, *(each.values for each in given))), given[0].again
+        step = partial(step, losses=losses) if reads else step
+        stepped = given[0] if reads else stepped
+    apart = [step([values[i]], [[pair[i]] for pair in gradients]).values[0] for i in range(2)]
+    coupled = not all(map(_equal, stepped.values, apart))
+    needs = Needs(loss=asks or reads, again=again, draws=draws)
+    return _Tried(step=step, full=stepped.values[0], insides=stepped.insides, coupled=coupled, needs=needs)
 
 
 def _refuse_unsharded(optimizer: Optimizer, tried: _Tried, *, exact: bool) -> None:
     """ConfigurationError where ranks can't each step a part of the parameters."""
     name = type(optimizer).__qualname__
-    if tried.draws and exact:
+    if tried.needs.draws and exact:
         raise ConfigurationError(
             f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
             "shard_ddp, or an optimizer that draws none."
         )
-    if tried.coupled and not tried.draws:
+    if tried.coupled and not tried.needs.draws:
         raise ConfigurationError(
             f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
             "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
@@ -191,20 +228,36 @@ def _stepped(
     group: Mapping[str, Any],
     values: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
-    closure: Callable[[], Tensor] | None = None,
-) -> tuple[list[Tensor], bool]:
-    """``values`` after a step of a copy of ``optimizer`` with each of ``gradients``; and whether state has tensors in
-    tensors.
-    """
+    losses: Sequence[float] = (),
+) -> _Stepped:
+    """A copy of ``optimizer`` over ``values``, stepped with each of ``gradients``, by closures that give ``losses``."""
     tensors: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
     copy = copy_of(optimizer, [_group_over(tensors, group)])
     # Of the class: the instance's own may count calls for a schedule.
     step: Any = type(copy).step
-    for each in gradients:
+    again = False
+    for index, each in enumerate(gradients):
         for tensor, gradient in zip(tensors, each, strict=True):
             tensor.grad = gradient.clone()
+        closure = _Closure(tensors, losses[index]) if losses else None
         step(copy, *([] if closure is None else [closure]))
-    return [tensor.detach() for tensor in tensors], any(map(has_tensors_inside, tensors_in(copy.state)))
+        again |= closure is not None and closure.again
+    insides = any(map(has_tensors_inside, tensors_in(copy.state)))
+    return _Stepped(values=[tensor.detach() for tensor in tensors], insides=insides, again=again)
+
+
+class _Closure:
+    """Gives a loss, and notes whether it is asked for once, before anything was changed."""
+
+    def __init__(self, tensors: Sequence[Tensor], loss: float) -> None:
+        self._tensors, self._before = tensors, [tensor.detach().clone() for tensor in tensors]
+        self._loss = torch.tensor(loss, device=tensors[0].device)
+        self._called, self.again = False, False
+
+    def __call__(self) -> Tensor:
+        self.again |= self._called or not all(map(_equal, map(Tensor.detach, self._tensors), self._before))
+        self._called = True
+        return self._loss.clone()
 
 
 def _same_in_parts(
@@ -214,7 +267,7 @@ def _same_in_parts(
     for begin, end in pairwise([0, *(_FEW_CUTS if full.numel() < _CUTS[0] else _CUTS), full.numel()]):
         try:
             own = [[gradient.view(-1)[begin:end]] for gradient in gradients]
-            ((part,), _) = step([value.view(-1)[begin:end]], own)
+            (part,) = step([value.view(-1)[begin:end]], own).values
         except Exception:
             # It asks for more dimensions.
             return False
@@ -225,8 +278,8 @@ def _same_in_parts(
     value, *gradients = [tensor.view(-1)[:_MANY].clone() for tensor in (value, *gradients)]
     value[::2] = 0  # so that every bit of an update is seen
     try:
-        ((together,), _) = step([value], [[gradient] for gradient in gradients])
-        apart, _ = step(value.split(_SHORT), [gradient.split(_SHORT) for gradient in gradients])
+        (together,) = step([value], [[gradient] for gradient in gradients]).values
+        apart = step(value.split(_SHORT), [gradient.split(_SHORT) for gradient in gradients]).values
     except Exception:
         # It asks for more elements, which a shard may lack.
         return False
@@ -266,12 +319,11 @@ def rests_at_zero(optimizer: Optimizer) -> bool:
     for group in optimizer.param_groups:
         step, closed = partial(_stepped, optimizer, group, [value]), False
         try:
-            (once,), _ = step(gradients[:1])
-            (twice,), _ = step(gradients)
+            (once,), (twice,) = step(gradients[:1]).values, step(gradients).values
         except Exception:
             # Else it can't be tried on a made-up tensor.
             with suppress(Exception):
-                closed = bool(step(gradients, lambda: torch.zeros(())))
+                closed = bool(step(gradients, [0.0, 0.0]).values)
             if closed:
                 raise ConfigurationError(
                     f"{type(optimizer).__qualname__} needs a closure that computes the loss, but DeepSpeed steps after "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -16,10 +17,13 @@ from torch.optim import Optimizer
 from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engine, Run
+from lightning_shard.engines.optimizer_probe import Needs
+from lightning_shard.engines.replicated import common_random_numbers
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions
-from lightning_shard.engines.whole_steps import WholeSteps
+from lightning_shard.engines.whole_steps import WholeSteps, needs_of
+from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import named_parameters, unwrapped_modules
@@ -40,6 +44,7 @@ class StepsOwnParameters(Engine):
         self._wrapped: DistributedDataParallel | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._whole: dict[int, WholeSteps] = {}
+        self._needs: dict[int, Needs] = {}  # By the ``id`` of their optimizer too.
         self.upcast: Mapping[str, torch.dtype] = {}
         self._closing = ExitStack()
 
@@ -60,11 +65,24 @@ class StepsOwnParameters(Engine):
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         earlier_parameters.follow(optimizers, self._module)
         self._optimizers = optimizers
+        self._needs = {id(optimizer): needs_of(optimizer, self._run) for optimizer in optimizers}
+        # The closure may draw numbers of this rank's own.
+        self.steps_itself = any(needs.draws for needs in self._needs.values())
         return list(optimizers), None
 
+    def replicas(self) -> dist.ProcessGroup | None:
+        mesh = self._run.mesh[REPLICATE]
+        return mesh.get_group() if mesh.size() > 1 else None
+
+    def needs(self, optimizer: Optimizer) -> Needs:
+        return self._needs.get(id(optimizer), Needs())
+
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
-        if not skip:
-            whole = self._whole.get(id(optimizer))
+        if skip:
+            return
+        whole, mesh = self._whole.get(id(optimizer)), self._run.mesh
+        replicated = self.needs(optimizer).draws and mesh[REPLICATE].size() > 1
+        with common_random_numbers(mesh[SHARD].get_local_rank()) if replicated else nullcontext():
             (optimizer.step if whole is None else whole.step)(**kwargs)
 
     def before_saving(self) -> None:

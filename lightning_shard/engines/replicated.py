@@ -1,8 +1,8 @@
 """Tensors that are full on every rank: equal at the start, and reduced by plain all-reduces where no engine does."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shard.devices import in_use
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.names import is_persistent
@@ -103,6 +104,38 @@ def _like(buffer: Any) -> Any:
     if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor) or not buffer.numel() or buffer.is_sparse:
         return None
     return tuple(buffer.shape), buffer.dtype, buffer.device.type
+
+
+@contextmanager
+def common_random_numbers(shard: int = 0) -> Generator[None, None, None]:
+    """Let all ranks draw the same numbers inside, but for each ``shard`` others. All ranks call it.
+
+    Each rank's own generators go on as if nothing had been drawn, but for the seed, which is rank 0's.
+    """
+    seed = Ranks.of().broadcast(int(torch.randint(2**62, ())))
+    with torch.random.fork_rng(in_use()):
+        torch.manual_seed(seed + shard)
+        yield
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def parted(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
+    """Which of these tensors the ranks of ``group`` have with other values, by their place. All ranks call it.
+
+    Their bits are added up on their device, and it is waited for.
+    """
+    local = [t.to_local() if isinstance(t, DTensor) else t.detach() for t in replicas]
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in local]
+    sums = [t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in real]
+    if not sums:
+        return []
+    # The largest, and less than the smallest: ~x is -x - 1.
+    sent = torch.stack([torch.stack(sums), ~torch.stack(sums)])
+    dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
+    return (sent[0] != ~sent[1]).nonzero().flatten().tolist()
 
 
 def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:

@@ -107,6 +107,10 @@ class TorchDDP(StepsOwnParameters):
         if self._reduced:
             self._wrapped = wrap(self._module, self._options, device=self._run.device)
 
+    def replicas(self) -> dist.ProcessGroup | None:
+        # What a user's own hook does may be local steps between averages.
+        return None if callable(self._options.comm_hook) else super().replicas()
+
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         wrapped = self._wrapped
         if wrapped is None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Run
-from lightning_shard.engines.optimizer_probe import probe
+from lightning_shard.engines.optimizer_probe import Needs, probe
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.ranks import Ranks
@@ -49,9 +49,12 @@ class _Owned:
     parameter: nn.Parameter  # What the optimizer's state is keyed by; it is empty between steps.
 
 
-def needs_full_parameters(optimizer: Optimizer, run: Run) -> bool:
-    """Whether the optimizer is not elementwise, and so stepped by `WholeSteps`; see `probe`."""
-    alone = run.mesh[SHARD].size() == 1
+def needs_of(optimizer: Optimizer, run: Run, *, replicated: bool = False) -> Needs:
+    """What the optimizer needs in ``run``, such as full parameters, and so `WholeSteps`; see `probe`.
+
+    ``replicated``: the engine steps all parameters on each rank, whatever the mesh says.
+    """
+    alone = replicated or run.mesh[SHARD].size() == 1
     policy, aligned = run.policy, run.planned.aligned
     return probe(optimizer, dtype=policy.master, aligned=aligned, alone=alone, device=run.device)
 

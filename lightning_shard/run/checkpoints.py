@@ -135,6 +135,7 @@ class Checkpoints(CheckpointIO):
         with_optimizers = layout.OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
+            self._ledger.before_saving()
         gradients = self._gradients((own or {}).get(ACCUMULATION), target)
 
         def collect() -> Contents:

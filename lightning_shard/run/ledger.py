@@ -5,15 +5,27 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.replicated import parted
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.ledger.record import Ledger, contract_error, violations
 from lightning_shard.precision.ledger.recorder import Recorder
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.names import named_parameters
+
+_COMPARED = 3
+"""Steps of each optimizer after which replicas are compared, which waits for the device; then saves do."""
+
+_PARTED = (
+    "Ranks have other values of {}, of which each has a replica: what enters a step or is written to a parameter "
+    "(a loss, a learning rate, gradients that a hook changes, random numbers) must be the same on every rank. Reduce "
+    "it over ranks first, as self.all_gather(loss).mean() does."
+)
 
 
 class RunLedger:
@@ -42,6 +54,9 @@ class RunLedger:
         """Step, and once complete the ledger and check it; PrecisionContractError if ``aligned``. All ranks call it."""
         return step(closure)
 
+    def before_saving(self) -> None:
+        """Warn of replicas that are not equal any more. All ranks call it."""
+
     def stop(self) -> None:
         """Leave no hook behind."""
 
@@ -57,7 +72,8 @@ class RunLedger:
 class FitLedger(RunLedger):
     def __init__(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, *, aligned: bool) -> None:
         """Read what was loaded, before ``engine`` prepares ``module``; ``aligned``: the contract is held."""
-        self._engine, self._policy, self._aligned = engine, policy, aligned
+        self._module, self._engine, self._policy, self._aligned = module, engine, policy, aligned
+        self._steps: dict[int, int] = {}  # Of each optimizer, by its ``id``.
         self._recorder = Recorder(module, stepped=lambda optimizer: engine.tensors.stepped(optimizer))
         self._recorder.tensors("loaded")
 
@@ -90,9 +106,31 @@ class FitLedger(RunLedger):
         return self._recorder.collectives()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        result = self._recorded(optimizer, closure, step) if self._recorder.recording else step(closure)
+        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if steps <= _COMPARED and (found := self._parted()):
+            raise ConfigurationError(f"{_PARTED.format(found)} {type(optimizer).__name__} stepped them last.")
+        return result
+
+    def _parted(self) -> str | None:
+        """The first parameter that ranks do not have as replicas any more. All ranks call it."""
+        group = self._engine.replicas()
+        if group is None:
+            return None
+        trained = [(name, p) for name, p in named_parameters(self._module).items() if p.requires_grad]
+        places = parted((p for _, p in trained), group)
+        # Each group of replicas has its own shards.
+        found = next((each for each in Ranks.of().gather(places) if each), None)
+        return None if found is None else trained[found[0]][0]
+
+    def before_saving(self) -> None:
+        if found := self._parted():
+            rank_zero_warn(_PARTED.format(found))
+
+    def _recorded(
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
+    ) -> Any:
         recorder = self._recorder
-        if not recorder.recording:
-            return step(closure)
         has_gradients = False
 
         def noting_closure() -> Any:

@@ -7,12 +7,13 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard._lightning import callbacks, loops
@@ -165,20 +166,21 @@ class ShardPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Get to know the optimizers of a fit; PrecisionError: one evaluates the closure itself, though steps may be
-        skipped.
+        """Get to know the optimizers of a fit.
+
+        PrecisionError: an optimizer that computes the loss again itself, where a step may have to be skipped.
         """
         self._optimizers = optimizers
-        lbfgs = any(isinstance(optimizer, LBFGS) for optimizer in optimizers)
-        if lbfgs and self._watch is not None:
+        again = [type(o).__name__ for o in optimizers if self._engine.needs(o).again]
+        if again and self._watch is not None:
             raise ConfigurationError(
-                "nonfinite is set, which may skip steps, but LBFGS evaluates the loss several times in a step. Remove "
-                "it, or use another optimizer."
+                f"nonfinite is set, which may skip steps, but {again[0]} computes the loss again in a step. Remove it, "
+                "or use another optimizer."
             )
-        if self._scale is not None and lbfgs:
+        if again and self._scale is not None:
             raise PrecisionError(
-                f"precision is {self.precision!r}, whose loss scale skips steps with an overflow, but LBFGS evaluates "
-                "the loss several times in a step. Use 'bf16-mixed' or '32-true', or another optimizer."
+                f"precision is {self.precision!r}, whose loss scale skips steps with an overflow, but {again[0]} "
+                "computes the loss again in a step. Use 'bf16-mixed' or '32-true', or another optimizer."
             )
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -227,21 +229,30 @@ class ShardPrecision(Precision):
         if callbacks.collects_statistics(model.trainer):
             return closure()  # there is nothing to step with
         engine, weights = self._engine, self._weights
+        needs = engine.needs(optimizer)
+        _refuse_own(kwargs, optimizer)
 
         def closure_with_reduction() -> Any:
             result = closure()
             engine.finish_gradients()
             self.backward_pending = False
-            return result
+            return _mean(result) if needs.loss else result
 
         plain = self._scale is None and not engine.steps_itself and self._watch is None
-        if plain and weights.given is False:
+        if plain and (weights.given is False or (needs.again and weights.given is None)):
             return super().optimizer_step(optimizer, model=model, closure=closure_with_reduction, **kwargs)
         result = closure_with_reduction()
         if plain and not weights.given:
             # The fit's first step, which has told that there are no weights.
             results = chain([result], iter(closure_with_reduction, object()))
             return super().optimizer_step(optimizer, model=model, closure=lambda: next(results), **kwargs)
+        if needs.again:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} computes the loss again in its step, but where losses have weights, or "
+                "another optimizer needs full parameters, steps are taken after backward. Use another optimizer."
+            )
+        if needs.loss:
+            kwargs["closure"] = lambda: result
         counts = not weights.given or self._divide_by_weights(optimizer, model)
         overflow = self._unscale(optimizer)
         counts = not self._is_refused(optimizer, model) and counts
@@ -344,6 +355,27 @@ class ShardPrecision(Precision):
         """Go on with a checkpoint's loss scale if this run has one; CheckpointMismatchError: the state is another's."""
         if self._scale is not None:
             self._scale.state = state_from_dict(state_dict)
+
+
+def _mean(loss: Any) -> Any:
+    """The mean of a loss over all ranks, which step by it; what is no number is given back. All ranks call it."""
+    if not isinstance(loss, Tensor | float):
+        return loss
+    mean = torch.as_tensor(loss).detach().to(torch.float32, copy=True)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    return mean if isinstance(loss, Tensor) else float(mean)
+
+
+def _refuse_own(given: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Refuse numbers that a user gives to an optimizer's step and that differ between ranks. All ranks call it."""
+    own = {name: float(value) for name, value in given.items() if isinstance(value, int | float | Tensor)}
+    found = Ranks.of().gather(own) if own else []
+    if any(each != own for each in found):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step is given other values on each rank ({found[0]} and {found[-1]}), by "
+            "which ranks step the same parameters. Give it what is the same on all: self.all_gather(loss).mean()."
+        )
 
 
 def translate(plugin: Precision | None) -> ShardPrecision | None:

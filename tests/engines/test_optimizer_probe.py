@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines.optimizer_probe import probe, rests_at_zero
+from lightning_shard.engines.optimizer_probe import Needs, probe, rests_at_zero
 from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
 from tests.optimizers import Lamb, Noisy, NormalizedTogether
@@ -22,7 +22,8 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def probed(optimizer: Optimizer, *, dtype: torch.dtype = FP32, aligned: bool = False, alone: bool = False) -> bool:
-    return probe(optimizer, dtype=dtype, aligned=aligned, alone=alone)
+    """Whether it needs full parameters."""
+    return probe(optimizer, dtype=dtype, aligned=aligned, alone=alone).full
 
 
 def parameters() -> list[nn.Parameter]:
@@ -274,3 +275,38 @@ def test_what_one_placement_takes_another_may_refuse() -> None:
 
 def test_an_elementwise_optimizer_whose_operators_dtensors_refuse_needs_full_parameters() -> None:
     assert run_distributed(_probed_on_shards, 1) == [[False, True]]
+
+
+class Sharpness(optim.SGD):
+    """As SAM: the loss is computed again, of other values."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=0.1)
+        closure()
+        return super().step()
+
+
+class Polyak(optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = 1.0 if closure is None else float(closure())
+        self.param_groups[0]["lr"] = 0.1 * loss
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("make", "needs"),
+    [
+        (optim.AdamW, Needs()),
+        (Polyak, Needs(loss=True)),
+        (lambda p: AsksForClosure(p), Needs(loss=True)),
+        (optim.LBFGS, Needs(loss=True, again=True)),
+        (Sharpness, Needs(loss=True, again=True)),
+        (Noisy, Needs(full=True, draws=True)),
+    ],
+    ids=["adamw", "polyak", "asks", "lbfgs", "sharpness", "noisy"],
+)
+def test_what_a_step_takes_beside_gradients(make: Any, needs: Needs) -> None:
+    assert probe(make(parameters()), dtype=FP32, aligned=True, alone=True) == needs

@@ -303,6 +303,6 @@ def _fit_searching() -> None:
 
 
 def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:
-    with pytest.raises(DistributedError, match="LBFGS evaluates the loss several times") as error:
+    with pytest.raises(DistributedError, match="LBFGS computes the loss again") as error:
         run_distributed(_fit_searching, 2)
     assert set(error.value.failed.values()) == {PrecisionError.__name__}

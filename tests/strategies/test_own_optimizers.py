@@ -1,4 +1,4 @@
-"""Optimizers that do more than step: they write between steps, and keep state that is no parameter's."""
+"""Optimizers that do more than step: they write between steps, read the loss, draw numbers, keep state of their own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_shard.errors import ConfigurationError
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
+from tests.optimizers import Noisy
 from tests.strategies.everywhere import same_everywhere
-from tests.strategies.indexed import PRECISIONS, Indexed
+from tests.strategies.indexed import PRECISIONS, Indexed, data
 
 
 class Averaging(torch.optim.SGD):
@@ -44,3 +48,97 @@ class Scaled(Indexed):
 @PRECISIONS
 def test_what_an_optimizer_writes_outside_of_its_step_is_seen(precision: str) -> None:
     same_everywhere(Scaled, precision, strategies=("ddp", "full", "zero_2"))
+
+
+class ByLoss(torch.optim.Optimizer):
+    """As Polyak's step size and AliG: larger steps where the loss is larger. Its step may come without a loss."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = 1.0
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * loss * group["lr"])
+        return loss
+
+
+class SteppedByLoss(Indexed):
+    def configure_optimizers(self) -> Any:
+        return ByLoss(self.parameters())
+
+
+class WeighedByLoss(SteppedByLoss):
+    """Weights of losses come with a step after backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "weight": torch.tensor(3.0 + self.global_rank)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        (SteppedByLoss, "bf16-mixed"),
+        pytest.param(SteppedByLoss, "32-true", marks=pytest.mark.matrix),
+        pytest.param(WeighedByLoss, "32-true", marks=pytest.mark.matrix),
+    ],
+)
+def test_ranks_step_by_the_mean_of_their_losses(kind: Any, precision: str) -> None:
+    same_everywhere(kind, precision, strategies=("ddp", "full", "zero_2", "zero_3"))
+
+
+class Drawing(Indexed):
+    """Ranks draw different numbers before each step, and the optimizer draws in it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.rand(1 + self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return Noisy(self.parameters(), lr=0.01)
+
+
+@PRECISIONS
+def test_replicas_draw_the_same_numbers_in_a_step(precision: str) -> None:
+    same_everywhere(Drawing, precision, strategies=("ddp",))
+
+
+class HookedApart(Indexed):
+    """A hook changes the gradients of each rank otherwise."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad.mul_(1 + self.global_rank)
+
+
+class GivenApart(SteppedByLoss):
+    """The optimizer's step is given each rank's own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch, "train")
+        self.manual_backward(loss)
+        self.optimizers().step(loss=loss.detach())
+
+
+def _refused(kind: Any) -> str:
+    trainer = quiet_trainer(strategy="shard_ddp", max_epochs=1)
+    with pytest.raises(ConfigurationError) as error:
+        trainer.fit(kind(), data())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(HookedApart, "Ranks have other values of body.0.weight"), (GivenApart, "other values on each")]
+)
+def test_what_parts_replicas_is_refused(kind: Any, says: str) -> None:
+    assert all(says in error for error in run_distributed(_refused, 2, kind))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -13,13 +14,14 @@ from torch.optim import Optimizer
 from lightning_shard.engines import earlier_parameters, refusals
 from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
-from lightning_shard.engines.optimizer_probe import rests_at_zero
+from lightning_shard.engines.optimizer_probe import Needs, rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
+from lightning_shard.engines.replicated import common_random_numbers
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.usage import SameUnits
-from lightning_shard.engines.whole_steps import WholeSteps, needs_full_parameters
+from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.engines.zero import layout, offload, partition, process, running
 from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.checks import check_optimizers, check_policy, loss_scaling_of
@@ -75,6 +77,7 @@ class Zero(Engine):
         self._written: Written | None = None
         self._unstepped: Unstepped | None = None
         self._optimizers: Sequence[Optimizer] = ()
+        self._needs: dict[int, Needs] = {}
         self.upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
@@ -154,8 +157,11 @@ class Zero(Engine):
         self._optimizers = optimizers
         several = len(optimizers) > 1
         # Several step full parameters in any case; what couples these is refused.
-        needs = [self._stage > 0 and needs_full_parameters(each, self._run) for each in optimizers]
-        full = any(needs) and not several
+        found = {id(each): needs_of(each, self._run, replicated=self._stage == 0) for each in optimizers}
+        full = self._stage > 0 and any(n.full or n.loss for n in found.values()) and not several
+        self._needs = found
+        for each in optimizers:
+            self._refuse_closure(each)
         optimizer: Optimizer | None = Carrier(optimizers) if several else next(iter(optimizers), None)
         rests = full or {rests_at_zero(each) for each in optimizers} == {True}
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
@@ -180,6 +186,21 @@ class Zero(Engine):
             self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
         self._register_masters()
         return list(self._optimizers), running.scheduler
+
+    def replicas(self) -> dist.ProcessGroup | None:
+        return self._run.mesh[SHARD].get_group() if self._stage == 0 else None
+
+    def needs(self, optimizer: Optimizer) -> Needs:
+        return self._needs.get(id(optimizer), Needs())
+
+    def _refuse_closure(self, optimizer: Optimizer) -> None:
+        needs = self.needs(optimizer)
+        if needs.again or (needs.loss and self._stage == 0):
+            what = "a closure that computes the loss again" if needs.again else "the loss in its step"
+            raise ConfigurationError(
+                f"{type(optimizer).__qualname__} needs {what}, but DeepSpeed steps after backward, without one. Use "
+                "shard_ddp, or another optimizer."
+            )
 
     @property
     def _trainable(self) -> dict[str, nn.Parameter]:
@@ -352,7 +373,8 @@ class Zero(Engine):
         if not self._run.automatic:
             # Each backward pass is over a part of the model.
             self._finish_step()
-        with self._uses.paused():
+        replicated = self._stage == 0 and self.needs(optimizer).draws
+        with self._uses.paused(), common_random_numbers() if replicated else nullcontext():
             self._stepping.step(optimizer, skip=skip, **kwargs)
         if self._written is not None:
             self._written.stepped()
