@@ -18,7 +18,8 @@ from lightning_shard.text import nearest
 CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
 CLIP_NOTE = "the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32"
 PRECISION_NOTE = (
-    "masters begin as the loaded values, not as their 16-bit rounding; gradients are reduced and summed in fp32"
+    "masters begin as the loaded values, not as their 16-bit rounding; gradients are reduced and summed in fp32; in bf16 "
+    "a step with inf or NaN is taken, which DeepSpeed skips (nonfinite: skip)"
 )
 SCALE_NOTE = (
     "the loss scale doubles after 2000 good steps and falls at each overflow; DeepSpeed's after 1000, and at the second"
@@ -264,7 +265,7 @@ def _rest(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
             continue
         if value == AUTO:
             reading.meet(f"{prefix}{path}", value, "DeepSpeed's own choice, or the Trainer's")
-        elif _is_default(path, value):
+        elif _is_default(path, value) and path != "bf16.check_grad_overflow":  # here the default is another
             reading.rest(f"{prefix}{path}", value)
         else:
             reading.ask(f"config.{path}", value, f"{prefix}{path}", value)

@@ -163,6 +163,15 @@ def test_what_deepspeed_does_not_read_is_noted(migrated: Callable[..., dict[str,
     assert arguments(migrated({**content, "compile": {"disable": False, "backend": "inductor"}}))["compile"] is True
 
 
+def test_that_no_step_is_skipped_in_bf16_is_said(migrated: Any, refused: Any, capsys: Any) -> None:
+    content: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    migrated(content)
+    assert "in bf16 a step with inf or NaN is taken, which DeepSpeed skips (nonfinite: skip)" in capsys.readouterr().out
+    content["bf16"]["check_grad_overflow"] = True
+    assert arguments(migrated(content))["config"] == {"bf16": {"check_grad_overflow": True}}
+    assert "bf16.check_grad_overflow: true. Only DeepSpeed has it" in refused(content, "--to", "shard_fsdp")
+
+
 def test_a_removed_optimizer_is_lost(refused: Callable[..., str], migrated: Callable[..., dict[str, Any]]) -> None:
     content = {"zero_optimization": {"stage": 0}, "optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3}}}
     assert "DeepSpeed has removed the optimizers that compress" in refused(content)
