@@ -18,8 +18,8 @@ from lightning_shard.text import nearest
 CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
 CLIP_NOTE = "the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32"
 PRECISION_NOTE = (
-    "masters begin as the loaded values, not as their 16-bit rounding; gradients are reduced and summed in fp32; in bf16 "
-    "a step with inf or NaN is taken, which DeepSpeed skips (nonfinite: skip)"
+    "masters begin as the loaded values, not as their 16-bit rounding; gradients are reduced and summed in fp32; in "
+    "bf16 a step with inf or NaN is taken, which DeepSpeed skips (nonfinite: skip)"
 )
 SCALE_NOTE = (
     "the loss scale doubles after 2000 good steps and falls at each overflow; DeepSpeed's after 1000, and at the second"
