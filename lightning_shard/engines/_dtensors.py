@@ -34,7 +34,7 @@ _LIKE: tuple[Any, ...] = (
 _OF_VALUES: tuple[Any, ...] = (
     *(_aten.bernoulli.default, _aten.multinomial.default, _aten.native_dropout.default),
     *(_aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.amax.default, _aten.amin.default),
-    *(_aten.argmax.default, _aten.argmin.default, _aten.aminmax.default),
+    *(_aten.argmax.default, _aten.argmin.default, _aten.aminmax.default, _aten._local_scalar_dense.default),
 )
 
 
@@ -47,7 +47,7 @@ def answer_in_full() -> Callable[[], None]:
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
-    own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye, _aten._local_scalar_dense.default: _number}
+    own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye}
     own = {op: handler for op, handler in own.items() if handlers.get(op) is not handler}  # Another fit's are there.
     # torch's own for argmin and argmax fails on the ranks whose shards are empty.
     replaced = {op: handlers[op] for op in own if op in handlers}
@@ -90,10 +90,6 @@ def _placed(full: Tensor, tensor: DTensor) -> DTensor:
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Torch would make each shard an identity of its own."""
     return _fill(lambda full: full.zero_().fill_diagonal_(1), (kwargs["out"],), {})
-
-
-def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return op(args[0].full_tensor())
 
 
 def _empty(tensor: DTensor, kwargs: dict[str, Any]) -> Tensor:

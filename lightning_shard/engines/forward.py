@@ -5,7 +5,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -54,14 +54,6 @@ def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
         return root.__dict__[_RUN](function, *args, **kwargs)
     finally:
         _count(root, -1)
-
-
-def hook_loss(root: nn.Module, loss: Tensor) -> None:
-    """Tell FSDP that ``loss`` is an output of ``root``: a backward pass inside a step (manual optimization) begins
-    before the step's output was seen, and a root without units below it would never reduce its gradients.
-    """
-    # Not as an argument: FSDP would hook a copy of it.
-    run(root, lambda: loss)
 
 
 @torch.no_grad()

@@ -279,8 +279,9 @@ class FSDP2Engine(StepsOwnParameters):
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         self._hook_gathered()
         if not self._run.automatic:
-            # It starts inside the step, before FSDP saw the step's output.
-            forward.hook_loss(self._module, loss)
+            # It starts inside the step, before FSDP saw the step's output, and a root without units below it would
+            # never reduce its gradients. The loss is no argument: FSDP would hook a copy of it.
+            forward.run(self._module, lambda: loss)
             self._reshard_after_backward(True)
         with explained(self.strategy):
             call(loss)
