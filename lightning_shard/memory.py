@@ -44,9 +44,7 @@ class KindBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAccount:
-    """Where one rank's bytes are resident: on its device, offloaded to the host or to NVMe. A CPU is a device like
-    others.
-    """
+    """Where one rank's bytes are resident: on its device, offloaded to the host or to NVMe. A CPU is a device too."""
 
     device: KindBytes = field(default_factory=KindBytes)
     host: KindBytes = field(default_factory=KindBytes)

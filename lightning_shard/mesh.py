@@ -50,9 +50,7 @@ class MeshConfig:
 
 
 def resolve_mesh(config: MeshConfig, *, world_size: int, processes_per_node: int) -> tuple[int, int]:
-    """The mesh's shape ``(replicate, shard)`` of so many processes; MeshError: it does not multiply to
-    ``world_size``.
-    """
+    """The mesh's shape ``(replicate, shard)`` of so many processes; MeshError: its product is not ``world_size``."""
     replicate, shard = config.replicate, config.shard
     if replicate == "auto" and shard == "auto":
         shard = processes_per_node

@@ -91,9 +91,7 @@ _OTHERS = {
 
 
 def register() -> None:
-    """Put factories for every name into Lightning's ``StrategyRegistry``, now or once Lightning is imported; may be
-    repeated.
-    """
+    """Put factories for all names into Lightning's ``StrategyRegistry``, once it is imported; may be repeated."""
     waiting = set()
     for module in (_STRATEGIES, *_OTHERS):
         if module in sys.modules:

@@ -37,9 +37,7 @@ def watches_zero_grad(trainer: Trainer) -> bool:
 
 
 def count_sharded_parameters(replacements: Replacements, trainer: Trainer) -> None:
-    """Let ``ModelSummary`` callbacks count ZeRO-3's parameters in full, as Lightning does for its own strategy
-    alone.
-    """
+    """Let ``ModelSummary`` count ZeRO-3's parameters in full, as Lightning does for its own strategy alone."""
 
     def summary(depth: int, trainer: Trainer, module: LightningModule) -> Any:
         sharded = any(hasattr(p, "ds_numel") for p in module.parameters())
@@ -233,9 +231,7 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 
 
 def averages_place(callbacks: Any) -> str | None:
-    """Where those that average weights keep the averages: "beside" the weights or on the "host"; None: there
-    are none.
-    """
+    """Where those that average weights keep averages: "beside" the weights or on the "host"; None: there are none."""
     given = callbacks if isinstance(callbacks, list) else [callbacks]
     for callback in given:
         if isinstance(callback, tuple(_HOOKS)):

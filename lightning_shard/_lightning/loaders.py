@@ -103,16 +103,12 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
 
 
 def make_anew(trainer: Trainer) -> None:
-    """Let the loaders that were made early, for ``estimated_stepping_batches``, be made anew with their loaded
-    states.
-    """
+    """Let the loaders that were made early, for ``estimated_stepping_batches``, be made anew with their states."""
     trainer.fit_loop._combined_loader = None
 
 
 def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The training loaders' in the loops' part of a checkpoint; those that ended in an epoch over several stay
-    spent.
-    """
+    """The training loaders' in the loops' part of a checkpoint; those that ended in an epoch over several stay so."""
     loop: Any = trainer.fit_loop
     states = loops["fit_loop"]["state_dict"].get("combined_loader", [])
     if loop._combined_loader is None or loop._combined_loader._mode != "max_size":

@@ -21,9 +21,7 @@ from lightning_shard.resume.shape import KINDS
 
 
 def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> None:
-    """Run every evaluation loop under ``torch.no_grad``: what FSDP2 gathers in inference mode no training step can
-    update.
-    """
+    """Run evaluation loops under ``torch.no_grad``: what FSDP2 gathers in inference mode no training can update."""
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         replacements.replace(loop, "inference_mode", False)
 

@@ -28,9 +28,7 @@ def leave_out_noise() -> None:
 
 
 class Uncompiled:
-    """Refuses, as a strategy's ``_lightning_module``, a module that is compiled as a whole, ahead of Lightning's
-    advice.
-    """
+    """Refuses, as a strategy's ``_lightning_module``, a module that is compiled whole, before Lightning advises."""
 
     def __get__(self, strategy: Strategy | None, owner: type[Strategy]) -> LightningModule | None:
         return vars(strategy).get("_lightning_module") if strategy is not None else None

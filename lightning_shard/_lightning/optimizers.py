@@ -38,9 +38,7 @@ def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
 
 
 def hold_schedulers(replacements: Replacements, trainer: Trainer, when: Callable[[], bool]) -> None:
-    """Leave schedulers of interval ``step``, which Lightning advances after skipped steps too, where ``when``
-    says so.
-    """
+    """Leave schedulers of interval ``step``, which Lightning advances after skipped steps too, where ``when`` says."""
     loop = trainer.fit_loop.epoch_loop
     update = loop.update_lr_schedulers
 

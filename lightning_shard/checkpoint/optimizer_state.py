@@ -54,9 +54,7 @@ def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:
 
 
 def load_extra_state(module: nn.Module, names: Names, extra: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Give `extra_state` back, whatever the wrapping; CheckpointMismatchError where ``strict`` and no module takes an
-    entry.
-    """
+    """Give `extra_state` back, whatever the wrapping; CheckpointMismatchError if ``strict`` and nobody takes it."""
     if not extra:
         return
     keys = {names.unwrapped(key): key for key in _state_dict(module)}
@@ -311,9 +309,7 @@ _IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str, Any]] | None:
-    """A small parameter and its state after a step of a new optimizer of this class; None: it is not made or stepped
-    so.
-    """
+    """A small parameter and its state after a step of a new optimizer of this class; None: it can't be made so."""
     small = nn.Parameter(torch.full_like(like, 0.5))
 
     def closure() -> float:

@@ -57,9 +57,7 @@ class Plans:
         self._plan: Plan | None = None
 
     def still_holds(self, tensors: Mapping[str, Any], slots: Mapping[str, SlotName]) -> bool:
-        """Look at what this rank is to save; whether its part of the last plan still holds. No communication.
-        CheckpointError: what can't be saved.
-        """
+        """Look at what this rank is to save (CheckpointError: it can't be); whether its part of the last plan holds."""
         signature = tuple((key, _signature(tensor)) for key, tensor in tensors.items())
         if self._plan is not None and signature == self._signature:
             return True

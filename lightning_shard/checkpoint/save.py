@@ -112,9 +112,7 @@ class Begun:
             self.plan = plans.agreed(ranks, still_holds=still_holds)
 
     def finish(self, ranks: Ranks, values: Values) -> None:
-        """Write the values and put the checkpoint in place, over ``ranks``, of the same processes. All ranks call it;
-        errors as for `save`.
-        """
+        """Write the values and put the checkpoint in place, over ``ranks``. All ranks call it; errors as for `save`."""
         with commit.deleted_on_failure(self._temporary, here=ranks.is_first):
             written = ranks.collect(f"writing {self.target}", lambda: self._write(ranks.rank, values))
             ranks.first(f"completing {self.target}", lambda: self._complete(written))

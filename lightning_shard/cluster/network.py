@@ -36,9 +36,7 @@ def prepare_gloo(address: str, environ: MutableMapping[str, str], *, gpu: bool) 
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface by which this host reaches ``address``, or others where that is its own loopback name; None: not
-    known.
-    """
+    """The interface by which this host reaches ``address``, or others where that is its own name; None: not known."""
     own = _source(address)
     if own is not None and own.startswith("127.") and address not in _HERE:
         own = _source(_ELSEWHERE)

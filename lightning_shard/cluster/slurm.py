@@ -28,9 +28,7 @@ class SlurmJob:
 
     @property
     def label(self) -> str:
-        """The job as SLURM's commands take it: ``12``, or ``12_3`` of an array, whose last task's plain id is the whole
-        array's.
-        """
+        """The job as SLURM's commands take it: ``12``, or ``12_3`` of an array, whose last task has the array's id."""
         return self.id if self.array_id is None else f"{self.array_id}_{self.array_task}"
 
     @property

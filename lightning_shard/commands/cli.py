@@ -191,9 +191,7 @@ _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
 def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
-    """Refuse values of the Trainer that it would take without a word, or refuse without saying what is allowed;
-    ``runs``: here.
-    """
+    """Refuse values that the Trainer would take, or refuse without saying what is allowed; ``runs``: it will, here."""
     settings = trainer or Namespace()
     strategy = settings.get("strategy")
     if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):

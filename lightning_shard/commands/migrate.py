@@ -36,8 +36,8 @@ The YAML goes to --output and the table to stdout; without --output the YAML goe
 A field that has no counterpart is refused, with the reason and what comes nearest, unless --lossy is given.
 """
 
-# Keys of the Trainer whose classes are carried over, and may not be importable here.
 _MOST_DEVICES = 1024  # of a node, and so processes that are checked together
+# Keys of the Trainer whose classes are carried over, and may not be importable here.
 _CARRIED = ("callbacks", "logger", "profiler")
 
 

@@ -35,9 +35,7 @@ class ShardArgumentParser(LightningArgumentParser):
         raise UsageError(explain(message, keys)) from ex
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """As jsonargparse's, and keep in ``self.failure`` what a constructor raised, which it reports as a type that
-        did not fit.
-        """
+        """As jsonargparse's, and keep in ``self.failure`` what a constructor raised, which it says in other words."""
 
         @functools.wraps(instantiator)
         def keep_failure(*args: Any, **kwargs: Any) -> Any:

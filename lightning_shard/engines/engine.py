@@ -120,9 +120,7 @@ class Engine(Protocol):
         return
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
-        """The dtypes of a run, from those of the precision; ``loss_scale_given``: whether the user gave a loss
-        scale.
-        """
+        """The dtypes of a run, from those of the precision; ``loss_scale_given``: whether the user gave one."""
         return base
 
     def units(self, module: nn.Module) -> list[Unit]:
@@ -177,9 +175,7 @@ class Engine(Protocol):
         """As `forward`, of a step after which no backward follows."""
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
-        """Run backward from ``loss``, a scalar that is scaled; ``call`` is the LightningModule's own, with
-        ``kwargs``.
-        """
+        """Run backward from ``loss``, a scalar that is scaled; ``call`` is the LightningModule's, with ``kwargs``."""
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the backward passes to come end an accumulation."""
@@ -189,9 +185,7 @@ class Engine(Protocol):
         return
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
-        """`EngineTensors.gradients`, and the mesh over which plain ones are disjoint shards; None: full. No
-        communication.
-        """
+        """`EngineTensors.gradients`, and the mesh over which plain ones are disjoint shards. No communication."""
         return self.tensors.gradients(optimizer), None
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:

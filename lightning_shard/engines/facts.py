@@ -140,9 +140,7 @@ EngineFacts = TorchDDPFacts | ReplicateFacts | FSDPFacts | DeepSpeedFacts
 def deepspeed_facts(
     config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype, device_type: str = "cuda"
 ) -> DeepSpeedFacts:
-    """The settings that matter for bytes, from `deepspeed_config` with "auto" resolved; else DeepSpeed's
-    defaults hold.
-    """
+    """The settings that matter for bytes, from `deepspeed_config` with "auto" resolved, else DeepSpeed's defaults."""
     zero = config["zero_optimization"]
     stage = int(zero["stage"])
     said = {"overlap_comm": stage == 3, **{key.removeprefix("stage3_"): value for key, value in zero.items()}}

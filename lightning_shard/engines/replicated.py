@@ -19,9 +19,7 @@ from lightning_shard.tensors.names import is_persistent
 
 @torch.no_grad()
 def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the values of rank 0, in place, but for DTensors and meta tensors. All ranks call it with the
-    same.
-    """
+    """Give every rank the values of rank 0, in place, but for DTensors and meta tensors. All ranks call it."""
     for tensor in tensors:
         if isinstance(tensor, DTensor) or tensor.is_meta or tensor.numel() == 0:
             continue

@@ -14,9 +14,7 @@ def plain_settings(*options: Any, **more: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` in JSON's types, equal for equal values on every rank: functions and classes by import path, objects by
-    class.
-    """
+    """``value`` in JSON's types, equal for equal values on every rank: functions by import path, objects by class."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, timedelta):

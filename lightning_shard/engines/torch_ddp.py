@@ -241,9 +241,7 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
 
 
 def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:
-    """Make the reducer ready for a backward pass from ``loss``, as ``_post_forward`` does, where backward comes
-    first.
-    """
+    """Make the reducer ready for a backward pass from ``loss`` that comes before ``_post_forward``, which does so."""
     if not (torch.is_grad_enabled() and wrapped.require_backward_grad_sync):
         wrapped.require_forward_param_sync = False
         return
@@ -255,9 +253,7 @@ def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None
 
 
 class StepRoot(nn.Module):
-    """The module that DDP and DeepSpeed are given: its forward is any step of ``module``, its only child, whose hooks
-    run then.
-    """
+    """The module that DDP and DeepSpeed are given: its forward is any step of ``module``, its only child."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -85,9 +85,7 @@ def compile_forward(module: nn.Module) -> Callable[[], None]:
 
 
 def _of_its_class(kind: type[nn.Module], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with a code object of the class's own: Dynamo keeps eight graphs of one, and all modules run the
-    same.
-    """
+    """``function`` with a code object of the class's own: Dynamo keeps eight graphs of one, which all would share."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -181,9 +179,7 @@ class Compiled(NamedTuple):
 
 
 class CompilerWatch:
-    """Warns after the first training step where a unit is not one graph, since torch.compile falls back without an
-    error.
-    """
+    """Warns after the first step where a unit is not one graph: torch.compile falls back without an error."""
 
     def __init__(self, wanted: bool) -> None:
         """``wanted``: whether units are compiled."""

@@ -177,9 +177,7 @@ def ignored_parameters(
 
 
 def _children_first(module: nn.Module, name: str = "", seen: set[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """All modules below and including ``module`` but metrics' (with networks of their own), children first,
-    each once.
-    """
+    """All modules from ``module`` on but metrics' (with networks of their own), children first, each once."""
     seen = set() if seen is None else seen
     found: dict[str, nn.Module] = {}
     if module in seen or isinstance(module, Metric):

@@ -43,9 +43,7 @@ def assign_in_place() -> Callable[[], None]:
 
 
 class WrittenInSteps:
-    """Takes over what a step writes to gathered parameters that were frozen when sharded; a module's forward must not
-    write.
-    """
+    """Takes over what a step writes to gathered parameters frozen when sharded; a module's forward must not write."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root

@@ -197,9 +197,7 @@ def largest(accounts: Sequence[MemoryAccount]) -> int:
 def memory_table(
     account: MemoryAccount, *, title: str, notes: Sequence[str] = (), predicted: MemoryAccount | None = None
 ) -> str:
-    """One rank's account below a title: a line for each kind, a column for each place, with ``predicted`` two, and
-    notes.
-    """
+    """One rank's account below a title: a line for each kind, a column for each place (two if ``predicted``), notes."""
     accounts = {"": account} if predicted is None else {"": account, ", predicted": predicted}
     places = [place for place in PLACES if place == "device" or any(getattr(a, place).total for a in accounts.values())]
     cells = {f"{place}{whose}": getattr(a, place) for place in places for whose, a in accounts.items()}

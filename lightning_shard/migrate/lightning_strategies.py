@@ -1,7 +1,4 @@
-"""Arguments of stock Lightning's strategies, read into the neutral form.
-
-After ``lightning/pytorch/strategies`` of Lightning 2.6.
-"""
+"""Arguments of the strategies in ``lightning/pytorch/strategies`` of Lightning 2.6, read into the neutral form."""
 
 import re
 from collections.abc import Mapping
@@ -184,9 +181,7 @@ def called_here(argument: str) -> str:
 
 
 def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: str, *, named: bool) -> None:
-    """Add to ``reading`` what a stock strategy asks for, and its problems; ``named``: arguments stand below
-    ``path``.
-    """
+    """Add to ``reading`` what a stock strategy asks for, and its problems; ``named``: arguments are below ``path``."""
     _, known = STRATEGIES[kind]
     reading.check_keys(path, arguments, known, kind)
     given = {key: value for key, value in arguments.items() if value is not None}

@@ -215,9 +215,7 @@ BLOCKS = "blocks of torch's allocator"
 def device_memory(
     points: Sequence[Point], training: Training, engine: EngineFacts, trace: Trace | None, *, cpu: bool = False
 ) -> DeviceMemory:
-    """Of the rank that has these points; without a trace, the allocator's blocks are not known; with ``cpu``, tensors
-    alone.
-    """
+    """Of the rank that has these points; without a trace the allocator's blocks are unknown; ``cpu``: tensors alone."""
     if cpu:
         return DeviceMemory(tensors=peak(points, cpu=True).held(cpu=True))
     tensors = peak(points).held()

@@ -345,9 +345,7 @@ class Form:
 
 
 def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: bool) -> Iterator[Form]:
-    """A candidate with the micro-batches that fit, which ``samples`` per device and step divide into; none: it can't
-    run.
-    """
+    """A candidate with the micro-batches that fit and divide ``samples`` per device and step; none: it can't run."""
     try:
         run = planner.run(candidate)
     except ConfigurationError:

@@ -93,9 +93,7 @@ def peak(points: Sequence[Point], *, cpu: bool = False) -> Point:
 
 
 def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners: int | None = None) -> Point:
-    """The optimizer's step of the masters, or of parameters without. ``owners``: ranks that own full parameters, if any
-    do.
-    """
+    """The optimizer's step of the masters, or of parameters without. ``owners``: ranks that own full ones, if any."""
 
     def temporary(kinds: KindBytes) -> KindBytes:
         stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters * training.stepped_share

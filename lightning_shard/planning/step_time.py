@@ -121,9 +121,7 @@ _PARTS = {
 
 
 def schedule(training: Training, engine: EngineFacts, rates: Rates) -> tuple[Schedule, list[Transfer]]:
-    """The collectives of each unit by the engine's own arithmetic and copies between device and host; then the
-    step's.
-    """
+    """The collectives of each unit by the engine's arithmetic and copies between device and host; then the step's."""
     found: dict[str, dict[str, Transfer]] = {part: defaultdict(Transfer) for part in _PARTS.values()}
     after: list[Transfer] = []
     memory = step_memory(training, engine).step

@@ -69,9 +69,7 @@ def _stage_0(training: Training) -> ZeroMemory:
 
 
 def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, trace: Trace) -> Iterator[Point]:
-    """See `predict.step_points`. Gradients are taken one by one: those that are kept are resident beside
-    activations.
-    """
+    """See `predict.step_points`. Gradients are taken one by one: those kept are resident beside activations."""
     elements = gradient_elements(training.model, lambda p: p.numel)
     total = max(1, sum(elements.values()))
     gathered = gathered_elements(training.model, engine, trace.order) if engine.stage == 3 else {}
@@ -273,9 +271,7 @@ def gathered_elements(model: ModelFacts, engine: DeepSpeedFacts, order: Sequence
 
 
 def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
-    """See `predict.step_memory`. Masters and optimizer state are one flat partition for each of the optimizer's
-    groups.
-    """
+    """See `predict.step_memory`. Masters and optimizer state are one flat partition for each optimizer group."""
     model, policy, stage_1 = training.model, training.policy, engine.stage == 1
     compute, master, sums = policy.compute, policy.master, engine.accumulate
     partitions, overlapping = _flat_partitions(model.trainable, engine.ranks)
@@ -353,9 +349,7 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
 
 
 def _bf16_optimizer(always: KindBytes, flat: int, training: Training) -> ZeroMemory:
-    """``BF16_Optimizer``: one fp32 buffer of all gradients for good, beside backward's own, which are zeroed, not
-    freed.
-    """
+    """``BF16_Optimizer``: one fp32 buffer of all gradients for good, beside backward's, which are zeroed, not freed."""
     sums = flat * torch.float32.itemsize
     own = sum(p.numel for p in training.model.trainable) * training.policy.compute.itemsize
     waiting = own if training.micro_batches > 1 else 0
@@ -381,9 +375,7 @@ def _reduction(training: Training, engine: DeepSpeedFacts) -> tuple[int, int, in
 
 
 def reduction_copies(model: ModelFacts, engine: DeepSpeedFacts, per_element: int) -> tuple[int, int]:
-    """Bytes of the copies that the reduction of a bucket makes, and of those after backward only: all fit into one
-    bucket.
-    """
+    """Bytes of the copies that the reduction of a bucket makes, and of those after backward only: all fit into one."""
     numel = sum(p.numel for p in model.trainable)
     copies = min(numel, engine.reduce_bucket_size) * per_element
     return copies, copies if numel <= engine.reduce_bucket_size else 0

@@ -271,9 +271,7 @@ def round_scalars(root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module
 
 @contextmanager
 def scalars_rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``module.<name>`` give its own 0-d parameters in ``dtype``, with gradients to the original; writes are taken
-    over.
-    """
+    """Let ``module.<name>`` give its own 0-d parameters in ``dtype``, with gradients and writes to the original."""
     own = _own_scalars(module)
     hidden = {name: parameter.to(dtype) for name, parameter in own.items()}
     given = {name: value.detach().clone() for name, value in hidden.items()}

@@ -72,9 +72,7 @@ def check_float8(settings: Float8 | None, device: torch.device, *, launched: boo
 
 
 def install_float8(root: nn.Module, settings: Float8, others: Container[nn.Module]) -> Callable[[], None]:
-    """Let linear layers of ``settings`` but ``others`` multiply in float8; the result undoes it. PrecisionError: there
-    are none.
-    """
+    """Let linear layers of ``settings`` but ``others`` multiply in float8, until undone; PrecisionError: none."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe, emulate = Float8LinearConfig.from_recipe_name(settings.recipe), settings.emulate

@@ -283,9 +283,7 @@ class ResumableLoader(DelegatingLoader):
         return seed, epoch, cycle
 
     def _rest(self, state: dict[str, Any]) -> Iterator[Any]:
-        """Indices (batches of them) from the position of `state` on; the stock loader's draws first, the rest at
-        ``next``.
-        """
+        """Indices (batches of them) from the position of `state` on; the stock loader's draws come first."""
         full, start = self._source.full, state["samples"]
         if self._inner.batch_sampler is not None and state["kind"] != "batches":
             return self._rest_in_batches(state)

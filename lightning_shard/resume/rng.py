@@ -55,9 +55,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def derived_rng_seed(seed: int, rank: int, step: int) -> int:
-    """A seed in ``[0, 2**32)`` for a rank that did not exist when the checkpoint was written: a hash, so that no
-    streams are shared.
-    """
+    """A seed in ``[0, 2**32)`` for a rank that did not exist when the checkpoint was written: no shared streams."""
     digest = hashlib.sha256(f"lightning_shard/{seed}/{rank}/{step}".encode()).digest()
     # numpy accepts 32 bits.
     return int.from_bytes(digest[:4], "little")

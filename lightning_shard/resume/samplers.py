@@ -178,9 +178,7 @@ class States:
             self._consumed.append(self._after.popleft())
 
     def saved(self, ahead: int) -> dict[str, Any]:
-        """At the epoch's start, after the last item trained on, and now, with the number drawn; ``ahead``: given out
-        since, 0 or 1.
-        """
+        """At the epoch's start, after the last item trained on, and now; ``ahead``: given out since, 0 or 1."""
         if not self._samplers:
             return {}
         ends = {"start": self._start, "consumed": self._consumed[-1 - ahead], "now": self.read()}

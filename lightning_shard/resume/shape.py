@@ -137,9 +137,7 @@ def length_of(collection: Any) -> int | None:
 
 
 class Delegating:
-    """Has every attribute of `inner`, and sets those on it that `_own` does not name; Python's own (``__copy__``) are
-    its own.
-    """
+    """Has every attribute of `inner`, and sets those on it that `_own` does not name, but for ``__copy__`` etc."""
 
     _own: frozenset[str] = frozenset()
 

@@ -234,9 +234,7 @@ def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Ite
 
 
 def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
-    """The `loader`, without a length, whose iterators are :func:`agreed`, with its attributes and state. All ranks
-    iterate.
-    """
+    """The `loader`, without a length, whose iterators are :func:`agreed`, with its attributes and state."""
     # A state is looked for in the class.
     bases = [_Stateful] * has_state(loader) + [_Agreeing] + [DelegatingLoader] * isinstance(loader, DataLoader)
     return type("AgreeingLoader", tuple(bases), {})(loader, what)

@@ -93,9 +93,7 @@ _PLAIN = (str, int, float, bool, type(None), tuple)
 
 
 def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:
-    """Names and values of what must not differ between ranks: the ``strategy``'s ``settings`` and the module's
-    hyperparameters.
-    """
+    """Names and values of what must not differ between ranks: the ``strategy``'s ``settings`` and hyperparameters."""
     found = {"strategy": type(strategy).__name__, "precision": str(trainer.precision)}
     found |= {f"strategy.{name}": repr(value) for name, value in settings.items()}
     found |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in _COMPARED}

@@ -32,9 +32,7 @@ class RunLedger:
     """What a strategy and its checkpoints ask of a ledger; this one, of a run that steps nothing, measures nothing."""
 
     def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Read what the engine and the optimizers hold. All ranks call it. PrecisionContractError on each, under
-        ``aligned``.
-        """
+        """Read what engine and optimizers hold; PrecisionContractError on all, if ``aligned``. All ranks call it."""
 
     def start_of_training(self) -> None:
         """Install the hooks for the first step."""

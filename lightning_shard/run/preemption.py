@@ -207,9 +207,7 @@ class Preemption:
         return bool(self._agreed)
 
     def after_batch(self, trainer: Trainer, fetcher: Any) -> None:
-        """Between a training batch (of Lightning's ``fetcher``) and a validation. All ranks call it. Preempted: the run
-        was saved and ends.
-        """
+        """Between a training batch and a validation. All ranks call it. Preempted: the run was saved and ends."""
         validates = loops.validation_follows(trainer, fetcher)
         # In the middle of an accumulation the gradients so far would have to be saved too.
         self._stoppable = not loops.should_accumulate(trainer)

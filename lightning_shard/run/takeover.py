@@ -118,9 +118,7 @@ def begin_averaging(
 
 
 def keeps_optimizers(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether a run that is no fit leaves a fit's optimizers, for checkpoints after it: where they step the module's
-    own parameters.
-    """
+    """Whether a run that is no fit leaves a fit's optimizers, for saves: they step the module's parameters."""
     present = {id(parameter) for parameter in module.parameters()}
     stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if engine.steps_itself or not all(id(parameter) in present for parameter in stepped):

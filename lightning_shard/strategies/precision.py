@@ -275,9 +275,7 @@ class ShardPrecision(Precision):
         return refused
 
     def settle(self) -> None:
-        """Look at losses and gradients of the last step. All ranks call it; DataError on each, because of inf
-        or NaN.
-        """
+        """Look at losses and gradients of the last step. All ranks call it; DataError on each: inf or NaN."""
         if self._watch is not None:
             self._watch.settle()
 
@@ -379,9 +377,7 @@ def _refuse_own(given: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def translate(plugin: Precision | None) -> ShardPrecision | None:
-    """The `ShardPrecision` of a stock plugin made from the Trainer's flag; PrecisionError: it carries more, or is not
-    run.
-    """
+    """The `ShardPrecision` of a stock plugin made from the Trainer's flag; PrecisionError: it carries more."""
     if plugin is None or isinstance(plugin, ShardPrecision):
         return plugin
     refuse_plugin(plugin)

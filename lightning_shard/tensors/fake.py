@@ -77,9 +77,7 @@ def make_fake(root: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def meta_copy(module: M) -> M:
-    """A deep copy on the meta device, ties and all; what else ``module`` (full) holds is copied, and raises if it can't
-    be.
-    """
+    """A deep copy on the meta device, ties and all; what else ``module`` (full) holds is copied, or raises."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): _of_its_class(t, torch.empty_like(t, device="meta")) for t in tensors})
 

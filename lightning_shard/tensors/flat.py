@@ -78,9 +78,7 @@ class FlatSlice:
 
 
 class Pieces:
-    """This rank's boxes of a tensor of ``shape``, by their offsets, if any, with what `tensor_files` asks of a
-    tensor.
-    """
+    """This rank's boxes of a tensor of ``shape``, by their offsets, with what `tensor_files` asks of a tensor."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[tuple[int, ...], Tensor]) -> None:
         self.shape, self.dtype, self._pieces = torch.Size(shape), dtype, dict(pieces)
@@ -166,9 +164,7 @@ class FlatMember:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatGroup:
-    """A flat tensor that an optimizer steps, and the parameters whose slices lie in it; ValueError: one does
-    not fit.
-    """
+    """A flat tensor that an optimizer steps, and the parameters whose slices lie in it; ValueError: one doesn't fit."""
 
     flat: Tensor  # 1-D; what the optimizer's ``state`` is keyed by. Padding may be anywhere in it; it may be empty.
     members: tuple[FlatMember, ...]  # The same names, shapes and order on every rank, whatever slices this rank has.

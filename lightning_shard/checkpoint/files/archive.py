@@ -148,9 +148,7 @@ class _Archive:
         self._checked: set[str] = set()
 
     def check_places(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Refuse a zip that torch did not write: torch computes where storages lie from ``data/0``, ``data/1`` ... in
-        order.
-        """
+        """Refuse a zip that torch did not write: it computes where storages lie from ``data/0``, ``data/1`` ..."""
         if not any(info.filename.endswith("/.format_version") for info in self._records):
             return
         sizes, numbers = dict[int, int](), list[int]()

@@ -55,9 +55,7 @@ class BoxesByRank:
     described: list[Any] = field(default_factory=list)  # Where they lay in the last save, and the files that say so.
 
     def tables(self, places: Integers) -> Iterator[tuple[TensorFacts, Integers]]:
-        """Each tensor, and the rows of its boxes as in `StoredBoxes`; ``places``: of each box its file, first byte and
-        length, shape ``(boxes, 3)``.
-        """
+        """Each tensor, and its boxes as in `StoredBoxes`; ``places``: ``(boxes, 3)``, file, first byte and length."""
         order = np.argsort(self.tensor, kind="stable")
         ends = np.searchsorted(self.tensor[order], np.arange(len(self.tensors) + 1))
         for number, facts in enumerate(self.tensors):

@@ -126,9 +126,7 @@ def listed(names: Iterable[str], *, most: int = 20) -> str:
 
 @contextlib.contextmanager
 def damaged_if(said: str | Callable[[Exception], str], where: object = "") -> Iterator[None]:
-    """Raise CheckpointCorruptError, with what is ``said`` of it, for any error but a CheckpointError; ``where`` is
-    named.
-    """
+    """Raise CheckpointCorruptError, with what is ``said`` of it and ``where``, for any error but a CheckpointError."""
     try:
         yield
     except CheckpointError as error:
@@ -161,9 +159,7 @@ def leftovers(folder: Path, name: str = r".+\.ckpt(\..+)?", kinds: Iterable[str]
 
 
 def current(path: Path) -> Path:
-    """Where the checkpoint ``path`` is: there, or beside it between two renames: the new one if complete, else
-    the old.
-    """
+    """Where the checkpoint ``path`` is: there, or beside it between two renames: the new one if complete."""
     for aside in [] if os.path.lexists(path) else leftovers(path.parent, re.escape(path.name), [ASIDE]):
         new = temporary_sibling(path, aside.name.rpartition("-")[2])
         return new if (new / MANIFEST).exists() else aside

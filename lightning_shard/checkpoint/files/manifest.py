@@ -342,9 +342,7 @@ class Contents:
         return any(key.startswith(layout.AVERAGE_PREFIX) for key in self.tensors) and bool(updates)
 
     def averaged(self) -> Contents:
-        """The same with averages in the place of their weights; CheckpointError where there are none, or none was
-        updated.
-        """
+        """The same with averages in the place of their weights; CheckpointError where there are none, or no updates."""
         averages = layout.without_prefix(layout.AVERAGE_PREFIX, self.tensors)
         if not self.has_averages:
             raise CheckpointError(

@@ -112,9 +112,7 @@ def data_file(rank: int) -> str:
 def write_boxes(
     directory: Place, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values, own_state: bytes = b""
 ) -> Written:
-    """Write boxes, each copied to the host in its turn, and ``own_state``, if any, into this rank's file in
-    ``directory``.
-    """
+    """Write boxes, each copied to the host in its turn, and ``own_state``, if any, into this rank's file."""
     places = np.zeros((len(boxes), 2), dtype=np.int64)
     if not boxes and not own_state:
         return Written(places=places, files={})

@@ -271,9 +271,7 @@ def is_stock_fsdp(path: Path) -> bool:
 
 
 def open_stock_fsdp(path: layout.StrPath) -> Contents:
-    """The directory ``path``; no tensor is read yet. CheckpointCorruptError: a damaged file or one that names another
-    class.
-    """
+    """The directory ``path``; no tensor is read yet. CheckpointCorruptError: damaged, or it names another class."""
     with layout.damaged_if(f"{path} is no directory of Lightning's FSDPStrategy"):
         return _stored_in(Path(path), open_directory(path))
 

@@ -409,9 +409,7 @@ class Zero(Engine):
         return {"deepspeed_config": self._config}
 
     def close(self, *, failed: bool) -> None:
-        """Take DeepSpeed off the module: full parameters get their masters' values; sharded ones stay for
-        another run.
-        """
+        """Take DeepSpeed off: full parameters get their masters' values; sharded ones stay for another run."""
         self._failed = failed
         # What was prepared so far, in reverse order.
         self._closing.close()

@@ -27,9 +27,7 @@ class GradientUses:
     """Looks at the uses of gradients from `watch` on."""
 
     def __init__(self, strategy: str, names: Mapping[Tensor, str], dropped: Callable[[str], None]) -> None:
-        """``strategy`` is named in messages; ``names`` has what is stepped; ``dropped`` is told whose gradient is
-        dropped.
-        """
+        """``strategy`` is for messages; ``names`` has what is stepped; ``dropped`` is told whose gradient goes."""
         self._strategy, self._dropped = strategy, dropped
         self._parameters = list(names)  # Else an id could become another's.
         self._fqns = {id(parameter): fqn for parameter, fqn in names.items()}

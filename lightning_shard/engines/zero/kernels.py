@@ -42,9 +42,7 @@ POLL_SECONDS = 1.0  # Between two looks at a lock.
 
 
 def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> tuple[str, ...]:
-    """The kernels that a run compiles or loads, sorted; ``optimizer``: of ``configure_optimizers``, None: the
-    section's.
-    """
+    """The kernels that a run compiles or loads, sorted; ``optimizer``: the user's, or None: the section's."""
     zero = config.get("zero_optimization", {})
     devices = [(zero.get(section) or {}).get("device") for section in ("offload_optimizer", "offload_param")]
     needed: set[str] = set()

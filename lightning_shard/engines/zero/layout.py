@@ -49,9 +49,7 @@ def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
 def with_frozen(
     groups: Sequence[FlatGroup], given: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str]
 ) -> list[FlatGroup]:
-    """``groups`` with the frozen parameters that the user put into them, by group in ``given``, which are not
-    stepped.
-    """
+    """``groups`` with the frozen parameters that the user put into them (``given``), which are not stepped."""
     stepped = {member.fqn for group in groups for member in group.members}
     found = list(groups)
     last = {id(group.group): index for index, group in enumerate(found)}
@@ -117,9 +115,7 @@ def in_leaf_modules(module: nn.Module) -> set[str]:
 
 
 def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """FQN and module of those that stage 3 gathers for: leaf modules, and others with parameters that do not stay
-    gathered.
-    """
+    """FQN and module of those that stage 3 gathers for: leaf modules, and others with parameters that don't stay."""
     from deepspeed.utils import z3_leaf_module
 
     inside = in_leaf_modules(module)

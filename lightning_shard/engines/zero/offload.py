@@ -60,9 +60,7 @@ def in_run_folder(config: Mapping[str, Any], run: str) -> tuple[dict[str, Any], 
 
 
 def problem_with(folder: Path, *, rank: int) -> str | None:
-    """Make ``folder`` and try what DeepSpeed does in it with ``O_DIRECT`` (``deepspeed_aio_common.cpp``); the problem
-    or None.
-    """
+    """Make ``folder`` and try what DeepSpeed does there by ``O_DIRECT`` (``deepspeed_aio_common.cpp``); the problem."""
     parent = folder.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,9 +83,7 @@ def _write_directly(path: Path) -> None:
 
 
 def warn_of_lock() -> None:
-    """Tell of a stale lock that an optimizer's constructor would wait for; which kernel it needs is not known
-    before.
-    """
+    """Tell of a stale lock that an optimizer's constructor would wait for; whether it needs that kernel is unknown."""
     path = kernels.lock("cpu_adam")
     if path is not None and kernels.state_of_lock(path) == "stale":
         message = kernels.stale_message(path)

@@ -39,9 +39,7 @@ class SavedWeights:
     """Leaves gathered parameters out of the graphs that are made in `dropped`."""
 
     def __init__(self, parameters: Iterable[Tensor], in_flight: Mapping[Tensor, Any]) -> None:
-        """Small ``parameters``, always gathered, are left to autograd; ``in_flight``: live, gathers begun ahead
-        of use.
-        """
+        """Small ``parameters``, always gathered, are left to autograd; ``in_flight``: live, gathers ahead of use."""
         freed = (p for p in parameters if layout.is_partitioned(p) and not p.ds_persist and not p.is_complex())  # type: ignore[attr-defined]
         self._freed: dict[int, Any] = {id(p): p for p in freed}
         self._in_flight = in_flight

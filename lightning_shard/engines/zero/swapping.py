@@ -136,9 +136,7 @@ def give(parameter: Any, swapper: Any) -> None:
 
 
 def read_once(swapper: Any) -> None:
-    """Let ``swapper``, if any, read each parameter once, which two modules in a row use: DeepSpeed finds no second
-    buffer.
-    """
+    """Let ``swapper``, if any, read a parameter of two modules in a row once: DeepSpeed has no second buffer."""
     if swapper is None:
         return
     swap_in = swapper.swap_in

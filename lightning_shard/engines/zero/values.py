@@ -22,9 +22,7 @@ _MASTERS = "_shard_zero_masters"  # Where a module that stage 3 has sharded keep
 
 
 def is_kept(parameter: Tensor, values: Tensor, compute: torch.dtype) -> bool:
-    """Whether the loaded ``values`` are kept beside those cast to ``compute``: which the cast rounds or nothing
-    steps.
-    """
+    """Whether the loaded ``values`` are kept beside those cast to ``compute``: rounded, or stepped by nothing."""
     rounds = torch.promote_types(values.dtype, compute) != compute
     return values.is_floating_point() and (rounds or (values.dtype != compute and not parameter.requires_grad))
 

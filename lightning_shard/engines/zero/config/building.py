@@ -61,9 +61,7 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batch(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
-    """The three batch keys, whose product DeepSpeed checks. A micro-batch that nobody knows counts as 1 sample:
-    DeepSpeed uses the number only in its own logs.
-    """
+    """The three batch keys, whose product DeepSpeed checks; an unknown micro-batch, used in logs, counts as 1."""
     accumulate = facts.accumulate_grad_batches
     per_micro = accumulate * facts.ranks
     micro = facts.trainer.micro_batch_size

@@ -21,9 +21,7 @@ RULE = "The DeepSpeed configuration can't be used"
 
 
 def check_fields(fields: DeepSpeedFields, aligned: bool) -> None:
-    """Refuse everything that can't work whatever the run is; all problems, with their paths, in one
-    ConfigurationError.
-    """
+    """Refuse everything that can't work whatever the run is: one ConfigurationError with all problems' paths."""
     problems: list[str] = []
     merged = merge(fields, problems)
     _check_by_models(merged, known_keys(), "", problems)

@@ -103,9 +103,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """``config`` without aliases, deprecated or null keys, every value of its kind or `AUTO`; ``problems`` are appended
-    to.
-    """
+    """``config`` without aliases, deprecated or null keys, values of their kind or `AUTO`; adds to ``problems``."""
     config = dict(config)
     for key in list(config):
         if key in REMOVED or key in FOREIGN:
