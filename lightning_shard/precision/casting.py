@@ -93,12 +93,12 @@ def install_casts(
 ) -> Callable[[], None]:
     """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
 
-    Some modules have another dtype, ``inside``.
-    ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics. Modules
-    with running statistics compute in fp32 instead. The parameters of ``whole`` modules no engine casts: they are cast
-    here, for the time of their forward. ``output`` is what ``root``'s own code receives floating outputs of modules in
-    (None: as they computed them); what modules hand to each other stays in ``dtype``. ``float8``: which of those that
-    compute in ``dtype`` multiply in float8. Returns a function that takes all of it back.
+    Some modules have another dtype, ``inside``. ``root`` itself, the LightningModule, is left out: its methods are the
+    user's own code. So are torchmetrics. Modules with running statistics compute in fp32 instead. The parameters of
+    ``whole`` modules no engine casts: they are cast here, for the time of their forward. ``output`` is what ``root``'s
+    own code receives floating outputs of modules in (None: as they computed them); what modules hand to each other
+    stays in ``dtype``. ``float8``: which of those that compute in ``dtype`` multiply in float8. Returns a function that
+    takes all of it back.
     """
     _refuse_fp32_parametrizations(root, dtype)
     undo: list[Callable[[], None]] = []
