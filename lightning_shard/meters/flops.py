@@ -196,11 +196,16 @@ _attention = functional.scaled_dot_product_attention
 
 
 class NumbersReadAsOne(tracing.TorchDispatchMode):
-    """A number that is read off a floating tensor is 1.0: it is only logged or added up, and decides no shape."""
+    """A number that is read off a floating tensor is 1.0: it is only logged or added up, and decides no shape. Products
+    of experts run in bf16, of which alone there is a fake implementation.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is tracing.READ_NUMBER and args[0].is_floating_point():
             return 1.0
+        if func is tracing.GROUPED_PRODUCTS and args[0].dtype != torch.bfloat16:
+            low = (each.to(torch.bfloat16) for each in args[:2])
+            return func(*low, *args[2:], **(kwargs or {})).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 

@@ -14,7 +14,7 @@ require(
     torch.ops.aten,
     "_local_scalar_dense _scaled_dot_product_flash_attention_for_cpu"
     " _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_fused_attention_overrideable"
-    " _cudnn_rnn _cudnn_rnn_backward",
+    " _cudnn_rnn _cudnn_rnn_backward _grouped_mm",
     tested=_TESTED,
 )
 
@@ -22,6 +22,7 @@ tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _p
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 
+GROUPED_PRODUCTS = torch.ops.aten._grouped_mm.default
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # The operator of ``tensor.item()``.
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

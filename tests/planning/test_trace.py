@@ -16,6 +16,7 @@ from lightning_shard.engines.units import find_units
 from lightning_shard.planning.facts import Training, model_facts
 from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step
 from lightning_shard.planning.planner import MOST_TRACES, Run, confirmed_batch, largest_batch
+from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors import fake
 from tests.models import TinyLM, loader
 from tests.planning.support import BF16, FP32
@@ -124,6 +125,29 @@ class Attending(pl.LightningModule):
         q, k, v = x.unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
         return self.whole(*[y.transpose(1, 2).flatten(2)] * 3, need_weights=False)[0].sum()
+
+
+class Experts(TinyLM):
+    """With products of two experts at once."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.experts = nn.Parameter(torch.zeros(2, self.width, self.width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        ends = torch.tensor([x[..., 0].numel() // 2, x[..., 0].numel()], dtype=torch.int32)
+        return self.head(functional.grouped_mm(x.flatten(0, 1), self.experts, offs=ends).view_as(x))
+
+
+@pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+def test_products_of_experts_are_traced_in_every_dtype(policy: PrecisionPolicy) -> None:
+    module, mode = Experts(width=16), fake.fake_mode()
+    module.configure_model()
+    fake.make_fake(module, mode)
+    module.__dict__["log"] = lambda *args, **kwargs: None
+    step = Step(training_step=lambda b: module.loss(b), batch=next(iter(loader())))
+    assert trace_step(module, step, policy, mode).batch_size == 4
 
 
 def test_dropout_in_attention_keeps_no_scores() -> None:
