@@ -137,7 +137,7 @@ USES = {
     ),
     "tensors/tracing.py": (
         "modes that follow operators",
-        "_cdata _cudnn_rnn _cudnn_rnn_backward _get_current_dispatch_mode_stack _local_scalar_dense"
+        "_cdata _cudnn_rnn _cudnn_rnn_backward _grouped_mm _get_current_dispatch_mode_stack _local_scalar_dense"
         " _python_dispatch _pytree _scaled_dot_product_flash_attention_for_cpu"
         " _scaled_dot_product_flash_attention_for_cpu_backward"
         " _scaled_dot_product_fused_attention_overrideable",
