@@ -215,6 +215,8 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
         value = settings.get(name)
         if value is not None and value < least:
             raise UsageError(f"trainer.{name}: got {value}; allowed: {least} or more.")
+    if settings.get("val_check_interval") == 0:
+        raise UsageError("trainer.val_check_interval: got 0; allowed: a share of an epoch, batches, or a time.")
     precision = settings.get("precision")
     if _is_own(strategy) and precision is not None:
         word = SHORT_FORMS.get(str(precision), str(precision))

@@ -69,7 +69,7 @@ def broken_config(arguments: Sequence[str]) -> str:
         if name not in ("-c", "--config") or not path.is_file():
             continue
         try:
-            if not isinstance(yaml.safe_load(path.read_text()), dict | None):
+            if not isinstance(yaml.safe_load(path.read_text()), dict):
                 return f"{path}: "
         except (yaml.YAMLError, UnicodeDecodeError):
             return f"{path}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
@@ -74,6 +75,8 @@ def explain(message: str, keys: Collection[str]) -> str:
     choices = re.match(r"expected \"(?:sub)?command\" to be one of \{(.*?)\}", message)
     if choices:
         return f"no command was given. Commands: {choices[1].replace(',', ', ')}."
+    if message.startswith("Unexpected config: "):
+        return f"{_shown(message.partition(': ')[2])} is no mapping of keys such as model, data and trainer."
     return _explain_value(message) if message.startswith("Parser key") else message
 
 
@@ -121,15 +124,19 @@ def _explain_value(message: str) -> str:
     owner = next((scope.name for scope in reversed(path) if scope.kind != "union"), "")
     owned = any(scope.kind == "class" and scope.name == owner for scope in path)
 
+    tried = next((scope for scope in reversed(path) if scope.kind == "union"), None)
+    given = "" if tried is None else tried.said.get("Given value", "")
+    if beside := _beside_class_path(given):
+        return f"{key.removesuffix('.init_args')}: {beside}"
     option = re.match(r"(?:Option|Group '[\w.]+' does not accept option) '([\w.]+)'", text)
     if option and owned:
         arguments = _arguments(owner)
-        has = f" It takes: {', '.join(arguments)}." if arguments else " It takes none. A class is given by class_path."
+        has = f" It takes: {', '.join(arguments)}."
+        if not arguments or (tried is not None and f".{owner.rpartition('.')[2]}'" in tried.said.get("Subtypes", "")):
+            has = " A class is given by class_path, and its arguments below init_args."
         return f"{key}.{option[1]}: {owner} has no such argument.{did_you_mean(option[1], arguments)}{has}"
     if owned:
         return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}{_near_attribute(text)}"
-    tried = next((scope for scope in reversed(path) if scope.kind == "union"), None)
-    given = "" if tried is None else tried.said.get("Given value", "")
     if key == "trainer.precision" and given:
         return f"{key}: got {_shown(given)}; strategies of lightning_shard run {ALL}."
     value = re.match(r"Expected an? (.*?)\.? Got value: (.*)", text)
@@ -147,6 +154,20 @@ def _explain_value(message: str) -> str:
         )
     types = _readable(tried.said["Subtypes"].removeprefix("[").removesuffix("]"))
     return f"{key}: got {_shown(given)}; allowed: {types}{_how_to_give(types, no_class[1] if no_class else '')}"
+
+
+def _beside_class_path(given: str) -> str:
+    """What is wrong with a class's arguments that do not stand below ``init_args``; "" where none do."""
+    try:
+        value = ast.literal_eval(given)
+    except (SyntaxError, ValueError):
+        return ""
+    entries = [e for e in (value if isinstance(value, list) else [value]) if isinstance(e, dict)]
+    beside = [
+        str(k) for e in entries if "class_path" in e for k in e if k not in ("class_path", "init_args", "dict_kwargs")
+    ]
+    told = f"{', '.join(beside)} stands beside class_path, but a class's arguments stand below init_args."
+    return told if beside else ""
 
 
 def _near_attribute(text: str) -> str:

@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -44,6 +46,8 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
             found, fix = f"{loss!r}, a {type(loss).__name__}", "return the tensor, not its .item()"
         elif loss.numel() != 1:
             found, fix = f"a loss of shape {tuple(loss.shape)}", "return its .mean() or .sum()"
+        elif not any(p.requires_grad for p in module.parameters()):
+            found, fix = "a loss of frozen parameters alone", "let some require a gradient, or call trainer.validate"
         elif not loss.requires_grad:
             cause = "an integer" if not loss.is_floating_point() else "detached, or computed without a parameter"
             found, fix = f"a loss without a gradient ({cause})", "return it as the model gave it"
@@ -87,18 +91,32 @@ def _is_default(scaler: Any) -> bool:
 
 
 def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> None:
-    """Lightning's ``setup``, whose bare KeyError for a mapping without an optimizer is a ConfigurationError here."""
+    """Lightning's ``setup``; what ``configure_optimizers`` may not return is a ConfigurationError that names it."""
     try:
         setup(trainer)
-    except KeyError as error:
+    except (KeyError, MisconfigurationException) as error:
         # Raised by Lightning itself, and not in the user's configure_optimizers.
-        if error.args != ("optimizer",) or user_frame(error) is not None:
+        if user_frame(error) is not None:
+            raise
+        if error.args == ("optimizer",):
+            found = 'a mapping without "optimizer"'
+        elif str(error).startswith("Unknown configuration for model optimizers"):
+            raised_in = [frame for frame, _ in walk_tb(error.__traceback__)][-1]
+            found = _shown(raised_in.f_locals.get("optim_conf"))
+        else:
             raise
         place = _place(type(trainer.lightning_module).configure_optimizers)
         raise ConfigurationError(
-            'configure_optimizers returned a mapping without "optimizer". Return an optimizer, a list of them, or '
-            f'{{"optimizer": ..., "lr_scheduler": ...}} ({place}).'
+            f"configure_optimizers returned {found}. Return an optimizer, a list of them, two lists, of optimizers and "
+            f'of their schedulers, or {{"optimizer": ..., "lr_scheduler": ...}} ({place}).'
         ) from error
+
+
+def _shown(value: Any) -> str:
+    """What a value is, without its contents."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {' and '.join(map(_shown, value)) or 'nothing'}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def refuse_trainer(trainer: Trainer) -> None:
@@ -220,6 +238,11 @@ _MORE = {
     "Expected more than 1 value per channel when training": "A BatchNorm takes the variance of what its own process "
     "has of a batch, which needs two samples or more. Set batch_size, which is by process, to 2 or more, and "
     "drop_last=True in the DataLoader if its last batch has one sample; or use GroupNorm, which takes each by itself.",
+    "Trying to backward through the graph a second time": "Lightning calls backward on what training_step returns: "
+    "call neither backward nor an optimizer's step there, or set self.automatic_optimization = False in __init__. Of "
+    "what is kept from an earlier batch, keep its .detach().",
+    "Torch not compiled with CUDA enabled": "Batches, parameters and buffers come on the run's device: leave .cuda() "
+    "out, and make further tensors with device=self.device.",
 }
 """What torch says in a step, and what to do."""
 
@@ -228,5 +251,5 @@ def explain(error: BaseException, memory: Memory | None) -> None:
     """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do."""
     explain_out_of_memory(error, memory)
     for said, more in _MORE.items():
-        if isinstance(error, RuntimeError | ValueError) and said in str(error):
+        if isinstance(error, RuntimeError | ValueError | AssertionError) and said in str(error):
             append_to_message(error, more)

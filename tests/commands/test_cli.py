@@ -6,18 +6,14 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision, __version__
-from lightning_shard.commands import cli
-from lightning_shard.commands.options import UsageError
 from lightning_shard.commands.strategies import table
 from lightning_shard.precision.policy import policy_from
 from tests.commands.support import BASE, DEMO, write_config
@@ -91,6 +87,28 @@ MISTAKES = {
         [],
         ["trainer.gpus: Lightning 2 has no", "trainer.devices"],
     ),
+    "arguments beside class_path": (
+        {"model": {"class_path": f"{DEMO}.BoringModel", "width": 3}},
+        [],
+        ["model: width stands beside class_path", "below init_args"],
+    ),
+    "arguments of a strategy beside it": (
+        {"trainer": {"strategy": {**FSDP, "aligned": True}}},
+        [],
+        ["trainer.strategy: aligned stands beside class_path", "below init_args"],
+    ),
+    "arguments of a callback beside it": (
+        {"trainer": {"callbacks": [{"class_path": "lightning.pytorch.callbacks.Timer", "duration": 1}]}},
+        [],
+        ["trainer.callbacks: duration stands beside class_path", "below init_args"],
+    ),
+    "no class_path": (
+        {"optimizer": {"lr": 0.1}},
+        [],
+        ["optimizer.init_args.lr", "torch.optim.Optimizer has no such", "given by class_path"],
+    ),
+    "empty file": ("", [], ["overlay.yaml: '' is no mapping of keys such as model"]),
+    "no interval": ({"trainer": {"val_check_interval": 0}}, [], ["val_check_interval: got 0; allowed: a share"]),
     "devices twice": ({"trainer": {"devices": [0, 0]}}, [], ["`devices` selected with `CPUAccelerator`"]),
     "folder not to be made": ({"trainer": {"default_root_dir": "base.yaml/runs"}}, [], ["base.yaml/runs"]),
     "no devices": ({"trainer": {"devices": 0}}, [], ["devices: got 0", "1 or more"]),
@@ -378,14 +396,3 @@ def test_a_checkpoint_names_no_class_to_make(command: Callable[..., ShardCLI]) -
     torch.save({**torch.load("a.ckpt"), "hyper_parameters": hyper_parameters}, "hostile.ckpt")
     cli = command("validate", "--config", "base.yaml", "--ckpt_path", "hostile.ckpt")
     assert (type(cli.model), Named.made) == (BoringModel, 0)
-
-
-@pytest.mark.parametrize(("devices", "seen", "refused"), [("8", 1, True), ("1", 1, False), ("auto", 1, False)])
-def test_fewer_gpus_than_devices(devices: str, seen: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
-    for accelerator in ("gpu", "auto"):
-        given = Namespace(devices=devices, accelerator=accelerator)
-        with pytest.raises(UsageError, match=r"sees 1 of .*gpus-per-node=8") if refused else nullcontext():
-            cli.check_trainer(given, runs=True)
-    cli.check_trainer(Namespace(devices=devices, accelerator="cpu"), runs=True)

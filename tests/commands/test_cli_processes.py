@@ -9,16 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 
 from lightning_shard import ConfigurationError, DataError, ShardCLI
 from lightning_shard.cluster.traces import words_of
-from lightning_shard.commands import failures
+from lightning_shard.commands import cli, failures
+from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import chain
 from lightning_shard.meters.memory import is_out_of_memory
 from tests.harness import ROOT
@@ -276,3 +279,14 @@ def test_an_error_in_a_worker_process_is_said_without_its_frames(index: int, kin
 
 def test_an_error_of_this_process_is_said_as_it_is() -> None:
     assert words_of(ValueError("Caught fire in the hall.\nOriginal wood")) == "Caught fire in the hall.\nOriginal wood"
+
+
+@pytest.mark.parametrize(("devices", "seen", "refused"), [("8", 1, True), ("1", 1, False), ("auto", 1, False)])
+def test_fewer_gpus_than_devices(devices: str, seen: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+    for accelerator in ("gpu", "auto"):
+        given = Namespace(devices=devices, accelerator=accelerator)
+        with pytest.raises(UsageError, match=r"sees 1 of .*gpus-per-node=8") if refused else nullcontext():
+            cli.check_trainer(given, runs=True)
+    cli.check_trainer(Namespace(devices=devices, accelerator="cpu"), runs=True)

@@ -24,6 +24,12 @@ def test_none_is_a_batch_left_out_in_one_process_alone(output: Any) -> None:
         refuse_loss(output, module)
 
 
+def test_a_loss_of_frozen_parameters_is_told_so() -> None:
+    module = BoringModel().requires_grad_(False)
+    with pytest.raises(ConfigurationError, match=r"returned a loss of frozen parameters alone.*require a gradient"):
+        refuse_loss(module.layer(torch.ones(32)).sum(), module)
+
+
 @pytest.mark.parametrize("call", ["fit", "validate"])
 def test_a_module_that_is_compiled_as_a_whole_is_told_of_units(call: str) -> None:
     trainer = Trainer(strategy="shard_fsdp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
