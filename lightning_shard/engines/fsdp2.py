@@ -324,6 +324,7 @@ class FSDP2Engine(StepsOwnParameters):
 
     def before_reading(self) -> None:
         forward.reshard(self._module)
+        casting.round_scalars_again()
 
 
 def _cast(

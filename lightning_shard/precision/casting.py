@@ -261,37 +261,71 @@ def _run_in(
 
 
 def round_scalars(root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module, torch.dtype]) -> None:
-    """Run every module below ``root`` on its own 0-d parameters, which no engine casts, rounded to ``dtype`` or its
-    ``inside``. What ``root`` has is left to `scalars_rounded`: its code is not run by its forward.
+    """Run every module below ``root`` with 0-d parameters, which no engine casts, in `scalars_rounded`.
+
+    Each in ``dtype`` or its ``inside``. What ``root`` runs is left to the caller: its code is not run by its forward.
     """
     for module in root.modules():
-        if module is not root and not isinstance(module, Metric) and _own_scalars(module):
+        if module is not root and not isinstance(module, Metric) and _scalars(module):
             _run_in(module, scalars_rounded, inside.get(module, dtype))
 
 
 @contextmanager
 def scalars_rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``module.<name>`` give its own 0-d parameters in ``dtype``, with gradients and writes to the original."""
-    own = _own_scalars(module)
-    hidden = {name: parameter.to(dtype) for name, parameter in own.items()}
-    given = {name: value.detach().clone() for name, value in hidden.items()}
-    before = {name: module.__dict__[name] for name in hidden if name in module.__dict__}
-    module.__dict__.update(hidden)
+    """Let ``owner.<name>`` give the 0-d parameters of ``module`` and of all below it in ``dtype``.
+
+    With gradients to the original; writes are taken over. A ParameterDict has no forward of its own, and modules read
+    parameters of others. What a module around this one has rounded stays.
+    """
+    hidden: dict[tuple[nn.Module, str], tuple[nn.Parameter, Tensor, Tensor]] = {}
+
+    def hide() -> None:
+        for owner, name, parameter in _scalars(module):
+            if name not in owner.__dict__:
+                seen = parameter.to(dtype)
+                hidden[owner, name] = parameter, seen, seen.detach().clone()
+                if seen is not parameter:
+                    owner.__dict__[name] = seen
+
+    def take_over() -> None:
+        for (owner, name), (parameter, seen, given) in hidden.items():
+            if seen is not parameter:
+                owner.__dict__.pop(name, None)
+                written, original = seen.detach(), parameter.data
+                original.copy_(torch.where(written == given, original, written.to(original.dtype)))
+        hidden.clear()
+
+    def again() -> None:
+        take_over()
+        hide()
+
+    hide()
+    _ROUNDED.append(again)
     try:
         yield
     finally:
-        for name in hidden:
-            module.__dict__.pop(name, None)
-        module.__dict__.update(before)
-    for name, value in hidden.items():
-        if value is not own[name]:
-            written, original = value.detach(), own[name].data
-            original.copy_(torch.where(written == given[name], original, written.to(original.dtype)))
+        _ROUNDED.remove(again)
+        take_over()
 
 
-def _own_scalars(module: nn.Module) -> dict[str, nn.Parameter]:
-    own = module.named_parameters(recurse=False, remove_duplicate=False)
-    return {name: p for name, p in own if p.ndim == 0 and p.is_floating_point()}
+_ROUNDED: list[Callable[[], None]] = []
+
+
+def round_scalars_again() -> None:
+    """Let a step that goes on after an optimizer's see the new values in `scalars_rounded`."""
+    for again in _ROUNDED:
+        again()
+
+
+def _scalars(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    metrics = {m for metric in root.modules() if isinstance(metric, Metric) for m in metric.modules()}
+    return [
+        (module, name, parameter)
+        for module in root.modules()
+        if module not in metrics
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter.ndim == 0 and parameter.is_floating_point()
+    ]
 
 
 @contextmanager
