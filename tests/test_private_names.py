@@ -69,8 +69,8 @@ USES = {
     "commands/options.py": ("the arguments of a parser", "_actions"),
     "engines/torch_ddp.py": (
         "DistributedDataParallel's reducer",
-        "_autograd_hook _build_params_for_reducer _delay_all_reduce _rebuild_buckets _remove_autograd_hooks"
-        " _set_params_and_buffers_to_ignore_for_model",
+        "_autograd_hook _build_params_for_reducer _check_reducer_finalized _delay_all_reduce _rebuild_buckets"
+        " _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
     ),
     "engines/_dtensors.py": (
         "random numbers of DTensors, and numbers that are read from them",

@@ -155,7 +155,10 @@ class Engine(Protocol):
         """
 
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that step the same values as this one does; None: no others do."""
+        """The ranks that have stepped the same values as this one; None: no others have.
+
+        ConfigurationError: the step's gradients were not reduced over them.
+        """
         return None
 
     def needs(self, optimizer: Optimizer) -> Needs:

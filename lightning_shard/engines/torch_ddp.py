@@ -32,7 +32,11 @@ require(
     "_build_params_for_reducer _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
     tested="torch 2.11 to 2.13",
 )
-require(dist.Reducer, "_autograd_hook _delay_all_reduce _rebuild_buckets", tested="torch 2.11 to 2.13")
+require(
+    dist.Reducer,
+    "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets",
+    tested="torch 2.11 to 2.13",
+)
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
 _FORWARD_BUFFERS = (
@@ -108,6 +112,9 @@ class TorchDDP(StepsOwnParameters):
             self._wrapped = wrap(self._module, self._options, device=self._run.device)
 
     def replicas(self) -> dist.ProcessGroup | None:
+        if self._wrapped is not None and not self._options.static_graph:
+            with self._named():  # DDP itself looks at the beginning of the next step.
+                self._wrapped.reducer._check_reducer_finalized()
         # What a user's own hook does may be local steps between averages.
         return None if callable(self._options.comm_hook) else super().replicas()
 

@@ -130,6 +130,13 @@ class GivenApart(SteppedByLoss):
         self.optimizers().step(loss=loss.detach())
 
 
+class LeavesOut(Indexed):
+    """DDP waits for the head's gradients, and has reduced none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body(batch[1]).square().mean()
+
+
 def _refused(kind: Any) -> str:
     trainer = quiet_trainer(strategy="shard_ddp", max_epochs=1)
     with pytest.raises(ConfigurationError) as error:
@@ -138,7 +145,12 @@ def _refused(kind: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [(HookedApart, "Ranks have other values of body.0.weight"), (GivenApart, "other values on each")]
+    ("kind", "says"),
+    [
+        (HookedApart, "Ranks have other values of body.0.weight"),
+        (GivenApart, "other values on each"),
+        (LeavesOut, "does not depend on head.weight, head.bias, and DDP waits"),
+    ],
 )
 def test_what_parts_replicas_is_refused(kind: Any, says: str) -> None:
     assert all(says in error for error in run_distributed(_refused, 2, kind))
