@@ -347,8 +347,10 @@ def finish(target: Target) -> None:
     """Replace the precision by `ShardPrecision` where one is needed, and write the stage that nobody asked for."""
     overrides = target.trainer.pop("plugins", None)
     if overrides:
-        # None, so that it replaces that of a YAML over which this one is laid: Lightning takes one of the two.
-        precision, target.trainer["precision"] = target.trainer["precision"], None
+        precision = target.trainer.pop("precision")
+        if not target.reading.carried:
+            # Laid over a YAML, this one replaces the precision that stands there: Lightning takes one of the two.
+            target.trainer["precision"] = None
         own = {"class_path": "lightning_shard.ShardPrecision", "init_args": {"precision": precision, **overrides}}
         kept = target.reading.carried.get("trainer", {}).get("plugins")
         others = kept if isinstance(kept, list) else [] if kept is None else [kept]
