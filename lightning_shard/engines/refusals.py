@@ -154,8 +154,11 @@ _NOT_GATHERED = (
     "returned an invalid gradient at index 0 - got [0]",
     "The size of tensor a (0) must match",
     "must match the size of tensor b (0)",
+    "'Tensor' object has no attribute 'ds_status'",
 )
-"""What torch says where an operator meets the shard of a parameter, or one that was full and is no more."""
+"""What torch and DeepSpeed say where an operator meets the shard of a parameter, one that was full and is no more, or
+another tensor in a parameter's place, as by torch.func.functional_call.
+"""
 
 
 @contextmanager
@@ -163,7 +166,7 @@ def explained(strategy: str) -> Generator[None, None, None]:
     """A ConfigurationError, with what to use, where a step or its backward pass meets parameters not gathered."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         if _DISAGREE in str(error):
             raise different_branches("they gather the parameters of different modules") from error
         if not any(text in str(error) for text in _NOT_GATHERED):
@@ -190,5 +193,6 @@ def not_gathered(strategy: str, user: str = "The step") -> ConfigurationError:
         f"{user} uses parameters that {strategy} has not gathered at that time: it gathers those of a module for "
         "its own forward and backward pass. For a sum over self.parameters() use the optimizer's weight_decay, or "
         "compute it in the modules; take gradients of gradients after the step's other forward passes; read and write "
-        "values between steps with full_tensor and set_full_tensor; or use shard_ddp or shard_deepspeed_stage_2."
+        "values between steps with full_tensor and set_full_tensor; or use shard_deepspeed_stage_2, or shard_ddp in "
+        "'32-true'."
     )

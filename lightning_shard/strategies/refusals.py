@@ -2,9 +2,10 @@
 
 import inspect
 import os
+import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> Non
         if error.args == ("optimizer",):
             found = 'a mapping without "optimizer"'
         elif str(error).startswith("Unknown configuration for model optimizers"):
-            raised_in = [frame for frame, _ in walk_tb(error.__traceback__)][-1]
+            raised_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
             found = _shown(raised_in.f_locals.get("optim_conf"))
         else:
             raise
@@ -234,7 +235,7 @@ def warn_of_precision(
 _MORE = {
     MIXED: "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed "
     'with plain tensors. Use full_tensor(trainer, name) and set_full_tensor, with the kind "gradient" for gradients, '
-    "or keep averages in parameters without gradients, which are sharded too; or use shard_ddp.",
+    "or keep averages in parameters without gradients, which are sharded too; or use shard_ddp in '32-true'.",
     "Expected more than 1 value per channel when training": "A BatchNorm takes the variance of what its own process "
     "has of a batch, which needs two samples or more. Set batch_size, which is by process, to 2 or more, and "
     "drop_last=True in the DataLoader if its last batch has one sample; or use GroupNorm, which takes each by itself.",
@@ -246,6 +247,22 @@ _MORE = {
 }
 """What torch says in a step, and what to do."""
 
+_SIXTEEN_BITS = re.compile(
+    r"type.*(BFloat16|bfloat16|Half|\bfloat16)|(BFloat16|bfloat16|Half|\bfloat16).*type|'(BFloat16|Half)'"
+)
+"""What torch says where tensors of 16 bits meet others, or an operator that takes none."""
+
+_CAST = (
+    "Parameters and floating inputs of modules are cast to the precision's compute dtype, buffers and tensors that "
+    "forward makes are not, and some operators take no 16 bits. Cast these in forward to the dtype of what they meet "
+    "(self.buffer.to(x.dtype)), compute in .float(), set autocast: true, or use precision '32-true'."
+)
+_NO_GRADIENT = (
+    "A parameter's .grad is None where no backward pass reached it, and under ZeRO always: gradients lie in its own "
+    'partitions. Between backward and the step read them with full_tensor(trainer, name, "gradient") and change them '
+    "with set_full_tensor, in on_before_optimizer_step or the manual step; or use shard_ddp."
+)
+
 
 def explain(error: BaseException, memory: Memory | None) -> None:
     """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do."""
@@ -253,3 +270,10 @@ def explain(error: BaseException, memory: Memory | None) -> None:
     for said, more in _MORE.items():
         if isinstance(error, RuntimeError | ValueError | AssertionError) and said in str(error):
             append_to_message(error, more)
+    if isinstance(error, RuntimeError | ValueError) and _SIXTEEN_BITS.search(str(error)):
+        append_to_message(error, _CAST)
+    if isinstance(error, AttributeError) and str(error).startswith("'NoneType' object has no attribute"):
+        # It says nothing of what is None; the line does.
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        if ".grad" in line:
+            append_to_message(error, _NO_GRADIENT)

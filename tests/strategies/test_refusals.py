@@ -11,7 +11,7 @@ from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shard import ConfigurationError
-from lightning_shard.strategies.refusals import refuse_loss
+from lightning_shard.strategies.refusals import explain, refuse_loss
 
 
 @pytest.mark.parametrize("output", [None, {"loss": None}])
@@ -51,3 +51,35 @@ def test_lazy_parameters_are_refused_in_a_sentence(name: str) -> None:
     trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigurationError, match="Run a batch through the model in configure_model"):
         trainer.fit(Lazy())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda half, full: half @ full,
+        lambda half, full: half[None] @ full[None],
+        lambda half, full: half @ full[0],
+        lambda half, full: torch.nn.functional.scaled_dot_product_attention(half, full, full),
+        lambda half, full: torch.nn.LSTM(2, 2)(half),
+        lambda half, full: torch.cdist(half, half),
+        lambda half, full: torch.fft.rfft(half),
+    ],
+    ids=["mm", "bmm", "mv", "attention", "lstm", "cdist", "fft"],
+)
+def test_dtypes_that_do_not_meet_are_told_what_is_cast(compute: Any) -> None:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        compute(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2))
+    explain(caught.value, None)
+    assert "buffers and tensors that forward makes are not" in str(caught.value)
+
+
+def test_a_gradient_that_is_none_is_told_where_it_lies() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(AttributeError) as caught:
+        torch.stack([p.grad.norm() for p in [parameter]])  # type: ignore[union-attr]
+    explain(caught.value, None)
+    assert 'full_tensor(trainer, name, "gradient")' in str(caught.value)
+    with pytest.raises(AttributeError) as caught:
+        parameter.names.x  # type: ignore[attr-defined]  # noqa: B018
+    explain(caught.value, None)
+    assert "full_tensor" not in str(caught.value)
