@@ -89,6 +89,12 @@ class WholeSteps:
         with the groups of ``shards``, in one order on all ranks; ``step`` its own. ``replicated``: what every rank
         steps in full.
         """
+        if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+            raise ConfigurationError(
+                f"{type(optimizer).__qualname__} writes values for training and for evaluation outside of its step, "
+                "where each rank has shards alone of what it steps here: full parameters, or those of one of several "
+                "optimizers of ZeRO. Use shard_ddp, or shard_fsdp with an elementwise optimizer."
+            )
         self.optimizer = optimizer
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         self._step = step

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines.optimizer_probe import Needs, probe, rests_at_zero
+from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
 from tests.optimizers import Lamb, Noisy, NormalizedTogether
@@ -275,6 +276,20 @@ def test_what_one_placement_takes_another_may_refuse() -> None:
 
 def test_an_elementwise_optimizer_whose_operators_dtensors_refuse_needs_full_parameters() -> None:
     assert run_distributed(_probed_on_shards, 1) == [[False, True]]
+
+
+class TwoKinds(optim.SGD):
+    """As ScheduleFree, has values for training and for evaluation."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_values_for_evaluation_of_what_owners_step_are_refused() -> None:
+    optimizer: Any = TwoKinds(parameters())
+    with pytest.raises(ConfigurationError, match="TwoKinds writes values for training and for evaluation"):
+        WholeSteps(optimizer, [], step=optimizer.step, group=None, device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
 class Sharpness(optim.SGD):

@@ -47,7 +47,7 @@ class Scaled(Indexed):
 @pytest.mark.matrix
 @PRECISIONS
 def test_what_an_optimizer_writes_outside_of_its_step_is_seen(precision: str) -> None:
-    same_everywhere(Scaled, precision, strategies=("ddp", "full", "zero_2"))
+    same_everywhere(Scaled, precision, strategies=("ddp", "full", "zero_2", "zero_3"))
 
 
 class ByLoss(torch.optim.Optimizer):

@@ -95,6 +95,7 @@ def start(
                 optimizer.state.clear()
                 optimizer.state.update(made.state)
             _take_over_steps(running)
+            _show_masters(running)
         if stage == 3:
             running.saved = SavedWeights(module.parameters(), engine.module.ds_inflight_param_registry)
     return running
@@ -117,6 +118,15 @@ def _adagrad_hidden(optimizer: Any) -> Generator[None, None, None]:
         yield
     finally:
         optimizer.__class__ = own
+
+
+def _show_masters(running: Running) -> None:
+    """Put the masters into the optimizer's groups, which stage 3 empties after it has stepped: what an optimizer writes
+    outside of its step, as ScheduleFree does for evaluation, is then written to them.
+    """
+    groups = {id(group.group): group.group for group in running.groups}
+    for settings in groups.values():
+        settings["params"] = [group.flat for group in running.groups if group.group is settings]
 
 
 def _take_over_steps(running: Running) -> None:
@@ -217,6 +227,7 @@ def step(running: Running, *, skip: bool) -> None:
     if running.saved is not None and not skip:
         running.saved.changed()
     swapping.show(running.zero)
+    _show_masters(running)
     running.pending = running.overflow = False
     set_boundary(running, True)
 
