@@ -23,6 +23,9 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
     "zero_2": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(stage=2, **kwargs),
     "zero_3": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(stage=3, **kwargs),
+    "zero_3_offload": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(
+        stage=3, offload_optimizer={"device": "cpu"}, **kwargs
+    ),
     "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
 }
 

@@ -341,12 +341,22 @@ def check_summation_order(world_size: int, engines: list[str], precision: str, t
     for runs in compare(world_size, engines, precision, trainer=trainer):
         for engine in engines[1:]:
             if world_size == 3 and precision == "bf16-mixed":
-                # A third of the sum and the sum of thirds differ in fp32's last bit, which now and then rounds a
-                # weight to another bf16; AdamW makes of it a step in another direction where a gradient is small.
-                assert 0 <= off_by(runs["full"], runs[engine]) < 0.05, engine
+                check_thirds(engine, runs["full"], runs[engine])
                 continue
             for part in ("parameters", "optimizer"):
                 assert relative(runs["full"][part], runs[engine][part]) < SUMMATION_ORDER, (engine, part)
+
+
+def check_thirds(engine: str, full: dict[str, Any], run: dict[str, Any]) -> None:
+    """Compare runs in bf16 on three ranks, a number by which 16 bits can't be divided without a loss."""
+    if not engine.startswith("zero_3"):
+        assert not any(differences(full[part], run[part]) for part in ("parameters", "optimizer")), engine
+        return
+    # Stage 3 sums thirds, of which fp32's last bit differs from a third of the sum. Now and then that rounds a weight
+    # to another bf16, of which AdamW makes a step in another direction where a gradient is small. Thirds in bf16 would
+    # show in the first norm, by 1e-4.
+    assert full["norms"][:1] == pytest.approx(run["norms"][:1], rel=1e-6), engine
+    assert 0 <= off_by(full, run) < 0.05, engine
 
 
 def off_by(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -358,6 +368,10 @@ def off_by(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def test_hybrid_agrees_to_summation_order_at_four_processes() -> None:
     check_summation_order(4, ["full", "hybrid_2x2", "zero_3_hpz"], "32-true", NORM)
+
+
+def test_gradients_of_three_ranks_are_divided_in_fp32() -> None:
+    check_summation_order(3, ["full", "zero_2", "zero_3"], "bf16-mixed", NORM)
 
 
 @pytest.mark.matrix

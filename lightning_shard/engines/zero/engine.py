@@ -307,7 +307,7 @@ class Zero(Engine):
         # Inside of a step of stage 3 parameters are gathered and freed.
         if self._written is not None and not (self.gathers_in_forward and self._started.inside):
             if self._uses.gathered:
-                self._written.note()
+                self._written.note_places()
                 self._uses.gathered = False
             self._written.take_over()
 
@@ -328,7 +328,7 @@ class Zero(Engine):
 
     def _note_gathered(self) -> None:
         if self._written is not None and self.gathers_in_forward:
-            self._written.note()
+            self._written.note_places()
 
     @property
     def _started(self) -> Running:

@@ -11,6 +11,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -95,7 +96,7 @@ def start(
                 optimizer.state.clear()
                 optimizer.state.update(made.state)
             _take_over_steps(running)
-            _show_masters(running)
+            _show_masters(running, True)
         if stage == 3:
             running.saved = SavedWeights(module.parameters(), engine.module.ds_inflight_param_registry)
     return running
@@ -120,13 +121,12 @@ def _adagrad_hidden(optimizer: Any) -> Generator[None, None, None]:
         optimizer.__class__ = own
 
 
-def _show_masters(running: Running) -> None:
-    """Put the masters into the optimizer's groups, which stage 3 empties after it has stepped: what an optimizer writes
-    outside of its step, as ScheduleFree does for evaluation, is then written to them.
+def _show_masters(running: Running, shown: bool) -> None:
+    """Put the masters into the optimizer's groups, where what it writes outside of its step reaches them, as
+    ScheduleFree does for evaluation; or take them out for a step of stage 3, of one sub-group with all others empty.
     """
-    groups = {id(group.group): group.group for group in running.groups}
-    for settings in groups.values():
-        settings["params"] = [group.flat for group in running.groups if group.group is settings]
+    for settings in {id(group.group): group.group for group in running.groups}.values():
+        settings["params"] = [group.flat for group in running.groups if shown and group.group is settings]
 
 
 def _take_over_steps(running: Running) -> None:
@@ -152,10 +152,31 @@ def _take_over_steps(running: Running) -> None:
         zero._get_norm_groups = lambda: [no_norm()]
         swapping.take_over(zero)
     else:
+        _divide_sums(zero)
         zero.check_grad_overflow = True
         zero.scaled_global_norm = no_norm
         # It looks for an overflow, which is found elsewhere, in each offloaded gradient, and waits for it.
         zero.update_offload_overflow_tracker = lambda gradient: None
+
+
+def _divide_sums(zero: Any) -> None:
+    """Let stage 2 divide what it has summed over ranks, in the dtype of the sum. It divides buckets in the compute
+    dtype before (``average_tensor``), which 16 bits round where the number of ranks is no power of two.
+    """
+    average, allreduce = zero.average_tensor, zero.allreduce_bucket
+
+    def average_tensor(tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        # Without reduce-scatter it casts first.
+        zero.gradient_average = tensor.dtype == communication_data_type or not zero.reduce_scatter
+        average(tensor, communication_data_type)
+        zero.gradient_average = True
+
+    def allreduce_bucket(*args: Any, **kwargs: Any) -> Tensor:
+        summed: Tensor = allreduce(*args, **kwargs)
+        return summed if zero.gradient_average else summed.div_(dist.get_world_size(zero.dp_process_group))
+
+    if zero.gradient_average:
+        zero.average_tensor, zero.allreduce_bucket = average_tensor, allreduce_bucket
 
 
 def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -220,6 +241,8 @@ def step(running: Running, *, skip: bool) -> None:
     if running.groups:
         layout.wait_for_gradients(running.zero)
     # Stage 0 has no word for a skipped step.
+    if running.stage == 3:
+        _show_masters(running, False)
     with replaced_step(running.zero) if skip and running.stage == 0 else nullcontext():
         running.engine.step()
     if running.groups:
@@ -227,7 +250,7 @@ def step(running: Running, *, skip: bool) -> None:
     if running.saved is not None and not skip:
         running.saved.changed()
     swapping.show(running.zero)
-    _show_masters(running)
+    _show_masters(running, True)
     running.pending = running.overflow = False
     set_boundary(running, True)
 

@@ -44,10 +44,20 @@ class Written:
     def note(self) -> None:
         """Say that the engine has put parameters where they are now, and written the masters."""
         self._masters = self._versions()
+        self.note_places()
+
+    def note_places(self) -> None:
+        """Say that the engine has put parameters where they are now."""
         self._noted = {fqn: (version(p), _memory(p)) for fqn, p in self._parameters.items()}
 
     def _versions(self) -> list[int]:
-        return [version(group.flat) for group in self._running.groups]
+        """What changes with an optimizer's writes to masters; those to ``.data`` are not counted, but the flags change
+        that it sets with them (``train_mode`` of ScheduleFree).
+        """
+        optimizer: Any = self._running.optimizer
+        flags = [value for of in (vars(optimizer), *optimizer.param_groups) for value in of.values()]
+        versions = [version(group.flat) for group in self._running.groups]
+        return versions + [value for value in flags if isinstance(value, bool)]
 
     def stepped(self) -> None:
         self._steps += 1
