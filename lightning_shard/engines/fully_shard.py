@@ -1,7 +1,9 @@
 """FSDP2's ``fully_shard``: full and hybrid sharding, which differ in the mesh alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,6 +31,7 @@ class FSDPOptions(UnitOptions):
     cpu_offload: bool = False
     separate_reduce_scatter: bool = False
     symmetric_memory: bool = False
+    custom_all_gather: Callable[..., Any] | None = None
 
 
 class FullyShard(FSDP2Engine):
@@ -84,10 +87,11 @@ class FullyShard(FSDP2Engine):
         prepared = super().prepare(module, run)
         if self._options.separate_reduce_scatter:
             reduce_over(module, shard_group_of_its_own(run.mesh, "reduce-scatter"))
-        if self._options.symmetric_memory:
-            for unit in module.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.set_symm_mem_for_comm()
+        for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
+            if self._options.symmetric_memory:
+                unit.set_symm_mem_for_comm()
+            if self._options.custom_all_gather is not None:
+                unit.set_custom_all_gather(cast(Any, self._options.custom_all_gather))
         return prepared
 
     def _applier(self, run: Run) -> ApplyUnit:

@@ -104,6 +104,7 @@ TABLE: Mapping[str, Row] = {
     "backward_prefetch": _PREFETCH,
     "separate_reduce_scatter": _FSDP2_COMMUNICATION,
     "symmetric_memory": _FSDP2_COMMUNICATION,
+    "custom_all_gather": replace(_FSDP2_COMMUNICATION, kind="any"),
     "ignored_modules": _not_zero(
         "names", "memory", "ZeRO shards every parameter",
         "stage3.param_persistence_threshold: smaller parameters stay gathered",

@@ -1,6 +1,7 @@
 """Lightning's adapter of FSDP2."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from torch import nn
 from typing_extensions import Unpack, override
@@ -33,6 +34,7 @@ class ShardFSDPStrategy(ShardStrategy):
         find_unused_parameters: bool = False,
         separate_reduce_scatter: bool = False,
         symmetric_memory: bool = False,
+        custom_all_gather: Callable[..., Any] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **common: Unpack[CommonArguments],
     ) -> None:
@@ -62,6 +64,8 @@ class ShardFSDPStrategy(ShardStrategy):
             separate_reduce_scatter: reduce gradients over a communicator of their own, so that in backward they go
                 beside the gathers (torch's ``set_separate_reduce_scatter_group``, from 2.13 on).
             symmetric_memory: gather through NCCL's symmetric memory (torch's ``set_symm_mem_for_comm``). CUDA only.
+            custom_all_gather: gathers in place of torch's own: an object with ``allocate`` and a call, as torch's
+                ``set_custom_all_gather`` takes it, of one class on every rank.
             start_method: how the other processes of this node are started: "popen" runs the script again; "fork"
                 works in notebooks, "spawn" and "forkserver" where the script's objects can be pickled. But for
                 "popen" each process gathers the full weights at the end of a fit, for the main process's module.
@@ -73,6 +77,13 @@ class ShardFSDPStrategy(ShardStrategy):
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth < 0:
                 raise ConfigurationError(f"{name} is {depth}, but must be 0 or the number of units to gather ahead.")
+        if custom_all_gather is not None and (
+            symmetric_memory or not callable(custom_all_gather) or not hasattr(custom_all_gather, "allocate")
+        ):
+            raise ConfigurationError(
+                f"custom_all_gather is {custom_all_gather!r}, but must be an object that can be called and has "
+                "`allocate`, as torch's set_custom_all_gather takes it, without symmetric_memory."
+            )
         if not isinstance(units, str | int):
             units = [entry if isinstance(entry, UnitRule) else class_names([entry])[0] for entry in units]
         unit_rules(units)  # raises
@@ -88,6 +99,7 @@ class ShardFSDPStrategy(ShardStrategy):
             forward_methods=tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS,
             separate_reduce_scatter=separate_reduce_scatter,
             symmetric_memory=symmetric_memory,
+            custom_all_gather=custom_all_gather,
         )
         self._start_method = start_method
 

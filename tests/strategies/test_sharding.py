@@ -90,6 +90,20 @@ def check_ranks_read_different_data(module: TinyLM) -> None:
 
 # Every setting against the plain one, bit by bit. Dropout is on: recomputation must draw the same numbers.
 
+
+class CountedGather:
+    """An all-gather of the user's own; `made` counts the calls of all its objects."""
+
+    made = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: Tensor, shard: Tensor, group: Any, async_op: bool = False) -> Any:
+        type(self).made += 1
+        return dist.all_gather_into_tensor(output, shard, group=group, async_op=async_op)
+
+
 SAME: list[dict[str, Any]] = [
     {"units": ["Block"]},
     {"units": ["Block", "Linear"]},
@@ -109,7 +123,7 @@ SAME: list[dict[str, Any]] = [
     {"activation_checkpointing": "units", "cpu_offload": True, "units": 900},
     {"activation_checkpointing": "units", "reshard_after_forward": False, "backward_prefetch": 2},
     {"mesh": MeshConfig(replicate=2)},
-    {"separate_reduce_scatter": True},
+    {"separate_reduce_scatter": True, "custom_all_gather": CountedGather()},
     {"log_grad_norm": True, "error_if_nonfinite": True},
 ]
 
@@ -128,6 +142,8 @@ def _check_settings(cases: list[dict[str, Any]], model: dict[str, Any], precisio
         found = fit(ShardFSDPStrategy(**case), model=model, precision=precision)
         check_same(found, expected, case)
         check_runs(found, case.get("activation_checkpointing"), case)
+        assert bool(CountedGather.made) == ("custom_all_gather" in case), case
+        CountedGather.made = 0
         # 37 rows over two ranks; with no units the root has all, and keeps it.
         whole = not case.get("reshard_after_forward", True) or case.get("units") == [] or "mesh" in case
         assert found.kept in ({37} if whole else {18, 19}), case
@@ -268,6 +284,14 @@ def _check_refusals(cases: list[tuple[dict[str, Any], type[Exception], str]]) ->
 
 def test_settings_that_cannot_work() -> None:
     run_distributed(_check_refusals, 4, REFUSED)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"custom_all_gather": len}, {"custom_all_gather": CountedGather(), "symmetric_memory": True}]
+)
+def test_an_all_gather_has_torchs_interface(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="must be an object that can be called and has `allocate`"):
+        ShardFSDPStrategy(**settings)
 
 
 @pytest.mark.parametrize("name", ["forward_prefetch", "backward_prefetch"])
