@@ -57,10 +57,9 @@ class Saver:
         background: bool,
         wanted: Callable[[], Skeleton] | None = None,
     ) -> None:
-        """Save to ``path``, the same on every rank, in the form that its name says, once an earlier save is complete.
-
-        ``collect`` gives what is saved, without communication; ``background``: return as soon as the tensors may
-        change. CheckpointError, the same on every rank, also for a save before that failed in the background.
+        """Save to ``path`` in the form that its name says, both the same on every rank, once an earlier save is
+        complete. ``collect`` gives what is saved, without communication; ``background``: return as soon as the tensors
+        may change. CheckpointError, the same on every rank, also for an earlier save that failed in the background.
         """
         self.finish()
         started = time.monotonic()

@@ -45,9 +45,8 @@ def load_gradients(
     *,
     factor: float,
 ) -> None:
-    """Read a checkpoint's gradients, times ``factor``, into those that ``begin`` makes zeros of. All ranks call it.
-
-    Gradients of what is not trained here are left out. Raises CheckpointCorruptError, on every rank.
+    """Read a checkpoint's gradients, times ``factor``, into those that ``begin`` makes zeros of; those of what is not
+    trained here are left out. All ranks call it. CheckpointCorruptError, on every rank.
     """
     ranks, path, writers = Ranks.of(), checkpoint.path, checkpoint.manifest.facts.world_size
     found = ranks.agree(f"opening {path}", lambda: stored_gradients(checkpoint.manifest.tensors))

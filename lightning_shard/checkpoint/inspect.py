@@ -43,10 +43,9 @@ def open_any(
     *,
     optimizers: Literal["named", "numbered", "none"] = "named",
 ) -> Contents:
-    """The checkpoint at ``path``, of whatever form; no tensor of the model or an optimizer is read yet.
-
-    ``names`` gives those of the live module to forms that number an optimizer's parameters; ``optimizers``: whether
-    such numbers are refused without them or kept, or all optimizer state is left out. CheckpointError.
+    """The checkpoint at ``path``, of whatever form; no tensor of the model or an optimizer is read yet. ``names`` gives
+    the live module's to forms that number an optimizer's parameters; ``optimizers``: whether such numbers are refused
+    without them or kept, or all optimizer state is left out. CheckpointError.
     """
     if not is_foreign(path):
         stored = open_portable(path)
@@ -119,12 +118,9 @@ def _tensors(stored: Contents) -> list[str]:
 def verify(path: layout.StrPath) -> list[str]:
     """Check every file of the checkpoint at ``path``; returns the names of what was checked. One process calls it.
 
-    Of a portable checkpoint each file is compared with its size and checksum, and the metadata and the trainer's
-    state are opened as a load does; of a file of ``torch.save`` each record is compared with its own checksum, and it
-    is opened as a load does.
-
-    Raises CheckpointCorruptError that names every damaged file, CheckpointNotFoundError, and CheckpointError for a
-    form that has no checksums.
+    Each file of a portable checkpoint is compared with its size and checksum, each record of a file of ``torch.save``
+    with its own checksum, and what a load opens is opened. CheckpointCorruptError names every damaged file;
+    CheckpointNotFoundError; CheckpointError: a form that has no checksums.
     """
     foreign, where = is_foreign(path), place(path)
     if isinstance(where, Path) and where.is_file():

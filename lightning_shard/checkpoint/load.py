@@ -98,10 +98,8 @@ def _opened(path: layout.StrPath, share: tuple[int, int]) -> OpenCheckpoint:
 
 def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
     """Open the checkpoint directory ``path``, the same on every rank, once nothing is being written; all ranks call it.
-
-    All files are compared with their checksums, those with tensors each on one rank. Raises on every rank the same:
-    CheckpointNotFoundError; CheckpointCorruptError with the files that differ; CheckpointError: ranks found different
-    ones.
+    All files are compared with their checksums, those with tensors each on one rank. On every rank the same:
+    CheckpointNotFoundError; CheckpointCorruptError: the files that differ; CheckpointError: ranks found different ones.
     """
     return layout.again_if_replaced(lambda: _open_the_same(path))
 
@@ -155,15 +153,14 @@ def load_training_state(
     averaged: bool = False,
     state: StateDict | None = None,
 ) -> LoadReport:
-    """Load a module (wrapped or not) and its optimizers in place. All ranks call it, with any engine and mesh.
+    """Load a module (wrapped or not) and its optimizers, if any, in place, each rank the boxes that it has, casting
+    where the dtype differs. All ranks call it, with any engine and mesh.
 
-    Without ``optimizers`` only the module is loaded. ``masters``: FQN to what is filled in the place of the module's
-    own tensor, which stays. ``averages``: FQN to what is filled with the tensor's average, if the checkpoint has
-    averages. Each rank reads the boxes that it has, and casts where the dtype differs. With ``configured``,
-    hyperparameters of optimizers that differ from the checkpoint's stay as they are. With ``averaged``, weights get
-    their averages where the checkpoint has some. ``state``: what the module's own code made of names.
+    ``masters``, ``averages``: FQN to what is filled in the place of the module's own tensor, which stays, and with the
+    tensor's average, if there are averages. ``configured``: optimizers keep hyperparameters that differ from the
+    checkpoint's. ``averaged``: weights get their averages, if any. ``state``: what the module's own code made of names.
 
-    Raises on every rank the same, before any value is changed (buffers may have been resized by the module's own code):
+    On every rank the same, before any value is changed (buffers may have been resized by the module's own code):
     CheckpointMismatchError (missing, unexpected and reshaped keys together; with ``strict=False`` only reshaped keys,
     and nothing that matches at all). While tensors are read: CheckpointCorruptError.
     """
@@ -238,9 +235,7 @@ def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) ->
 
 
 def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
-    """The checkpoint directory ``path``; its tensors are read, and if ``compared`` their files checked, when asked for.
-    One process calls it. CheckpointNotFoundError or CheckpointCorruptError, then too.
-    """
+    """The checkpoint directory ``path``, whose tensors are read, and if ``compared`` files checked, when asked for."""
     opened = _open(path)
     found = opened.manifest
     opened.directory.compare(found.files if compared else {})
@@ -332,10 +327,9 @@ def open_newest(folders: Iterable[AnyPath], run: str) -> Found:
 
 
 def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
-    """The checkpoints of ``run``, by their manifests, that lie directly in one of ``folders``. One rank calls it.
-
-    Those without a run's name or with weights only are left out. Newest: of the most optimizer steps, then saved last.
-    Only the files' sizes are compared. What this process writes in the background is waited for.
+    """The checkpoints of ``run``, by their manifests, that lie directly in one of ``folders``; not those without a
+    run's name or with weights only. Newest: of the most optimizer steps, then saved last. Only the files' sizes are
+    compared. What this process writes in the background is waited for. One rank calls it.
     """
     settle()
     own: list[tuple[int, float, str, Mapping[str, Any]]] = []

@@ -95,11 +95,10 @@ def plan_optimizers(
     homes: Mapping[str, str],
     configured: bool = False,
 ) -> OptimizerPlan:
-    """Fit saved optimizers (``saved`` as of `optimizer_states`) to live ones by name, tied ones and ``homes`` followed.
-
-    The order of groups and of parameters does not matter. ``match`` is told of live parameters that the saved optimizer
-    did not step, as ``optimizer.<i>.<fqn>``, of slots that it lacked for some of a flat tensor's parameters, of saved
-    keys without a live parameter, and of what can't be loaded.
+    """Fit saved optimizers (``saved`` as of `optimizer_states`) to live ones by name, tied ones and ``homes`` followed,
+    in any order of groups and parameters. ``match`` is told of live parameters that the saved optimizer did not step,
+    as ``optimizer.<i>.<fqn>``, of slots that it lacked for some of a flat tensor's parameters, of saved keys without a
+    live parameter, and of what can't be loaded.
     """
     plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers], configured)
     if len(saved) != len(optimizers):
@@ -295,9 +294,7 @@ def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], obj
 
 
 def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tuple[str, LiveTensor]]:
-    """Give the optimizers exactly the saved slots; returns those to be filled, with their stored keys. Tensors that fit
-    are kept. Flat tensors are zero where no parameter lies; ``scalars`` as of `read_scalars`.
-    """
+    """Give the optimizers exactly the saved slots, kept where they fit; returns those to be filled, with their keys."""
     planned = {id(slots.part.tensor) for slots in plan.slots}
     for optimizer in plan.optimizers:
         for tensor in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in planned]:

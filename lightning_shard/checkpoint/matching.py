@@ -44,9 +44,7 @@ class Match:
     problems: list[str] = field(default_factory=list)  # What else does not fit, in sentences.
 
     def judge(self, path: object, strict: bool, *, where: str = "the checkpoint", hint: str = "") -> LoadReport:
-        """What to report of a match that is good enough; CheckpointMismatchError of one that is not. ``where`` the
-        tensors are looked for; ``hint``: what else than ``strict=False`` may help.
-        """
+        """What to report; CheckpointMismatchError of a bad match. ``hint``: what may help beside ``strict=False``."""
         if not self.sources and (self.missing or self.unexpected):
             raise CheckpointMismatchError(
                 f"nothing in {path} matches the model by name. It asks for {listed(self.missing)}; in {where} "
@@ -94,9 +92,7 @@ def match_keys(
     *,
     kept: set[str] | None,
 ) -> Match:
-    """The tensor of a checkpoint for each of the live ones, ``wanted`` by prefix of their keys and FQN. ``kept``: those
-    that may be missing, with which digests are compared; None: all.
-    """
+    """Match ``wanted`` by prefix and FQN; ``kept``: what may be missing, with which digests are compared; None: all."""
     stored = {**{key: entry.shape for key, entry in found.tensors.items()}, **state.shapes}
     homes, aliases = {}, {}
     for prefix, known in wanted.items():
@@ -176,9 +172,7 @@ _PROGRESS = {
 
 
 def differing(scheduler: Any, saved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Each setting of one of torch's schedulers, or of one inside of it, that is not the one in its ``saved`` state:
-    its name, the saved and the live state.
-    """
+    """Each setting of a torch scheduler, or one inside of it, that ``saved`` has not: name, saved and live state."""
     if type(scheduler).__module__ == "torch.optim.lr_scheduler":
         yield from _differing(saved, scheduler.state_dict())
 

@@ -35,9 +35,7 @@ def sharded_names(module: nn.Module) -> Names:
 
 
 def live_tensors(names: Names, masters: Mapping[str, LiveTensor] | None = None) -> dict[str, LiveTensor]:
-    """FQN to live tensor: all parameters and persistent buffers, each once. ``masters``: FQN, a tied one too, to what
-    stands for the module's own; ConfigurationError: it has none.
-    """
+    """FQN to each parameter and persistent buffer, or its ``masters``; ConfigurationError: no tensor of that name."""
     stand_ins = {names.canonical(fqn): master for fqn, master in (masters or {}).items()}
     return {**names.tensors, **stand_ins}
 
@@ -75,9 +73,7 @@ def _state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def left_out(module: nn.Module, names: Names) -> set[str]:
-    """Names, tied ones too, of the tensors that ``module.state_dict()`` is written not to have; none where it has names
-    of its own for tensors.
-    """
+    """Names, tied ones too, of tensors that ``module.state_dict()`` is written to leave out; none where it renames."""
     homes = {**{name: name for name in names.tensors}, **names.aliases}
     found = _state_dict(module)
     if homes.keys() <= {names.unwrapped(key) for key in found}:

@@ -129,10 +129,9 @@ def who_describes(by_rank: Sequence[LocalBoxes]) -> list[Integers]:
 
 
 def divide(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tuple[list[Integers], BoxesByRank]:
-    """Give every box to one rank; ``tensors``: all there are, ``by_rank``: what each rank has of them.
-
-    Returns by rank the numbers of the boxes that it writes, counted over all that it has; and the boxes of all ranks.
-    CheckpointError: the boxes do not make up full tensors, or ranks disagree about a tensor.
+    """Give every box to one rank; ``tensors``: all there are, ``by_rank``: what each rank has of them. Returns by rank
+    the numbers of the boxes that it writes, counted over all that it has; and the boxes of all ranks. CheckpointError:
+    the boxes do not make up full tensors, or ranks disagree about a tensor.
     """
     tensors = _by_key(tensors, by_rank)
     number_of = {_name(facts): number for number, facts in enumerate(tensors)}
@@ -248,10 +247,9 @@ _ELEMENTS = 1 << 20  # in memory as int64 at a time
 
 
 def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Name of each tensor to its digest, on every rank. All ranks call it, with what each has of the tensors.
-
-    A digest has shape, dtype, and 64 bits of a sum over all elements of their bits times a number made from their
-    position. Each element is read by one of the ranks that have it. It tells other weights, not an attack.
+    """Name of each tensor to its digest, on every rank. All ranks call it, with what each has of the tensors. A digest
+    has shape, dtype, and 64 bits of a sum over all elements, each read by one rank, of their bits times a number made
+    from their position. It tells other weights, not an attack.
     """
     ranks, plans = Ranks.of(), Plans()
     ranks.agree("looking at frozen parameters", lambda: plans.still_holds(tensors, {}))

@@ -44,10 +44,9 @@ def training_state(
 ) -> Contents:
     """What there is to save of a module (wrapped or not), its optimizers and the rest of the run. No communication.
 
-    ``optimizer_states`` in ``trainer_state`` is replaced by the groups' hyperparameters, and ``module_extra_state``
-    by what the module keeps beyond tensors. ``own_state``: what this rank alone goes on with. No ``optimizers``:
-    weights only. ``leave_out``: FQNs of tensors of the module that the checkpoint is not to have. ``masters``: FQN to
-    what is saved in the place of the module's own tensor. ``averages``: FQN to the average of the tensor.
+    ``trainer_state`` gets the groups' hyperparameters, and what the module keeps beyond tensors. ``own_state``: what
+    this rank alone goes on with. No ``optimizers``: weights only. ``leave_out``: FQNs that the checkpoint is not to
+    have. ``masters``, ``averages``: FQN to what is saved in the place of the module's own tensor, and to its average.
     ``gradients``: by name those of a step so far. Buffers are the same on all ranks.
     """
     names = sharded_names(module)
@@ -70,10 +69,8 @@ def training_state(
 
 def save(path: AnyPath, collect: Callable[[], Contents]) -> None:
     """Save the checkpoint directory ``path``, completely or not at all. All ranks call it; rank 0's ``path`` counts.
-
-    ``collect`` gives what there is to save, on each rank, without communication. Each box of a tensor is written in
-    place by one of the ranks that have it. The same CheckpointError on every rank if any fails; an older checkpoint
-    stays then.
+    ``collect`` gives what there is to save, on each rank, without communication. Each box is written by one of the
+    ranks that have it. The same CheckpointError on every rank if any fails; an older checkpoint stays then.
     """
     ranks = Ranks.of()
     begun = Begun(ranks, path, collect, Plans())
@@ -165,9 +162,8 @@ def begin_any(
     plans: Plans,
     wanted: Callable[[], Skeleton] | None = None,
 ) -> Begun:
-    """A `Begun` save in the `layout.other_form` that the path names, if it names one, which is made from a directory
-    beside it, so that no rank has more than one full tensor: the file by rank 0, the folder by all ranks from
-    ``wanted``.
+    """A `Begun` save in the `layout.other_form` that the path names, if any, made from a directory beside it, so that
+    no rank has more than one full tensor: the file by rank 0, the folder by all ranks from ``wanted``.
     """
     form = layout.other_form(str(path))
     wanted = wanted if form == "hf" else None

@@ -81,9 +81,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_archive(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write ``tree`` as ``torch.save`` would, a `StoredTensor` in a tensor's place, one in memory at a time; synced.
-    One object in several places becomes one tensor.
-    """
+    """Write ``tree`` as ``torch.save`` would, one tensor or `StoredTensor` in memory at a time; synced."""
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(dict(tree))

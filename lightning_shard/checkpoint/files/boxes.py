@@ -87,9 +87,7 @@ class StoredBoxes:
         return self.rows[:, 3 : 3 + ndim], self.rows[:, 3 + ndim :]
 
     def checked(self, key: str, sizes: Integers) -> StoredBoxes:
-        """These boxes; CheckpointCorruptError where one is not in the tensor, or not in one of ``files``, whose bytes
-        are ``sizes`` and bound the memory that reading takes.
-        """
+        """These boxes; CheckpointCorruptError: one is not in the tensor, or in ``files``, whose bytes are ``sizes``."""
         begin, extent = self._begin_and_sizes()
         shape = np.array(self.shape, dtype=np.int64)
         file, start, length = self.rows[:, 0], self.rows[:, 1], self.rows[:, 2]
@@ -108,10 +106,9 @@ class StoredBoxes:
 
 
 def covered_once(shape: Sequence[int], begin: Integers, sizes: Integers) -> bool:
-    """Whether boxes inside of ``shape`` have each of its elements once; rows of ``begin`` and ``sizes`` are boxes.
-
-    Each stretch between ends of boxes along a dim has a random weight, an element the product of its stretches', all
-    modulo 2**64. If the boxes' sum is that of the tensor, they cover it once, but for one chance in billions.
+    """Whether the boxes ``begin`` and ``sizes``, inside of ``shape``, have each element once. Each stretch between ends
+    of boxes along a dim has a random weight, an element the product of its stretches', all modulo 2**64. If the boxes'
+    sum is that of the tensor, they cover it once, but for one chance in billions.
     """
     random = np.random.default_rng()
     found, wanted = np.ones(len(begin), dtype=np.uint64), np.ones(1, dtype=np.uint64)
@@ -137,9 +134,7 @@ def encode_boxes(tables: Iterable[Integers]) -> bytes:
 
 
 def decode_boxes(data: bytes, manifest: Manifest) -> Mapping[str, StoredBoxes]:
-    """Key to the boxes of each of the manifest's tensors, decoded and `checked` when asked for. CheckpointCorruptError,
-    then too, where ``data`` does not describe exactly these.
-    """
+    """Key to boxes, decoded and `checked` when asked for. CheckpointCorruptError: ``data`` does not describe them."""
     compressed, count_of = manifest.format_version > 5, len(manifest.tensors)
     numbers: Integers = np.frombuffer(data[: (1 + compressed) * 8 * count_of], dtype="<i8")
     numbers = numbers.reshape(count_of, 1 + compressed)
@@ -207,11 +202,10 @@ _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "Posi
 def read_boxes(
     directory: Directory, manifest: Manifest, *, share: tuple[int, int] = (0, 1)
 ) -> Mapping[str, StoredBoxes]:
-    """Key to where the tensor lies, of each of the manifest's: by ``boxes.bin``, in older formats by ``.metadata``.
-
-    ``share``: this rank and the number of ranks that open the checkpoint, each of which looks whether the boxes of its
-    part of the tensors make them up. CheckpointCorruptError: a file that does not match its checksum, names a class
-    that is not torch's metadata, or does not describe exactly the manifest's tensors in the manifest's files.
+    """Key to where the tensor lies: by ``boxes.bin``, in older formats by ``.metadata``. ``share``: this rank and the
+    number of ranks, each of which looks whether the boxes of its part of the tensors make them up.
+    CheckpointCorruptError: a file that does not match its checksum, names a class that is not torch's metadata, or does
+    not describe exactly the manifest's tensors in the manifest's files.
     """
     name = boxes_file(manifest)
     data = directory.read(name, manifest.files)

@@ -127,9 +127,7 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 
 def _delete_leftovers(path: Path, own: Path) -> None:
-    """Delete what saves to ``path`` left, but no user's files nor what is locked; without locks only what is old, and
-    ``own``, this save's. What can't be deleted waits for a later save.
-    """
+    """Delete what saves to ``path`` left: ``own``, this save's, and what is not locked; without locks what is old."""
     with contextlib.suppress(OSError):
         for leftover in layout.leftovers(path.parent, re.escape(path.name)):
             if leftover == own or layout.has_locks(path.parent) or _idle_seconds(leftover) >= _IDLE_SECONDS:
@@ -315,9 +313,7 @@ _running: set[BackgroundWrite] = set()
 
 
 def settle() -> None:
-    """Wait until this process writes nothing in the background, but not a thread that writes for itself. Failures are
-    raised where the save was begun.
-    """
+    """Wait for all that this process writes in the background; failures are raised where the save was begun."""
     for write in list(_running):
         if write.thread is not threading.current_thread():
             write.wait()

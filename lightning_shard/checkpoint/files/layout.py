@@ -146,9 +146,7 @@ def new_token() -> str:
 
 
 def temporary_sibling(path: Path, token: str, kind: str = _TEMPORARY) -> Path:
-    """What a save to ``path`` writes into, or is about to be deleted, ``.NAME.tmp-TOKEN`` beside it; of the kind
-    `ASIDE` ``.NAME.old-TOKEN``, where the old one goes if names can't be exchanged.
-    """
+    """``.NAME.tmp-TOKEN``, which a save writes into or deletes; `ASIDE`: the old one, if names can't be exchanged."""
     return path.with_name(f".{path.name}.{kind}-{token}")
 
 
@@ -278,9 +276,8 @@ class Directory:
 
 
 def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Directory:
-    """Open the directory ``path``, or what an interrupted replacement of it left; nothing on the disk is changed.
-
-    FileNotFoundError may mean that a replacement or a removal was faster: `ATTEMPTS` tell.
+    """Open the directory ``path``, or what an interrupted replacement of it left. FileNotFoundError may mean that a
+    replacement or a removal was faster: `ATTEMPTS` tell.
     """
     path, patience = Path(path), time.monotonic() + _PATIENCE_SECONDS
     while True:

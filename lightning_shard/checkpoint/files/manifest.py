@@ -94,9 +94,8 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str, where: str | os.PathLike[str] = layout.MANIFEST) -> Manifest:
-        """The manifest in ``text``; ``where`` names the file in errors. CheckpointCorruptError: it is not a manifest,
-        its digest does not match or a file name leaves the directory; CheckpointError: a newer version of this package
-        wrote it.
+        """The manifest in ``text``; ``where``: the file, in errors. CheckpointCorruptError: it is no manifest, was
+        changed, or names a file outside of the directory; CheckpointError: a newer version of this package wrote it.
         """
         with layout.damaged_if(lambda error: f"{where} is not a checkpoint's manifest: {_reason(error)}", where):
             fields = json.loads(text)

@@ -116,9 +116,7 @@ def _is_url(path: StrPath) -> bool:
 
 
 def place(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
-    """What ``path`` names; ``options`` are fsspec's of the store. CheckpointError: there is no such store, its package
-    is not installed, or there are options for a path.
-    """
+    """What ``path`` names; ``options`` are fsspec's. CheckpointError: no such store, or no package; not for a path."""
     if isinstance(path, StorePath):
         return path
     if not _is_url(path):

@@ -214,11 +214,9 @@ class _Read(NamedTuple):
 
 @torch.no_grad()
 def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], targets: Iterable[tuple[str, Any]]) -> None:
-    """Fill this rank's boxes of each target from the stored tensor of the key beside it, casting; ``stored`` was
-    checked.
-
-    Each file is read front to back, and each stored box once; one is in memory at a time. CheckpointCorruptError: a
-    file has something else than is said of it; CheckpointMismatchError: a target of another shape.
+    """Fill this rank's boxes of each target from the stored tensor of the key beside it, casting; each file is read
+    front to back, each stored box once, and one is in memory at a time. CheckpointCorruptError: a file has something
+    else than ``stored``, which was checked, says; CheckpointMismatchError: a target of another shape.
     """
     by_file: dict[str, list[_Read]] = {}
     for key, target in targets:

@@ -33,9 +33,7 @@ _MOST_BYTES = 1 << 24  # of a tensor that repeats its values
 
 
 def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
-    """The bytes of ``trainer.pt``; numpy's numbers become Python's. CheckpointError names the keys and the type of what
-    could not be loaded with ``weights_only=True``.
-    """
+    """The bytes of ``trainer.pt``. CheckpointError names keys and types that ``weights_only=True`` would not load."""
     data, problem = _encode(dict(state))
     if problem is not None:
         data, problem = _encode(state := _plain_numbers(dict(state)))
@@ -51,9 +49,7 @@ def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
 
 
 def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, Any]:
-    """The contents of ``trainer.pt``, tensors on the CPU. CheckpointCorruptError where the file does not match its
-    checksum or names a class that ``weights_only=True`` refuses; nothing of it ran.
-    """
+    """The contents of ``trainer.pt``, tensors on the CPU. CheckpointCorruptError: it was changed, or names a class."""
     where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
     with damaged_if(partial(refusal, where)):
         state = load_archive(io.BytesIO(data), where)

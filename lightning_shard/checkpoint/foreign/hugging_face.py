@@ -44,11 +44,9 @@ def export(
     module: str = "",
     max_shard_bytes: int = 5 * 10**9,
 ) -> list[Path]:
-    """Write the weights and buffers of ``stored`` into ``folder``; returns the files. One process calls it.
-
-    Arguments as of `lightning_shard.tools.export`. Other files in ``folder`` stay, older safetensors files are refused.
-    A tied tensor is written once, under its first name. Memory holds one tensor, and its copy in ``dtype``.
-    CheckpointError: nothing was written, or no file that was not whole.
+    """Write the weights and buffers of ``stored`` into ``folder``; returns the files. One process calls it. Arguments
+    as of `lightning_shard.tools.export`. Other files in ``folder`` stay, older safetensors files are refused. A tied
+    tensor is written once, under its first name. CheckpointError: nothing was written, or no file that was not whole.
     """
     target = Path(folder)
     tensors = _selected(stored, module)

@@ -25,9 +25,7 @@ NOTES = "lightning_shard_full"
 
 
 def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
-    """Write ``stored`` as one stock Lightning file at ``path``, in place at once, one tensor in memory at a time. One
-    process calls it. CheckpointError: a directory that is no checkpoint is at the path.
-    """
+    """Write ``stored`` as one stock Lightning file, in place at once. One process calls it. CheckpointError."""
     target = Path(os.path.abspath(path))
     commit.check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -217,9 +215,7 @@ def _named(
 def described_optimizer(
     index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[layout.SlotName, StoredTensor]
 ) -> dict[str, Any]:
-    """A ``state_dict`` of optimizer ``index``, as `optimizer_states` describes it; tensors are put into ``slots``.
-    ``stepped``: FQNs of its parameters in the order of its groups.
-    """
+    """A ``state_dict`` as `optimizer_states` describes it, tensors into ``slots``; ``stepped``: FQNs by group."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, stepped, strict=True))
     groups = [
