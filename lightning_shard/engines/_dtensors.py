@@ -39,11 +39,10 @@ _OF_VALUES: tuple[Any, ...] = (
 
 
 def answer_in_full() -> Callable[[], None]:
-    """Draw random numbers of DTensors, and read numbers from them, as of full tensors, until the result is called.
-
-    Of what is drawn each rank keeps its part; the full tensor is there for the moment, as in a gather. The ranks'
-    generators must be in the same state, as where nothing is sharded. To read a number (``item``, ``float``, ``if``)
-    from what is not on every rank in full is a collective, as ``full_tensor`` is.
+    """Draw random numbers of DTensors, and read numbers from them, as of full tensors, until the result is called. Of
+    what is drawn, with generators in the same state on all ranks, each rank keeps its part; the full tensor is there
+    for the moment. To read a number (``item``, ``float``, ``if``) from what is not on every rank in full is a
+    collective.
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)

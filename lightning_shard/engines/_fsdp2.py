@@ -25,9 +25,7 @@ require(FSDPParam, "_module_info _sharded_post_forward_param_data _unsharded_par
 
 
 def gather(module: FSDPModule) -> None:
-    """Gather the parameters of ``module``'s own unit, as ``unshard`` does; all ranks of its mesh call it. That forgets
-    the dtype of gradients where nothing is trainable for the moment (``toggle_optimizer``).
-    """
+    """Gather ``module``'s own unit as ``unshard`` does, which forgets gradients' dtype if nothing is trainable now."""
     if (group := _group_of(module)) is not None:
         group.unshard()
         group.wait_for_unshard()
@@ -46,9 +44,7 @@ def expect_gradients(root: nn.Module) -> None:
 
 
 def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
-    """Reduce the gradients of all units below ``root`` over ``group``. ``set_separate_reduce_scatter_group`` makes one
-    in each run, with torch's own timeout.
-    """
+    """Reduce all units' gradients over ``group``: torch's own way makes a group in each run, with torch's timeout."""
     for module in root.modules():
         if isinstance(module, FSDPModule) and (unit := _group_of(module)) is not None:
             unit.mesh_info.reduce_scatter_process_group = group
@@ -85,10 +81,9 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
 def accumulated_gradients(
     module: FSDPModule, begins: Callable[[nn.Module, str], bool] = lambda owner, name: False, *, reduced: bool = True
 ) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:
-    """The gradients of ``module``'s unit that wait for others: owner, attribute, tensor, and whether it is reduced.
-
-    Full ones before their reduction (of a gathered unit), and the shards in which reduced ones are added up, at the
-    sharded parameters. Where one ``begins``, by owner and attribute, it is put there as zeros first.
+    """Owner, attribute, tensor and whether it is reduced, of each gradient of ``module``'s unit that waits for others:
+    full ones of a gathered unit, and shards in which reduced ones are added up, at the sharded parameters. Where one
+    ``begins``, by owner and attribute, it is put there as zeros first.
     """
     for parameter in _parameters_of(module):
         owner, name, shard = parameter._module_info.module, parameter._module_info.param_name, parameter.sharded_param

@@ -18,8 +18,8 @@ from lightning_shard.precision.casting import rebuilt
 
 
 def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
-    """To be made before a module's forward; ``after`` is called when the backward pass of all since then is over. None
-    where no graph is made. ``device`` is the module's: each has a queue of nodes.
+    """To be made before a module's forward: ``after`` is called when the backward pass since then is over. None without
+    a graph. Each ``device`` has a queue of nodes.
     """
     if not torch.is_grad_enabled():
         return None

@@ -100,9 +100,8 @@ class EngineTensors(Protocol):
 
 
 class Engine(Protocol):
-    """Shards, replicates or partitions a module, and steps it. All ranks call each method, in the same order.
-
-    Engines derive from it; what a method returns or does here holds where an engine has nothing else to do.
+    """Shards, replicates or partitions a module, and steps it. All ranks call each method, in the same order. What a
+    method returns or does here holds where an engine has nothing else to do.
     """
 
     name: str  # "ddp", "fsdp" or "deepspeed": what a checkpoint's manifest calls the engine.
@@ -142,23 +141,16 @@ class Engine(Protocol):
     # A run
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
-        """Shard, replicate or partition ``module`` in place; returns what the Trainer holds as its model.
-
-        A ConfigurationError comes before anything was changed.
-        """
+        """Shard, replicate or partition ``module`` in place, or ConfigurationError; returns the Trainer's model."""
 
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         """Take the optimizers of a fit, made on the prepared module's parameters, and the stepping where it is its own.
-
-        Returns those that the fit goes on with, and a learning rate schedule that the engine's own configuration
-        describes, to be stepped with the optimizer, or None. ConfigurationError: optimizers that the engine can't step.
+        Returns those that the fit goes on with, and the learning rate schedule of the engine's own configuration, to be
+        stepped with the optimizer, or None. ConfigurationError: optimizers that the engine can't step.
         """
 
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that have stepped the same values as this one; None: no others have.
-
-        ConfigurationError: the step's gradients were not reduced over them.
-        """
+        """The ranks with the same values, or None. ConfigurationError: gradients were not reduced over them."""
         return None
 
     def needs(self, optimizer: Optimizer) -> Needs:
@@ -193,7 +185,6 @@ class Engine(Protocol):
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values.
-
         ``kwargs`` are of the optimizer's step; a ``closure`` among them gives the loss, and computes none.
         """
 
@@ -209,10 +200,7 @@ class Engine(Protocol):
         """Drop the last step's gradients, where they would lie beside the activations of the next forward."""
 
     def follow_freezing(self) -> nn.Module:
-        """Follow what was frozen and thawed since the last step; returns the Trainer's model from now on.
-
-        ConfigurationError: the engine can't follow.
-        """
+        """Follow what was frozen and thawed since the last step, or ConfigurationError; returns the Trainer's model."""
 
     def before_reading(self) -> None:
         """Put what is stepped into the module, where forward left gathered parameters; no communication."""

@@ -111,9 +111,8 @@ def gather_on_read(root: nn.Module) -> None:
 
 
 def patch_methods(root: nn.Module, names: Iterable[str]) -> None:
-    """Make public methods ``names`` of modules under ``root``, such as ``generate``, run under the nearest FSDP
-    module's hooks. After one that was called outside of a step, or ``root`` itself, all is resharded: the next reader
-    would find unsharded parameters, in the compute dtype.
+    """Run public methods ``names`` of modules under ``root``, such as ``generate``, under the nearest FSDP module's
+    hooks. After one outside of a step all is resharded: the next reader would find the compute dtype's parameters.
     """
     names = list(names)
 

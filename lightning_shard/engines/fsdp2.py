@@ -138,13 +138,10 @@ class FSDP2Engine(StepsOwnParameters):
     def _shard(self, root: nn.Module, run: Run) -> None:
         """Shard ``root`` in place over the run's mesh. Collective: all ranks call it.
 
-        A rank has its shards and at most one full unit at any time, for a model on the meta device from the start, for
-        one on the host as far as the run's device is concerned. Values of rank 0 win where ranks built different ones.
-        A tree in which the user already applied ``fully_shard`` keeps its units. WrappingError, MaterializationError
-        and PrecisionError come before anything was changed.
-
-        In manual optimization each child of ``root`` is a unit too: several backward passes run in one step, each over
-        a part of the model, and the rest need not be gathered and reduced with it.
+        A rank has its shards and at most one full unit at any time; of a model on the host that holds for the device.
+        Values of rank 0 win. A tree in which the user already applied ``fully_shard`` keeps its units. In manual
+        optimization each child of ``root`` is a unit too, as each backward pass of a step may be over a part of the
+        model. WrappingError, MaterializationError and PrecisionError come before anything was changed.
         """
         policy, found = run.policy, self._chosen_units(root, run)
         ignored_modules, ignored = ignored_parameters(root, self._units.ignored_modules)

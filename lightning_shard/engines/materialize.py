@@ -30,11 +30,10 @@ class Materializer:
     """Replaces the meta tensors of a module tree with full, initialised tensors."""
 
     def __init__(self, root: nn.Module, *, device: torch.device, seed: int) -> None:
-        """Find how each module under ``root`` is given its values; nothing is touched.
-
-        That is a Hugging Face style ``_init_weights(module)`` of the nearest enclosing module that has one, else the
-        module's own ``reset_parameters`` (or ``_reset_parameters``, as ``nn.MultiheadAttention`` spells it). ``seed``
-        is the run's, equal on all ranks. A MaterializationError names all modules that have none of these methods.
+        """Find how each module under ``root`` is given its values: by ``_init_weights(module)``, in Hugging Face's
+        style, of the nearest enclosing module that has one, else by its own ``reset_parameters`` (or
+        ``_reset_parameters``, as ``nn.MultiheadAttention`` spells it). ``seed`` is the run's, equal on all ranks. A
+        MaterializationError names all modules that have none of these.
         """
         self.fqns = {module: fqn for fqn, module in unwrapped_modules(root)}
         self.initializers = _find_initializers(root)

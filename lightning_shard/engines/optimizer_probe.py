@@ -57,12 +57,11 @@ class Needs:
 def probe(
     optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: bool, device: torch.device = _CPU
 ) -> Needs:
-    """What the step of ``optimizer`` needs. All ranks call it.
-
-    Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps
-    DTensors also on such. Nothing live and no random number changes. ``dtype``: the master weights'. ``alone``: each
-    rank steps all parameters, which may be coupled then. ``device``: where the run computes. ConfigurationError: the
-    optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``, or can't be tried.
+    """What the step of ``optimizer`` needs, seen on copies of it that step made-up tensors, full and in parts, together
+    and apart; where it steps DTensors also on such. All ranks call it; nothing live and no random number changes.
+    ``dtype``: the master weights'. ``alone``: each rank steps all parameters, which may be coupled then. ``device``:
+    where the run computes. ConfigurationError: the step couples parameters, draws random numbers in fp32 or under
+    ``aligned``, or can't be tried.
     """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return Needs()
@@ -310,9 +309,7 @@ def _group_over(tensors: list[Tensor], group: Mapping[str, Any]) -> dict[str, An
 
 @torch.no_grad()
 def rests_at_zero(optimizer: Optimizer) -> bool:
-    """Whether a step with gradients of zero never changes anything: no momentum, no weight decay. ConfigurationError:
-    it steps with a closure alone.
-    """
+    """Whether steps with zero gradients change nothing. ConfigurationError: it steps with a closure alone."""
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return False
     value, gradients = torch.ones(3), [[torch.ones(3)], [torch.zeros(3)]]

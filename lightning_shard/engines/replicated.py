@@ -48,8 +48,7 @@ _ALIGNMENT = 16  # bytes, of every dtype
 
 class SharedBuffers:
     """Gives every rank the persistent buffers of rank 0, as torch's DDP does ahead of a step: a codebook, running
-    statistics. Those that are not persistent, differ in shape or dtype between ranks, or change after the first steps
-    are left alone.
+    statistics; not those that differ in shape or dtype between ranks, or change after the first steps.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -106,9 +105,8 @@ def _like(buffer: Any) -> Any:
 
 @contextmanager
 def common_random_numbers(shard: int = 0) -> Generator[None, None, None]:
-    """Let all ranks draw the same numbers inside, but for each ``shard`` others. All ranks call it.
-
-    Each rank's own generators go on as if nothing had been drawn, but for the seed, which is rank 0's.
+    """Let all ranks draw the same numbers inside, but for each ``shard`` others. All ranks call it; their own
+    generators go on as if nothing had been drawn, but for the seed, which is rank 0's.
     """
     seed = Ranks.of().broadcast(int(torch.randint(2**62, ())))
     with torch.random.fork_rng(in_use()):
@@ -121,10 +119,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def parted(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
-    """Which of these tensors the ranks of ``group`` have with other values, by their place. All ranks call it.
-
-    Their bits are added up on their device, and it is waited for.
-    """
+    """Which of these tensors differ between the ranks of ``group``, by the sum of their bits. All ranks call it."""
     local = [t.to_local() if isinstance(t, DTensor) else t.detach() for t in replicas]
     real = [torch.view_as_real(t) if t.is_complex() else t for t in local]
     sums = [t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in real]
@@ -173,9 +168,7 @@ def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype) -> None:
-    """Average gradients of replicated parameters over all ranks, in ``reduce_dtype``. All ranks call it; one without a
-    gradient counts as zero if another has one, so that ranks stay equal.
-    """
+    """Average gradients over all ranks, which call it, in ``reduce_dtype``; a lacking one is zero if a rank has it."""
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         return

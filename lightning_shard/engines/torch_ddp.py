@@ -223,11 +223,9 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
 
 
 def settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it.
-
-    DDP rebuilds its buckets after its first backward pass, so that a resumed run would sum its first step in another
-    order than one that never stopped, which shows from 3 ranks on. No parameter's autograd node runs, and no hook sees
-    the zeros. Where unused parameters are looked for, nothing is rebuilt; a static graph has to record a real pass.
+    """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it. DDP rebuilds them
+    after its first backward pass, and from 3 ranks on a resumed run would sum its first step in another order. No
+    parameter's autograd node runs, and no hook sees the zeros. A static graph has to record a real pass.
     """
     parameters, sparse = wrapped._build_params_for_reducer()
     if wrapped.find_unused_parameters or wrapped.static_graph or any(sparse):

@@ -64,9 +64,7 @@ class ForwardOptions:
 def find_transforms(
     root: nn.Module, units: list[Unit], options: ForwardOptions
 ) -> Callable[[], list[Callable[[], None]]]:
-    """What changes the modules that ``options`` mean, all of them found; WrappingError: there are none. It returns
-    functions that take the changes back, to be called from the last to the first.
-    """
+    """Find what ``options`` change (WrappingError: nothing); the result does, and returns the undo of each in order."""
     spec = options.activation_checkpointing
     checkpointed = checkpointed_modules(root, units, spec)
     compiled = [m for unit in units for m in unit.modules] if options.compile else []

@@ -97,17 +97,16 @@ def computes(units: Iterable[Unit], default: torch.dtype) -> dict[nn.Module, tor
 
 
 def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) -> list[Unit]:
-    """The shard units below ``root``, inner before outer, in registration order.
-
-    ``root`` is not among them: it takes every parameter that no unit has. Each parameter belongs to exactly one:
-    modules that share one and lie side by side form a unit together, an inner one is left to the outer one that shares
-    it, and what is shared with a module outside every unit is the root's.
+    """The shard units below ``root``, inner before outer, in registration order. ``root``, not among them, takes every
+    parameter that no unit has. Each belongs to exactly one: modules that share one and lie side by side form a unit
+    together, an inner one is left to the outer one that shares it, and what is shared with a module outside is the
+    root's.
 
     ``spec``: "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
-    ``Sequential`` containers; a number: the smallest modules that have at least that many parameters which no inner
-    unit has taken; a list: classes and rules, of which the first that names a module counts. ``with_children``: each
-    child of ``root`` is a unit as well. WrappingError: a name that matches nothing or is no class to shard, or settings
-    that a unit can't have because it shares parameters with what has others.
+    ``Sequential``; a number: the smallest modules with at least that many parameters which no inner unit has taken; a
+    list: classes and rules, of which the first that names a module counts. ``with_children``: each child of ``root``
+    too. WrappingError: a name that matches nothing or is no class to shard, or settings that a unit can't have because
+    it shares parameters with what has others.
     """
     chosen: dict[nn.Module, UnitRule] = {}
     for rule in unit_rules(spec):
@@ -160,11 +159,10 @@ def of_classes(root: nn.Module, names: Iterable[str], option: str) -> list[nn.Mo
 def ignored_parameters(
     root: nn.Module, class_names: Iterable[str]
 ) -> tuple[list[nn.Module], Callable[[], dict[nn.Parameter, None]]]:
-    """The modules of the named classes, and a function that reads the parameters that FSDP is to leave alone.
-
-    Those are the modules' own, those of torchmetrics (a metric's own network is no part of the model), and 0-d ones,
-    which can't be sharded; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
-    is a function because materialisation replaces parameter objects. WrappingError: a class name that matches nothing.
+    """The modules of the named classes, and a function, as materialisation replaces parameters, that reads those that
+    FSDP is to leave alone: the modules' own, those of torchmetrics (a metric's own network is no part of the model),
+    and 0-d ones; as the keys of a dict, so that all ranks reduce them in one order. WrappingError: a name matches
+    nothing.
     """
     modules = of_classes(root, class_names, "ignored_modules")
     tops = [*modules, *(m for m in root.modules() if isinstance(m, Metric))]
@@ -292,9 +290,7 @@ def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[list[
 
 
 def _inner_first(units: dict[str, nn.Module], groups: dict[str, set[str]], dropped: set[str]) -> list[list[str]]:
-    """The groups, each after those that have a module inside one of its own; of two that are in each other the inner
-    modules are added to ``dropped``.
-    """
+    """The groups, each after those inside of it; of two that are in each other the inner modules are ``dropped``."""
     remaining: list[list[str]] = []
     for fqn in units:
         group = [f for f in units if f in groups[fqn]] if len(groups[fqn]) > 1 else [fqn]

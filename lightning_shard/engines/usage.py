@@ -63,9 +63,9 @@ class Usage:
         return self._steps >= _COMPARED and not self.varies
 
     def finish(self, used: Iterable[str] = ()) -> Set[str]:
-        """End a step; returns what no rank used, of what was noted and is in ``used``. All ranks call it and
-        communicate in the first steps, and where `varies`. ConfigurationError: this step uses others than the first
-        ones, which all used the same.
+        """End a step; returns what of ``used``, or of what was noted, no rank used. All ranks call it and communicate
+        in the first steps, and where `varies`. ConfigurationError: it uses others than the first ones, which were
+        alike.
         """
         here = self._names.difference(self.used, used)
         self.used.clear()

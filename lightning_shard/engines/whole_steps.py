@@ -50,10 +50,7 @@ class _Owned:
 
 
 def needs_of(optimizer: Optimizer, run: Run, *, replicated: bool = False) -> Needs:
-    """What the optimizer needs in ``run``, such as full parameters, and so `WholeSteps`; see `probe`.
-
-    ``replicated``: the engine steps all parameters on each rank, whatever the mesh says.
-    """
+    """What the optimizer needs in ``run``, see `probe`; ``replicated``: the engine steps all parameters everywhere."""
     alone = replicated or run.mesh[SHARD].size() == 1
     policy, aligned = run.policy, run.planned.aligned
     return probe(optimizer, dtype=policy.master, aligned=aligned, alone=alone, device=run.device)
@@ -85,9 +82,8 @@ class WholeSteps:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Choose the owners, and let each know the lengths of the shards of what it owns. ``optimizer`` is the user's,
-        with the groups of ``shards``, in one order on all ranks; ``step`` its own. ``replicated``: what every rank
-        steps in full.
+        """Choose owners, and let each know the lengths of the shards that it owns. ``optimizer`` is the user's, with
+        the groups of ``shards``, in one order on all ranks; ``step`` its own. ``replicated``: stepped on every rank.
         """
         if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
             raise ConfigurationError(

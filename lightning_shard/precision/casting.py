@@ -27,12 +27,10 @@ OBSERVERS: list[Callable[[nn.Module], None]] = []
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it in ``dtype``.
-
-    Looks into tuples, lists, dicts, dataclasses and their subclasses (named tuples, Hugging Face outputs). fp64
-    tensors are cast too; integer, boolean and complex tensors and all other objects are returned as they are. A
-    container in which nothing changes is itself returned, so that a module can still write to it. A tensor that
-    occurs twice is cast once: ``nn.MultiheadAttention`` computes otherwise where its inputs are one tensor.
+    """``value`` with every floating tensor in it, fp64 too, in ``dtype``, of tuples, lists, dicts, dataclasses and
+    their subclasses (named tuples, Hugging Face outputs). A container in which nothing changes is itself returned, so
+    that a module can still write to it. A tensor that occurs twice is cast once: ``nn.MultiheadAttention`` computes
+    otherwise then.
     """
     done: dict[Tensor, Tensor] = {}
 
@@ -91,14 +89,12 @@ def install_casts(
     output: torch.dtype | None = None,
     float8: Float8 | None = None,
 ) -> Callable[[], None]:
-    """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
-
-    Some modules have another dtype, ``inside``. ``root`` itself, the LightningModule, is left out: its methods are the
-    user's own code. So are torchmetrics. Modules with running statistics compute in fp32 instead. The parameters of
-    ``whole`` modules no engine casts: they are cast here, for the time of their forward. ``output`` is what ``root``'s
-    own code receives floating outputs of modules in (None: as they computed them); what modules hand to each other
-    stays in ``dtype``. ``float8``: which of those that compute in ``dtype`` multiply in float8. Returns a function that
-    takes all of it back.
+    """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``; the result
+    takes it back. Some modules have another dtype, ``inside``. ``root`` itself, whose methods are the user's own code,
+    and torchmetrics are left out. Modules with running statistics compute in fp32 instead. Parameters of ``whole``
+    modules, which no engine casts, are cast for the time of their forward. ``output`` is what ``root``'s own code
+    receives floating outputs of modules in (None: as computed); between modules ``dtype`` stays. ``float8``: which
+    modules multiply in float8.
     """
     _refuse_fp32_parametrizations(root, dtype)
     undo: list[Callable[[], None]] = []
@@ -261,9 +257,8 @@ def _run_in(
 
 
 def round_scalars(root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module, torch.dtype]) -> None:
-    """Run every module below ``root`` with 0-d parameters, which no engine casts, in `scalars_rounded`.
-
-    Each in ``dtype`` or its ``inside``. What ``root`` runs is left to the caller: its code is not run by its forward.
+    """Run every module below ``root`` with 0-d parameters, which no engine casts, in `scalars_rounded`, in ``dtype`` or
+    its ``inside``. What ``root`` runs is left to the caller: its code is not run by its forward.
     """
     for module in root.modules():
         if module is not root and not isinstance(module, Metric) and _scalars(module):
@@ -272,10 +267,8 @@ def round_scalars(root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module
 
 @contextmanager
 def scalars_rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``owner.<name>`` give the 0-d parameters of ``module`` and of all below it in ``dtype``.
-
-    With gradients to the original; writes are taken over. A ParameterDict has no forward of its own, and modules read
-    parameters of others. What a module around this one has rounded stays.
+    """Let ``owner.<name>`` give the 0-d parameters of ``module`` and of all below it in ``dtype``, with gradients to
+    the original; writes are taken over. A ParameterDict has no forward, and modules read parameters of others.
     """
     hidden: dict[tuple[nn.Module, str], tuple[nn.Parameter, Tensor, Tensor]] = {}
 
@@ -369,11 +362,9 @@ def _owners(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Give every trainable floating parameter under ``root`` the dtype ``dtype`` by replacing it in its modules.
-
-    Works on plain parameters and on DTensors (only the local shard is cast). Call it before an optimizer is built and
-    before FSDP's lazy initialisation, which picks the replaced parameters up. Ties stay ties. Returns the FQN of each
-    parameter that changed, with the dtype it had.
+    """Replace every trainable floating parameter under ``root``, plain or DTensor, by one of ``dtype``, ties kept,
+    before an optimizer is built and before FSDP's lazy initialisation. Returns the FQN of each that changed, with its
+    old dtype.
     """
     names = {p: name for name, p in named_parameters(root).items()}
     replaced: dict[nn.Parameter, nn.Parameter] = {}

@@ -50,9 +50,8 @@ class Float8:
 
 
 def check_float8(settings: Float8 | None, device: torch.device, *, launched: bool) -> None:
-    """Refuse ``settings`` that can't run on ``device``; its GPU is asked once ``launched``, since that makes a CUDA
-    context, with which a notebook's processes can't be forked. PrecisionError: torchao is missing, or the device has no
-    float8.
+    """Refuse ``settings`` that can't run on ``device``; its GPU is asked once ``launched``, since a CUDA context keeps
+    a notebook's processes from being forked. PrecisionError: torchao is missing, or the device has no float8.
     """
     if settings is None:
         return

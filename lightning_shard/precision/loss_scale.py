@@ -133,11 +133,9 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale(self, optimizer: Optimizer, gradients: Gradients, *, device: torch.device) -> bool:
-        """Divide the gradients of ``optimizer`` by the scale in place, unless that was done in this batch.
-
-        Whether any, on any rank, is inf or NaN. All ranks call it: one pass over the gradients, and one all-reduce of a
-        number over all ranks on ``device``. ``gradients`` gives this rank's: full or sharded, DTensors, on the host or
-        on the device; a rank without any has none that is not finite.
+        """Divide the gradients of ``optimizer`` by the scale in place, unless that was done in this batch; whether any,
+        on any rank, is inf or NaN. All ranks call it: one all-reduce of a number on ``device``. ``gradients`` gives
+        this rank's: full or sharded, DTensors, on the host or on the device; a rank may have none.
         """
         if id(optimizer) not in self._overflows:
             found = clipping.unscale(gradients(optimizer), self.state.scale, device=device)

@@ -173,8 +173,7 @@ class LossWeights:
     @torch.no_grad()
     def finish(self, gradients: Iterable[Tensor], *, micro_batches: int) -> Tensor | None:
         """At the accumulation boundary: divide this rank's reduced ``gradients`` by the weights' sum, in place. Returns
-        the weighted mean loss, a scalar on the device, the same on all ranks; None: the weights are 0, and the step is
-        skipped.
+        the weighted mean loss, a scalar on the device, the same on all ranks; None: the weights are 0: skip it.
         """
         total, sums, unit = self._total or self._reduce(), self._sums, self._unit
         self._total, self._sums, self._unit = None, self._zeros(), 1.0

@@ -163,9 +163,8 @@ def policy_from(
     float8: Float8 | None = None,
     at_boundary: bool = False,
 ) -> PrecisionPolicy:
-    """The policy of a Trainer's ``precision``, one of `PRECISIONS` or `FLOAT8`, under the plain or aligned form.
-
-    Arguments are ``ShardPrecision``'s. Plain ``16-true`` has no loss scale: to divide fp16 gradients would lose what it
+    """The policy of a Trainer's ``precision``, one of `PRECISIONS` or `FLOAT8`, plain or aligned, by
+    ``ShardPrecision``'s arguments. Plain ``16-true`` has no loss scale: to divide fp16 gradients would lose what it
     saved. ``at_boundary``: accumulated gradients wait for one reduction. PrecisionError: overrides that can't be.
     """
     if float8 is not None and precision != FLOAT8:

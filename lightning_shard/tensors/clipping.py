@@ -53,10 +53,9 @@ def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[di
 
 @torch.no_grad()
 def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | None = None) -> Tensor:
-    """Total 2-norm of ``gradients`` (fp32, bf16 or fp16); the same fp32 0-d tensor on every rank.
-
-    All ranks call it with the same parameters': DTensors over any mesh, or plain tensors, full and the same on all
-    ranks or disjoint shards over the ranks of ``sharded_over``.
+    """Total 2-norm of ``gradients`` (fp32, bf16 or fp16); the same fp32 0-d tensor on every rank. All ranks call it
+    with the same parameters': DTensors over any mesh, or plain tensors, full and equal or disjoint shards over
+    ``sharded_over``.
     """
     by_axes: dict[tuple[tuple[tuple[dist.ProcessGroup, str], ...], torch.device], list[Tensor]] = defaultdict(list)
     for grad in gradients:
@@ -85,9 +84,7 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
 def clip_by_norm(
     gradients: Iterable[Tensor], max_norm: float, norm: Tensor, *, error_if_nonfinite: bool = False
 ) -> None:
-    """Scale the gradients, whose `gradient_norm` is ``norm``, in place so that it is at most ``max_norm``. With
-    ``error_if_nonfinite`` inf or NaN is a DataError before that.
-    """
+    """Scale gradients with ``norm`` in place to at most ``max_norm``; DataError: inf or NaN, ``error_if_nonfinite``."""
     if error_if_nonfinite and not torch.isfinite(norm):
         raise DataError(
             f"The gradient norm is {norm.item()}, and error_if_nonfinite is set. Look for a loss of inf or NaN, "

@@ -31,11 +31,9 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, length: int) -> list[Box]:
-    """Elements ``[start, start + length)`` of a tensor's row-major order as boxes, in that order; ValueError: outside
-    of it.
-
-    There are at most ``2 * len(shape) - 1`` of them: the rest of a begun row, full rows, the beginning of one more; and
-    the same in each of the two rows that are not full. An empty slice has no box.
+    """Elements ``[start, start + length)`` of a tensor's row-major order as boxes, in that order; ValueError: outside.
+    There are at most ``2 * len(shape) - 1``: the rest of a begun row, full rows, the beginning of one more; and the
+    same in each of the two rows that are not full. An empty slice has no box.
     """
     if start < 0 or length < 0 or start + length > math.prod(shape):
         raise ValueError(f"elements [{start}, {start + length}) are not all in a tensor of shape {tuple(shape)}")
@@ -100,9 +98,8 @@ class Pieces:
 
 
 class FlatTensor(Pieces):
-    """This rank's slices of a tensor of ``shape``, if any. Every rank makes one of the same shape and dtype; together
-    they have all elements, and slices of several ranks are equal. ValueError: slices not 1-D, of another dtype,
-    overlapping or outside.
+    """This rank's slices of a tensor, if any; those of all ranks, which may be equal, have all elements. ValueError:
+    slices not 1-D, of another dtype, overlapping or outside.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Iterable[FlatSlice]) -> None:
@@ -219,9 +216,7 @@ class OwnedParameter:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedOptimizer:
-    """An optimizer that steps full parameters, each on its owner, in ``param_groups`` of other tensors; every rank has
-    all ``parameters``, ``slots`` and ``values``.
-    """
+    """Steps full parameters at owners, in other groups; every rank has all ``parameters``, ``slots``, ``values``."""
 
     optimizer: Optimizer
     parameters: Sequence[OwnedParameter]  # In the order of the parameter groups.

@@ -146,9 +146,7 @@ made it is gone."""
 
 
 def lock(name: str) -> Path | None:
-    """Where torch puts the lock of a kernel (``torch.utils.file_baton.FileBaton``), which a killed builder leaves and
-    others wait for without end; None where it is not needed any more.
-    """
+    """Where torch puts a kernel's lock (``torch.utils.file_baton.FileBaton``), which killed builders leave; or None."""
     from torch.utils.cpp_extension import _get_build_directory
 
     return None if _is_there(name) else Path(_get_build_directory(name, verbose=False)) / "lock"

@@ -304,9 +304,8 @@ def is_offloaded(zero: Any) -> bool:
 
 
 def wait_for_gradients(zero: Any) -> None:
-    """Wait until offloaded gradients have arrived on the host. Their copies have only begun after a backward pass
-    (``copy_grads_in_partition``, ``_offload_grad_partition_at_boundary``): stages 1 and 2 wait in ``step``, stage 3
-    never.
+    """Wait for offloaded gradients, whose copies a backward pass has only begun (``copy_grads_in_partition``,
+    ``_offload_grad_partition_at_boundary``): stages 1 and 2 wait in ``step``, stage 3 never.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -24,10 +24,9 @@ from lightning_shard.ranks import Ranks, warn_on_first_rank
 def prepare(
     config: Mapping[str, Any], optimizer: Optimizer | None, *, policy: PrecisionPolicy, device: torch.device
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check that the kernels that DeepSpeed will build can be built, and make this run's folders for NVMe.
-
-    All ranks call it, before the module is touched. Returns the configuration with these folders, and the folders for
-    `clean_up`. A ConfigurationError on every rank has all that is wrong on any; PrecisionError as `check_low_memory`.
+    """Check that the kernels that DeepSpeed will build can be built, and make this run's folders for NVMe, which are in
+    the returned configuration, and returned for `clean_up`. All ranks call it, before the module is touched. The same
+    ConfigurationError on every rank has all that is wrong on any; PrecisionError as `check_low_memory`.
     """
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if optimizer is not None and policy.is_low_memory:

@@ -22,11 +22,10 @@ from lightning_shard.tensors.names import named_parameters
 def partition(
     root: nn.Module, *, device: torch.device, compute: torch.dtype, seed: int, config: Mapping[str, Any]
 ) -> Loaded:
-    """Shard every parameter under ``root`` and move its buffers. All ranks call it.
-
-    A parameter that is sharded already, by an earlier run or ``deepspeed.zero.Init``, is only cast; else values of rank
-    0 win, or follow from ``seed`` on the meta device. Returns this rank's shards of what the cast to ``compute``
-    rounded, on the host. A MaterializationError comes before anything was changed.
+    """Shard every parameter under ``root`` and move its buffers. All ranks call it. What an earlier run or
+    ``deepspeed.zero.Init`` has sharded is only cast; else values of rank 0 win, or follow from ``seed`` on the meta
+    device. Returns this rank's shards, on the host, of what the cast to ``compute`` rounded. MaterializationError comes
+    ahead.
     """
     import deepspeed
 

@@ -50,11 +50,9 @@ class Connection:
 
 
 def connect(device: torch.device, *, backend: str, local_rank: int, local_size: int, timeout: timedelta) -> Connection:
-    """Let DeepSpeed use the process group that is there, of ``backend``. All ranks call it.
-
-    Its globals of an earlier process group are dropped. ``device`` decides its accelerator; ``local_rank`` is the
-    process's on its node, ``local_size`` what DeepSpeed takes for its number of devices on a CPU, ``timeout`` that of
-    its own groups.
+    """Let DeepSpeed use the process group of ``backend`` that is there, and drop its globals of an earlier one. All
+    ranks call it. ``device`` decides its accelerator; ``local_rank`` is the process's on its node, ``local_size`` what
+    DeepSpeed takes for its number of devices on a CPU, ``timeout`` that of its own groups.
     """
     import deepspeed
     from deepspeed.comm import comm

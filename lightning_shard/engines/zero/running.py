@@ -55,11 +55,9 @@ def start(
     device: torch.device,
     foresees_steps: bool = True,
 ) -> Running:
-    """Build DeepSpeed's engine around ``module``. All ranks call it; `process.connect` was called before.
-
-    ``module`` has plain parameters, equal on all ranks, or was sharded by ``deepspeed.zero.Init``; ``names`` has the
-    FQN of each. The groups of ``optimizer`` hold flat partitions afterwards; None: the one that ``config`` describes,
-    which is complete, and else none, for evaluation.
+    """Build DeepSpeed's engine around ``module``, after `process.connect`. All ranks call it. Parameters, with FQNs in
+    ``names``, are plain and equal on all ranks, or sharded by ``deepspeed.zero.Init``. The groups of ``optimizer`` hold
+    flat partitions afterwards; None: the one that ``config``, which is complete, describes, else none, for evaluation.
     """
     import deepspeed
 
@@ -104,11 +102,9 @@ def start(
 
 @contextmanager
 def _adagrad_hidden(optimizer: Any) -> Generator[None, None, None]:
-    """Have DeepSpeed step torch's Adagrad itself, as it does every other optimizer.
-
-    DeepSpeed puts a new Adagrad, with default hyperparameters, in its place (``initialize_optimizer_states``), because
-    it makes its state in its constructor. That asks for the class alone: meanwhile it is of torch's base class. `start`
-    puts what the constructor would have made of the partitions into its state.
+    """Have DeepSpeed step torch's Adagrad itself: for its class, as that makes its state in its constructor, DeepSpeed
+    puts a new one with default hyperparameters in its place (``initialize_optimizer_states``). Meanwhile it is of
+    torch's base class; `start` puts what the constructor would have made of the partitions into its state.
     """
     own = type(optimizer)
     if not issubclass(own, torch.optim.Adagrad):
@@ -303,8 +299,7 @@ def stop(running: Running) -> None:
 
 def replay_cpu_adam(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> None:
     """Let the compiled part of a DeepSpeedCPUAdam count to the step that was loaded, over no elements: it multiplies
-    the betas' powers up from step to step (``cpu_adam.h``, ``IncrementStep``), but takes ``pow`` after a gap, which
-    rounds otherwise.
+    powers of the betas up (``cpu_adam.h``, ``IncrementStep``), but takes ``pow`` after a gap, which rounds otherwise.
     """
     kernel = getattr(optimizer, "ds_opt_adam", None)
     stepped = [group for group in groups if optimizer.state.get(group.flat)]

@@ -106,9 +106,7 @@ class SavedWeights:
 
     @torch.no_grad()
     def _gathered(self, parameter: Any) -> Tensor:
-        """The data of a released parameter, gathered ahead of its module or for this one use, in a graph without
-        DeepSpeed's hooks. Ranks run the same graph, and so gather together.
-        """
+        """The data of a released parameter, gathered ahead or for this use; ranks, with one graph, gather together."""
         handle = self._in_flight.get(parameter)
         if handle is not None:
             # It may be waited for again, and is, when DeepSpeed comes to the parameter's module.

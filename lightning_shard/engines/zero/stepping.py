@@ -101,9 +101,8 @@ class SeveralOptimizers:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Give each of the user's ``optimizers`` its shards; ``group`` are the ranks that shard the parameters.
-        DeepSpeed was ``started`` over a `Carrier`, with stages 1 to 3. ``taken``: FQNs used in backward since its last
-        call.
+        """Give each of the user's ``optimizers`` its shards over ``group``. DeepSpeed was ``started`` over a `Carrier`,
+        with stages 1 to 3. ``taken``: FQNs used in backward since its last call.
         """
         self._running, self._taken = started, taken
         self._held: dict[str, Tensor] = {}

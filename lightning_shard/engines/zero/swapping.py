@@ -59,9 +59,8 @@ def _info(zero: Any, index: int) -> Any:
 
 
 def _have_buffers(swapper: Any, used: int) -> None:
-    """One for each tensor of a sub-group, and one to write new slots through.
-
-    DeepSpeed asserts that ``buffer_count`` is enough, which nobody knows before the optimizer's first step.
+    """One for each tensor of a sub-group, and one to write new slots through. DeepSpeed asserts that ``buffer_count``
+    is enough, which nobody knows before the optimizer's first step.
     """
     manager = swapper.swap_buffer_manager
     while len(manager.free_buffer_index) <= used:

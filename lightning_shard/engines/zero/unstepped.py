@@ -23,9 +23,8 @@ class Unstepped:
     def __init__(
         self, running: Running, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str], always: bool
     ) -> None:
-        """Begin to look at a fit's trainable ``parameters``. ``rests``: gradients of zero change nothing, or are left
-        out. ``together``: FQNs in leaf modules, which stage 3 gathers and reduces whole. ``always``: ranks compare each
-        step.
+        """Look at a fit's trainable ``parameters``. ``rests``: gradients of zero change nothing, or are left out.
+        ``together``: FQNs in leaf modules, which stage 3 reduces whole. ``always``: ranks compare each step.
         """
         self._parameters, self._rests, self._together = parameters, rests, together
         self.usage = Usage(parameters, always=always)
@@ -70,9 +69,7 @@ class Unstepped:
         return used
 
     def compare(self, stage: int) -> None:
-        """Compare between ranks what they used, ahead of a reduction that pairs it by its place. ConfigurationError:
-        different parameters, or in stages 2 and 3 another order.
-        """
+        """Compare what ranks used, ahead of a reduction that pairs it by its place. ConfigurationError: they differ."""
         if self.usage.settled:
             return
         came = [fqn for fqn in self.usage.used if fqn not in self._together]

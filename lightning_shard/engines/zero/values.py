@@ -1,6 +1,5 @@
-"""The values of a module's parameters beside those that DeepSpeed computes with, from a run's beginning to its end: it
-clones its masters from the cast parameters, so that they begin rounded. A parameter's own memory outlives the cast
-here.
+"""The values of parameters beside those that DeepSpeed computes with, from a run's beginning to its end: it clones its
+masters from the cast parameters, so that they begin rounded. A parameter's own memory outlives the cast here.
 """
 
 from collections.abc import Mapping
@@ -28,9 +27,8 @@ def is_kept(parameter: Tensor, values: Tensor, compute: torch.dtype) -> bool:
 
 
 class Values:
-    """What a checkpoint has of a module's parameters under DeepSpeed, on this rank: of a stepped one its master, of one
-    that was cast and nothing steps the shard of its loaded values, in an evaluation without an engine those before the
-    cast.
+    """What a checkpoint has of parameters under DeepSpeed, on this rank: of a stepped one its master, of one that was
+    cast and nothing steps its shard of loaded values, in an evaluation without an engine those before the cast.
     """
 
     def __init__(self, module: nn.Module) -> None:

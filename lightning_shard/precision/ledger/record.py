@@ -147,10 +147,9 @@ class Violation(NamedTuple):
 
 
 def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[Violation]:
-    """What in ``ledger`` breaks the contract under ``policy``; the dtypes that are not there yet are not looked at.
-
-    Trainable parameters and their gradients are in the policy's dtypes, optimizer state and reductions no narrower.
-    Frozen parameters, buffers and, before the first step, metrics have the dtype that they were loaded in.
+    """What in ``ledger`` breaks the contract under ``policy``, of dtypes that are there: trainable parameters and their
+    gradients are in the policy's, optimizer state and reductions no narrower; frozen parameters, buffers and, before
+    the first step, metrics have the dtype that they were loaded in.
     """
     found = [v for name, entry in ledger.entries.items() for v in _of_entry(name, entry, policy)]
     for reduction in ledger.reductions:

@@ -21,11 +21,10 @@ NVME_BUFFER = 100_000_000  # DeepSpeed's default for one buffer of parameters fr
 
 
 def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]:
-    """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call.
-
-    DeepSpeed never clips (``gradient_clipping`` 0) and never scales the loss: both are done by this package's own
-    formulas, the same for every engine. ``fields`` passed `check_fields`. One ConfigurationError has every value that
-    contradicts the run, with both values; PrecisionError: a policy that DeepSpeed can't do with these fields.
+    """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call. It never
+    clips (``gradient_clipping`` 0) nor scales the loss: this package's own formulas do. ``fields`` passed
+    `check_fields`. One ConfigurationError has every value that contradicts the run; PrecisionError: a policy that can't
+    be with these fields.
     """
     problems: list[str] = []
     config = merge(fields, problems)
