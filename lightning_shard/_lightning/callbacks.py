@@ -132,11 +132,9 @@ def let_checkpoints_wait(
 
 
 def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
-    """Let ``ModelCheckpoint`` callbacks save after an optimizer step, when there are no gradients to save.
-
-    What is due before that, or while the Trainer is ``busy`` with another save (the same on all ranks), is saved after
-    the first step that allows it, one callback after the other, or at the end of training. The module's own hook comes
-    first.
+    """Let ``ModelCheckpoint`` callbacks save after an optimizer step, when there are no gradients to save, and after
+    the module's own hook. What is due before that, or while the Trainer is ``busy`` with another save (the same on all
+    ranks), is saved after the first step that allows it, one callback after the other, or at the end of training.
     """
     queue: list[stock.ModelCheckpoint] = []  # which were due by their number of steps
 
@@ -251,9 +249,7 @@ def collects_statistics(trainer: Trainer) -> bool:
 
 
 def go_on_in_mid_epoch(trainer: Trainer) -> None:
-    """In a fit that resumes in mid-epoch: have ``StochasticWeightAveraging`` make its scheduler, as at an epoch's
-    start; the learning rates stay the checkpoint's.
-    """
+    """Have ``StochasticWeightAveraging`` make its scheduler in mid-epoch too; learning rates stay the checkpoint's."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return
     for callback in averaging_callbacks(trainer):
@@ -309,9 +305,7 @@ Current = Callable[[], nn.Module]
 def average_shards(
     replacements: Replacements, trainer: Trainer, current: Current, write: Callable[..., None]
 ) -> Average:
-    """Have the Trainer's one averaging callback average this rank's boxes of parameters and buffers, which ``current``
-    gives; ``write`` has a function write there.
-    """
+    """Have the one averaging callback average this rank's boxes, ``current``; ``write`` has a function write there."""
     (callback,) = averaging_callbacks(trainer)
     if isinstance(callback, stock.StochasticWeightAveraging):
         return _stochastic(replacements, trainer, callback, current, write)

@@ -84,8 +84,7 @@ def _seed() -> int:
 
 def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: int, sample_seeds: bool = False) -> Any:
     """The training ``dataloader`` made resumable, with the loop's loaded counters settled. All ranks call it for each,
-    in their order. The state that Lightning gives loaders of interrupted epochs alone is given here after finished ones
-    too, because generators and persistent workers outlive an epoch.
+    in order. Unlike in Lightning finished epochs' loaders get their state too: generators and persistent workers go on.
     """
     settle_progress(trainer)
     loop = trainer.fit_loop
@@ -124,10 +123,9 @@ def reload_epoch(trainer: Trainer) -> int | None:
 
 
 def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:
-    """Count the batches of an interrupted epoch in units of the present loaders, whose state was loaded (all ranks).
-
-    Tells iterable loaders how far the loop fetches ahead; changes counters only with the world size or the batch size.
-    ``reloaded``: `reload_epoch` of the run that was saved.
+    """Count the batches of an interrupted epoch in units of the present loaders, whose state was loaded (all ranks),
+    where the world or batch size differs, and tell iterable ones how far the loop fetches ahead. ``reloaded``:
+    `reload_epoch` then.
     """
     loop = trainer.fit_loop
     if reloaded is not None:

@@ -172,11 +172,9 @@ def _mark_before_validation(val: dict[str, Any]) -> None:
 
 
 def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The loops' part of a checkpoint, such that nothing that follows the batch in which it is saved is left out.
-
-    Lightning takes a validation after that batch, and the end of the epoch, for done. Where one of them is still to
-    come, the state is made that of the moment before it. Returns a changed copy, and whether the end of the epoch comes
-    next.
+    """A changed copy of the loops' part of a checkpoint, and whether the end of the epoch comes next. Lightning takes a
+    validation after the batch in which it saves, and the end of the epoch, for done; where one is still to come, the
+    state is made that of the moment before it.
     """
     fit_loop = trainer.fit_loop
     loop = fit_loop.epoch_loop
@@ -235,9 +233,7 @@ def settle_progress(trainer: Trainer) -> None:
 
 
 def end_epoch(replacements: Replacements, trainer: Trainer) -> None:
-    """After loading a state from which the end of the epoch comes next: run no batch before it, and no validation, but
-    step the epoch's schedulers.
-    """
+    """After loading a state at the end of an epoch: run no batch, no validation, but step the epoch's schedulers."""
     fit_loop = trainer.fit_loop
     loop = fit_loop.epoch_loop
 

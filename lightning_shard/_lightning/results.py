@@ -57,13 +57,12 @@ def log_graphs(replacements: Replacements, trainer: Trainer) -> None:
 
 
 def training_results_state(trainer: Trainer) -> dict[str, Any]:
-    """What was logged in this epoch of a fit so far, on this rank (no communication).
-
-    ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the interval whose plateau
-    schedulers Lightning steps after this point; ``entries``: the values on their way to an epoch's mean, sum, minimum
-    or maximum, and the names of the metrics that are logged as objects (their states are the metrics' own);
-    ``evaluation_metrics``: metrics that Lightning is about to reset, because an evaluation has just ended;
-    ``callback_metrics``. Copies on the CPU that ``weights_only=True`` loads.
+    """What was logged in this epoch of a fit so far, on this rank (no communication): copies on the CPU that
+    ``weights_only=True`` loads. ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the
+    interval whose plateau schedulers Lightning steps next; ``entries``: the values on their way to an epoch's mean,
+    sum, minimum or maximum, and names of metrics that are logged as objects (their states are the metrics' own);
+    ``evaluation_metrics``: metrics that Lightning is about to reset, as an evaluation has just ended;
+    ``callback_metrics``.
     """
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
@@ -97,15 +96,13 @@ def training_results_state(trainer: Trainer) -> dict[str, Any]:
 def restore_training_results(
     replacements: Replacements, trainer: Trainer, by_rank: list[dict[str, Any]], *, rank: int, world_size: int
 ) -> None:
-    """Continue the epoch from what :func:`training_results_state` gave on each rank then (no communication).
+    """Continue the epoch from what :func:`training_results_state` gave on each old rank, ``by_rank`` (no
+    communication).
 
-    Call it on all ranks in the strategy's ``on_train_start``: by then the sanity check, which clears it, is over, and
-    the loops know which epoch they continue; and after the metrics' own states were restored. If the epoch of the
-    checkpoint has ended, its values are dropped, and the metrics that Lightning would have reset at its end are reset.
-
-    ``by_rank`` has the states by old rank. If ``world_size`` is not the old one, the sums of old rank ``r`` are added
-    to those of rank ``r % world_size``; values that are not synced across ranks begin on a rank that did not exist as
-    they are on rank ``rank % len(by_rank)``.
+    All ranks call it in the strategy's ``on_train_start``, after the sanity check, which clears it, and after the
+    metrics' own states were restored. If the checkpoint's epoch has ended, its values are dropped, and the metrics
+    reset that Lightning would have reset. At another ``world_size`` the sums of old rank ``r`` go to rank ``r %
+    world_size``; what is not synced begins on a new rank as on rank ``rank % len(by_rank)``.
     """
     if not by_rank:
         return

@@ -22,11 +22,10 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def prepare_gloo(address: str, environ: MutableMapping[str, str], *, gpu: bool) -> None:
-    """Have gloo listen where the other nodes are, and connect ranks when they first speak to each other.
-
-    gloo takes the interface that this host's name resolves to: loopback where ``/etc/hosts`` says 127.0.1.1, as on
-    Debian, and the other nodes then wait for it without an end. ``address`` is the main process's; what ``environ`` has
-    stays. With ``gpu`` gloo connects ranks for control messages alone, most of which never speak to each other.
+    """Have gloo listen where the other nodes are: it takes the interface of this host's name, loopback where
+    ``/etc/hosts`` says 127.0.1.1, as on Debian, and the other nodes wait without an end. ``address`` is the main
+    process's; what ``environ`` has stays. With ``gpu`` gloo connects ranks, for control messages, when they first speak
+    to each other.
     """
     if "GLOO_SOCKET_IFNAME" not in environ and (name := interface_towards(address)) is not None:
         environ["GLOO_SOCKET_IFNAME"] = name

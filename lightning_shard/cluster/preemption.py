@@ -84,9 +84,7 @@ class Preempted(SystemExit):
 
 
 def run_name(config: PreemptionConfig, environ: Mapping[str, str]) -> str:
-    """What tells this run's checkpoints from those of others in the folder, the same after a requeue; ``local`` without
-    a launcher's identity.
-    """
+    """What tells this run's checkpoints from others', the same after a requeue; ``local`` without an identity."""
     job = read_job(environ)
     if config.run is not None:
         return config.run if job is None or job.array_task is None else f"{config.run}_{job.array_task}"

@@ -159,11 +159,10 @@ def _allow_connections(ranks: int) -> None:
 def compare(
     store: Store, place: Place, facts: Mapping[str, Any], seconds: float, folder: Path | None = None
 ) -> list[str]:
-    """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0.
-
-    ``facts``: the "node", "versions" and "settings" that must not differ, with their values in words. ``seconds``: how
-    long a rank may be late. ``folder``: where checkpoints go, which all nodes have to see. The same ConfigurationError
-    on every rank says the first thing that differs, with the ranks and both values.
+    """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0. ``facts``: the
+    "node", "versions" and "settings" that must not differ, in words. ``seconds``: how long a rank may be late.
+    ``folder``: where checkpoints go, seen by all nodes. The same ConfigurationError on every rank says what differs
+    first.
     """
     store = PrefixStore("preflight", store)
     # One text for all nodes, so that equal ones are read once.

@@ -102,10 +102,9 @@ def overdue(part: float) -> bool:
 
 
 def position(recorded: Sequence[bytes], count: int = 8) -> dict[str, Any]:
-    """Where a rank is among the collectives, as plain values.
-
-    ``waits``: the first that has not ended, None for none; ``recent``: the last ``count``; both as group, number in it,
-    what it is and who called it. ``last``: the last number by group. What two ranks send each other is left out.
+    """Where a rank is among the collectives, as plain values. ``waits``: the first that has not ended, or None;
+    ``recent``: the last ``count``; both as group, number in it, what it is and who called it. ``last``: the last number
+    by group. What two ranks send each other is left out.
     """
     entries = [entry for entry in _entries(recorded) if not entry["is_p2p"]]
     waits = next((entry for entry in entries if not entry["retired"]), None)
@@ -251,10 +250,8 @@ _PHASES = {
 
 
 def blame(reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that the others wait for; none if all wait in the same collective, or none waits in one.
-
-    The rule: whoever is in no collective while others are; else whoever has not called one in which others wait; and
-    where that is said of all, or of none, those that are in another collective than most.
+    """The ranks that the others wait for, if any: whoever is in no collective while others are; else whoever has not
+    called one in which others wait; and where that is said of all, or of none, those that are in another one than most.
     """
     waiting = {rank: report.waits for rank, report in reports.items() if report.waits is not None}
     if not waiting:

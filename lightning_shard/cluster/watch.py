@@ -57,13 +57,11 @@ class Watch:
         grace_seconds: float = GRACE_SECONDS,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """Connect to the store of the process group, over a connection of the speaker's own.
-
-        A rank that is silent for ``lost_seconds`` is lost to the others. ``run`` is the number of the run on this
-        process group; a rank that is stuck writes its last collectives and its stacks into ``folder``. ``progress`` is
-        of this rank's main thread, if that is looked at: when no rank gets on for ``stuck_seconds``, the one that the
-        others wait for is blamed. ``grace_seconds``: how long the main thread may take to end by itself once the cause
-        is known, before ``exit_process`` ends it.
+        """Connect to the store of the process group, over a connection of the speaker's own. ``run``: number of the run
+        on this group. A rank that is silent for ``lost_seconds`` is lost; one that is stuck writes its traces into
+        ``folder``. ``progress``: of the main thread, if it is looked at: when no rank gets on for ``stuck_seconds``,
+        the one that the others wait for is blamed. ``grace_seconds``: for the main thread to end by itself once the
+        cause is known, before ``exit_process``.
         """
         timeout = timedelta(seconds=_STORE_SECONDS)
         store = TCPStore(place.address, place.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -338,9 +336,7 @@ class _Counter:
         return lost
 
     def stuck(self, own: int) -> bytes | None:
-        """Once no rank gets on: warn of the one that the others wait for, and at twice the time have it end all.
-        ``own``: how long this rank has not got on.
-        """
+        """Once no rank gets on for ``own``: warn of the one that others wait for; at twice the time have it end all."""
         if not self._counts_all:
             return None
         beats = [beat.partition(b" ")[2] for beat, _ in self._seen.values()]

@@ -92,9 +92,8 @@ _OF_PATHS = FileNotFoundError | FileExistsError | NotADirectoryError | Permissio
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether the message alone says what to change: an error of this package, Lightning's
-    ``MisconfigurationException``, or what Lightning, the system or a constructor refuses without the user's code having
-    been entered.
+    """Whether the message alone says what to change: an error of this package, ``MisconfigurationException``, or what
+    Lightning, the system or a constructor refuses without the user's code having been entered.
     """
     if isinstance(error, UsageError | ShardError | MisconfigurationException):
         return True

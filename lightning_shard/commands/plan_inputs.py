@@ -67,11 +67,9 @@ class Inputs:
 
 
 def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | None = None) -> Inputs:
-    """Read the options of ``lightning-shard fit``: ``--config FILE`` and any others.
-
-    Without ``nodes`` and ``devices`` the configuration's numbers hold. The module is built without memory for its
-    tensors; where that fails (it reads or looks at values), for real. UsageError, or what a constructor raises: a
-    mistake in the configuration. ConfigurationError: a strategy that is not of this package.
+    """Read the options of ``lightning-shard fit``: ``--config FILE`` and any others; without ``nodes`` and ``devices``
+    its numbers hold. The module is built without memory; where that fails (it reads values), for real. UsageError, or
+    what a constructor raises: a mistake in the configuration. ConfigurationError: a strategy of another package.
     """
     mode = fake.fake_mode()
     reader = _parse(arguments, mode)

@@ -68,8 +68,7 @@ def trace_step(
     root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, batch_size: int | None = None
 ) -> Trace:
     """Run one step of a module whose tensors `fake.make_fake` has made fake, on the batch or on so many samples of it.
-
-    TraceError: the step depends on data, has an operation without a fake implementation, or fails.
+    TraceError: it depends on data, has an operation without a fake implementation, or fails.
     """
     size = batch_size or batch_size_of(step.batch)
     with ExitStack() as stack:

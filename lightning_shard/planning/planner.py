@@ -262,8 +262,7 @@ def beside_own(run: Run, memory: int, largest: Range) -> Range:
 
 def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> Range | None:
     """`largest_batch`, whose own trace fits, and that of a batch a quarter larger (or 1) does not. Traces that say
-    otherwise join those that the next is looked for between, at most `MOST_TRACES`; what may fit is on a line through
-    the last.
+    otherwise join those that the next is looked for between, at most `MOST_TRACES`; what may fit is on their last line.
     """
     fits: dict[int, bool] = {}
     known_needs: dict[int, Range] = {}  # Bytes of a device by those of its tensors, at batches that were traced.

@@ -242,11 +242,10 @@ def _sub_groups(parameters: Sequence[ParameterFacts], engine: DeepSpeedFacts) ->
 
 
 def gathered_elements(model: ModelFacts, engine: DeepSpeedFacts, order: Sequence[str]) -> dict[tuple[str, str], int]:
-    """Elements gathered while each unit computes, without persistent parameters; by phase and unit.
-
-    A unit is freed after use unless it is used again within ``max_reuse_distance`` elements; a bucket's worth is
-    gathered ahead below ``max_live_parameters`` (``partitioned_param_coordinator.py``). ``order``: as forward reaches
-    the units; what is in none is used at both ends of forward and backward.
+    """Elements gathered while each unit computes, without persistent parameters; by phase and unit. A unit is freed
+    after use unless used again within ``max_reuse_distance`` elements; a bucket's worth is gathered ahead below
+    ``max_live_parameters`` (``partitioned_param_coordinator.py``). ``order``: as forward reaches the units; others are
+    used at both ends.
     """
     read_in_place = model.parameters if engine.forward_uses_shards else persistent_parameters(model.parameters, engine)
     excluded = {p.fqn for p in read_in_place}

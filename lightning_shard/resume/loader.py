@@ -39,19 +39,17 @@ class _Run:
 class ResumableLoader(DelegatingLoader):
     """A map-style DataLoader that goes on after the last batch that it gave out.
 
-    Yields what `inner` would. The iterator of torch is made at the first ``next``, when the epoch of the sampler is
-    known, not at ``iter``. After :meth:`load_state_dict` the next iteration gives only what is left of the epoch (the
-    length stays the whole epoch's); the epoch is finished in the order in which it was begun, with the saved seed and
-    the sampler's epoch. Setting another epoch before that starts the other one at its beginning.
+    It yields what `inner` would. torch's iterator is made at the first ``next``, when the epoch of the sampler is
+    known. After :meth:`load_state_dict` the next iteration gives what is left of the epoch (the length stays the whole
+    one's), in the order in which it was begun; setting another epoch before that starts the other one.
 
     An order that comes from a generator (torch's, numpy's or python's global one, or the loader's own) is drawn again
     from its state at the epoch's start, without a trace in the global ones; so are samplers with a ``state_dict``, and
     with generators and counters of their own. Random numbers that the dataset draws in worker processes are the same
     after a resume with `draws`, else a warning says that they are not.
 
-    `lookahead` is how many batches the training loop fetches ahead of the one that it trains on, as for
-    :class:`StatefulIterableLoader`. `world_size` and `rank` are of the ranks that read data of their own;
-    `inner_sampler` is what the loader's sampler takes its indices from.
+    `lookahead`: how many batches the training loop fetches ahead, as for :class:`StatefulIterableLoader`. `world_size`
+    and `rank` are of the ranks that read data of their own; `inner_sampler` is what the sampler takes its indices from.
     """
 
     _own = frozenset(
@@ -116,9 +114,8 @@ class ResumableLoader(DelegatingLoader):
         return self._batches_behind(self._pending) if shapes.is_midway(self._pending) else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch given out; the same on all ranks but for the random numbers.
-
-        Plain values and tensors. On loading, each rank should get its own rank's where it existed, else rank 0's.
+        """Plain values and tensors, the position after the last batch given out; but for random numbers the same on all
+        ranks. On loading, each rank should get its own rank's where it existed, else rank 0's.
         """
         if self._pending is not None:
             return dict(self._pending)
@@ -148,9 +145,8 @@ class ResumableLoader(DelegatingLoader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; an epoch that was finished is followed by the next one's beginning. DataError: the epoch
-        can't be finished with this loader: another sampler, number of samples, or world size where no common order is
-        known.
+        """Go on from `state`; a finished epoch is followed by the next one. DataError: this loader can't finish it:
+        another sampler, number of samples, or world size where no common order is known.
         """
         if shapes.is_midway(state):
             shapes.refuse_other_data(state, self._shape, self._world_size)

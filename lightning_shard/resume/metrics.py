@@ -42,12 +42,11 @@ def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
 def load_metric_states(
     module: nn.Module, by_rank: list[dict[str, dict[str, Any]]], *, rank: int, world_size: int
 ) -> None:
-    """Give the metrics in ``module`` what :func:`metric_states` gave on each rank then (no communication).
-
-    They are reset first. ``by_rank`` has the states by old rank; where ``world_size`` is the old one, each rank gets
-    its own state back, bitwise. Else old rank ``r`` goes to rank ``r % world_size``, merged with others there; further
-    ranks start anew. Metrics that only the module or only the checkpoint has, that have changed, or whose states can't
-    be merged are left reset, with one warning on rank 0 that names them.
+    """Give the metrics in ``module`` what :func:`metric_states` gave on each old rank, ``by_rank`` (no communication).
+    With the old ``world_size`` each rank gets its own back, bitwise; else old rank ``r`` goes to rank ``r %
+    world_size``, merged with others there, and further ranks start anew. Metrics that only the module or only the
+    checkpoint has, that have changed, or whose states can't be merged are left reset, with one warning on rank 0 that
+    names them.
     """
     if not by_rank:
         return

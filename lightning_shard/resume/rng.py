@@ -159,10 +159,9 @@ class DrawingDataset(Delegating, Dataset[Any]):
     """In a DataLoader's place of a map-style dataset: the same, but for the random numbers that it draws.
 
     With `seeded`, the global generators (Python's, numpy's and torch's on the CPU) and the dataset's own are seeded
-    ahead of each sample by the run's seed, the epoch and the sample's index; of a dataset with ``__getitems__``, by the
-    indices of the batch. In a worker that holds for what comes after the sample too, such as collating; in the training
-    process the global generators are as if nothing had been drawn. Without it, it is noted whether workers (where
-    `workers` load samples in other processes) draw any; there `collate` may have generators of its own too.
+    ahead of each sample by run's seed, epoch and index; with ``__getitems__``, by the batch's indices. In a worker that
+    holds for collating too; in the training process the global generators are as if nothing had been drawn. Without it,
+    it is noted whether workers (where `workers` load samples) draw any; there `collate` may have generators too.
     """
 
     _own = frozenset({"_seeded", "_now", "_drawers", "_generators", "_looks", "_before"})

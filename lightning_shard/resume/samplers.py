@@ -133,11 +133,9 @@ def _pickled(value: Any) -> bytes:
 
 
 class States:
-    """The samplers that have ``state_dict`` and ``load_state_dict``, with their states at each item of an epoch.
-
-    Such a state may say how far its sampler is in the epoch, or what the epoch's order is drawn from: on resume the
-    items behind are drawn again from the state at the epoch's start, and where that does not lead to the state that was
-    saved, the sampler is given this one.
+    """The samplers that have ``state_dict`` and ``load_state_dict``, with their states at each item of an epoch. On
+    resume the items behind are drawn again from the state at the epoch's start; where that does not lead to the state
+    that was saved (which may say how far the sampler is), the sampler is given this one.
     """
 
     def __init__(self, samplers: Iterable[Any]) -> None:

@@ -46,8 +46,7 @@ def global_order(sampler: DistributedSampler[Any]) -> list[int]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
     """How an epoch is dealt out; positions count samples of all replicas together (batches for "batches"). Kinds:
-    "distributed" (one order is dealt to all ranks), "local" (each rank's own), "batches" (a batch sampler of another
-    kind).
+    "distributed" (one order, dealt to all ranks), "local" (each rank's own), "batches" (another batch sampler).
     """
 
     kind: str
@@ -161,10 +160,8 @@ class Delegating:
 
 
 class DelegatingLoader(Delegating, DataLoader[Any]):
-    """Is a DataLoader for ``isinstance``; iterating is the subclass's.
-
-    Frameworks read samplers, worker counts and dataset from a loader, set its ``worker_init_fn`` and shut its
-    ``_iterator`` down: all of that reaches `inner`. DataLoader's own constructor is not called.
+    """Is a DataLoader for ``isinstance``, whose constructor is not called; iterating is the subclass's. Frameworks read
+    and set its attributes, such as ``worker_init_fn`` and ``_iterator``: all of that reaches `inner`.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

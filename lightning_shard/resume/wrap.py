@@ -17,13 +17,10 @@ from lightning_shard.resume.shape import Delegating, DelegatingLoader, has_state
 
 class StatefulIterableLoader(DelegatingLoader):
     """Carries the ``state_dict`` of the dataset, or of `inner` itself, as it was after the last batch trained on.
-
-    Making an iterator draws nothing from the global generators (torch draws a seed for workers, which there are
-    none of), so that it may be made before or after a checkpoint's are set. A dataset that draws from them itself
-    must keep what it drew in its state.
-
-    A training loop that can't know the length fetches one batch ahead, to see the end coming. `lookahead` says how
-    many: 1 for a loader without a length, else 0; set it to 0 for a loop that takes batches only as it uses them.
+    Making an iterator draws nothing from the global generators, so that it may be made before or after a checkpoint's
+    are set; a dataset that draws from them must keep what it drew in its state. A training loop that can't know the
+    length fetches one batch ahead: `lookahead` is 1 for a loader without a length, else 0; 0 for a loop that takes
+    batches as it uses them.
     """
 
     _own = frozenset({"lookahead", "_world_size", "_history", "_ended", "_spent", "_stateful", "_first"})
@@ -109,9 +106,8 @@ class StatefulIterableLoader(DelegatingLoader):
 def resumable(
     dataloader: Any, *, world_size: int, rank: int, inner_sampler: Any = None, draws: Draws | None = None
 ) -> Any:
-    """The training `dataloader`, whose sampler is the one to train with, with ``state_dict`` and ``load_state_dict``.
-    Arguments as for :class:`ResumableLoader`. What has a state, can't be resumed (:func:`order_warning`), or is no
-    DataLoader, is the same.
+    """The training `dataloader`, whose sampler is the one to train with, with ``state_dict`` and ``load_state_dict``;
+    as it is if it has these, can't be resumed (:func:`order_warning`), or is no DataLoader.
     """
     if not isinstance(dataloader, DataLoader) or isinstance(dataloader, ResumableLoader | StatefulIterableLoader):
         return dataloader
@@ -189,11 +185,9 @@ def check_some(length: int, *, what: str = "predict dataloader") -> None:
 
 
 def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Iterator[Any]:
-    """Go on for as long as every rank has a next batch. All ranks iterate over it.
-
-    One all-reduce of an integer on the host per batch, so that no device is waited for. When ranks run out at different
-    batches, all end after the same one, with a warning on every rank that names those that ran out; the others' next
-    batch is dropped. An iterator's error is a DataError on the other ranks, which names its rank.
+    """Go on for as long as every rank has a next batch. All ranks iterate over it: one all-reduce of an integer on the
+    host per batch. When ranks run out at different batches, all end after the same one, with a warning on every rank
+    that names those that ran out. An iterator's error is a DataError on the other ranks, which names its rank.
     """
     ranks = Ranks.of()
     if ranks.size == 1:

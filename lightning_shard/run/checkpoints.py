@@ -72,10 +72,9 @@ class Checkpoints(CheckpointIO):
         self.saved = []
 
     def check(self, trainer: Trainer) -> None:
-        """Refuse what no checkpoint of a fit can be saved with, where there will be some.
-
-        ConfigurationError: optimizers whose state it can't have. CheckpointError: a folder of an object store
-        for what is no directory, Hugging Face's layout of another model, hyperparameters that would not load again.
+        """Refuse what no checkpoint of a fit can be saved with, where there will be some. ConfigurationError:
+        optimizers' state. CheckpointError: an object store for what is no directory, Hugging Face's layout,
+        hyperparameters that won't load.
         """
         for callback in trainer.checkpoint_callbacks:
             name, folder = f"{getattr(callback, 'filename', None)}.ckpt", getattr(callback, "dirpath", None) or ""
@@ -114,13 +113,10 @@ class Checkpoints(CheckpointIO):
     ) -> None:
         """Write the checkpoint ``path``, in the form that its name says, complete or not at all. All ranks call it.
 
-        ``checkpoint``: what Lightning dumped; rank 0's counts, as does its ``path``. ``own``: what each rank alone
-        goes on with. ``run``: name, step and time of the run; None: the checkpoint is never taken for that of a run.
-        ``background``: return as soon as the tensors may change; see `Saver`.
-
-        CheckpointError: on every rank, naming the rank that failed; an older checkpoint at the path stays. Also for a
-        save before that failed in the background, and for ``storage_options``, fsspec's of an object store, where
-        ``path`` is of none.
+        ``checkpoint``: what Lightning dumped; rank 0's counts, as does its ``path``. ``own``: what each rank alone goes
+        on with. ``run``: name, step and time; None: never taken for that of a run. ``background``: see `Saver`.
+        CheckpointError, on every rank: the rank that failed (an older checkpoint stays), a failed earlier save in the
+        background, or ``storage_options``, fsspec's of an object store, for a path.
         """
         target = Ranks.of().broadcast(os.fspath(path))
         where = place(target, storage_options)
@@ -220,9 +216,7 @@ class Checkpoints(CheckpointIO):
         return {fqn: tensor for fqn, tensor in live.items() if fqn in parameters - leave_out}
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint directory. All ranks may call it; rank 0 acts, once another that is being written is
-        complete, and not at all if that fails.
-        """
+        """Delete a checkpoint on rank 0, once another that is being written is complete. All ranks may call it."""
         self.saver.remove(path)
 
     # In the background
@@ -253,11 +247,10 @@ class Checkpoints(CheckpointIO):
         *,
         fits: bool = True,
     ) -> dict[str, Any]:
-        """Read ``trainer.pt``, and for a fit what ranks keep of themselves; the tensors follow in `load_tensors`.
-
-        All ranks call it. What stock Lightning or DeepSpeed wrote, and a file in the ``full`` form, is first converted
-        into a directory below the run's folder, which is removed after loading. ``map_location`` and ``weights_only``
-        are not looked at: tensors are read where they live, and nothing in a checkpoint is ever unpickled freely.
+        """Read ``trainer.pt``, and for a fit what ranks keep of themselves; the tensors follow in `load_tensors`. All
+        ranks call it. Other forms are first converted into a directory below the run's folder, which is removed after
+        loading. ``map_location`` and ``weights_only`` are not looked at: nothing in a checkpoint is ever unpickled
+        freely.
         """
         given = path
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
@@ -302,14 +295,13 @@ class Checkpoints(CheckpointIO):
         begins: bool = True,
         averaged: bool = False,
     ) -> None:
-        """Read the tensors into the live parameters and buffers, and with ``optimizers`` into their slots.
+        """Read the tensors into the live parameters and buffers, and with ``optimizers`` into their slots. All ranks
+        call it.
 
-        All ranks call it. ``hooked``: what ``on_load_checkpoint`` made of what `load_checkpoint` gave; without
-        optimizers in it these begin anew. ``strict``: refuse missing and unexpected tensors. ``schedules``: Lightning's
-        configurations of schedulers, which get their state after this. ``begins``: a run begins with it: of
-        hyperparameters that differ it is said whose win. ``averaged``: weights get their averages, where it has some.
-
-        CheckpointError: on every rank, before anything was changed.
+        ``hooked``: what ``on_load_checkpoint`` made of it; optimizers that it lacks begin anew. ``strict``: refuse
+        missing and unexpected tensors. ``schedules``: Lightning's, which get their state after this. ``begins``: a run
+        begins with it: whose hyperparameters win is said. ``averaged``: weights get their averages. CheckpointError: on
+        every rank, before anything was changed.
         """
         assert self._loading is not None
         self.synchronize()

@@ -124,9 +124,8 @@ def lay_out_parameters(module: LightningModule) -> None:
 
 
 def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> None:
-    """Ahead of a training batch, what belongs to the beginning of an optimizer step. All ranks call it. They get rank
-    0's buffers, as under DDP, and drop the last step's gradients, which Lightning would keep beside forward's
-    activations.
+    """Ahead of a training batch that begins a step, give all ranks, which call it, rank 0's buffers, as under DDP, and
+    drop the last step's gradients, which Lightning would keep beside forward's activations.
     """
     automatic = trainer.lightning_module.automatic_optimization
     if automatic and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:

@@ -76,14 +76,13 @@ class RunIdentity:
         return None if isinstance(folder, StorePath) else folder / FAILURES / self.name
 
     def choose_checkpoint(self, asked: Any, *, fitting: bool, folders: list[Place]) -> Any:
-        """The checkpoint to resume from where ``ckpt_path`` is ``asked``. All ranks call it.
+        """The checkpoint to resume from where ``ckpt_path`` is ``asked``, from ``folders`` of callbacks. All ranks call
+        it.
 
-        ``auto``: this run's newest intact one, opened. None, if ``fitting``: what this run left when it was stopped,
-        opened, if it was. Anything else is returned as it is, but in a fit of a job that was put back into the queue,
-        which goes on from its own newest one: it began with that path. ``folders`` are where the Trainer's checkpoint
-        callbacks save. ConfigurationError: ``auto`` in a run that no launcher and no setting named.
-        CheckpointNotFoundError: ``auto`` outside a fit, with nothing to find. CheckpointError: a checkpoint of another
-        job that Lightning found by itself.
+        ``auto``: this run's newest intact one, opened. None, if ``fitting``: what this run left when it was stopped, if
+        it was. Anything else is returned as it is, but in a fit of a requeued job, which goes on from its own newest
+        one. ConfigurationError: ``auto`` in a run without a name. CheckpointNotFoundError: ``auto`` outside a fit, with
+        nothing to find. CheckpointError: a checkpoint of another job that Lightning found by itself.
         """
         own: list[Place] = [self.own_path.parent]
         if asked is None:

@@ -62,9 +62,7 @@ def after_batches(
 
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
-    """Change ``accumulate_grad_batches`` to keep the newest checkpoint's micro-batches in a step, where these divide by
-    the ranks. All ranks call it.
-    """
+    """Change ``accumulate_grad_batches`` to keep the newest checkpoint's micro-batches in a step. All ranks call it."""
     folders = checkpoint_folders(trainer)
     before = Ranks.of().first("reading the batches of a step", lambda: identity.micro_batches(folders))
     keeps, rest = divmod(before or 0, trainer.world_size)
