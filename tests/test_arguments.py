@@ -28,7 +28,7 @@ from lightning_shard import (
     UnitRule,
 )
 from lightning_shard.arguments import read
-from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, ParameterOffload, ZeroBuckets
 
 

@@ -19,7 +19,7 @@ from lightning_shard import (
 )
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.strategies import preset_yaml, table
-from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.facts import plain_settings
 from lightning_shard.meters import memory
 
 CPU = {"device": "cpu"}

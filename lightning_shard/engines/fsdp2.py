@@ -18,20 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_shard.engines import earlier_parameters, forward
+from lightning_shard.engines import earlier_parameters, forward, refusals
 from lightning_shard.engines._dtensors import answer_in_full
 from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, leave_inputs_alone, put_hooks
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
-from lightning_shard.engines.refusals import (
-    explained,
-    refuse_copy,
-    refuse_double,
-    refuse_kinds,
-    refuse_new_groups,
-    refuse_sharded,
-)
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0, step_apart_from_shards
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
@@ -101,11 +93,11 @@ class FSDP2Engine(StepsOwnParameters):
         self._at_boundary &= run.planned.ranks > 1
         earlier = module.__dict__.get(_STATE)
         earlier_parameters.remember(module)
-        refuse_sharded(module, self.strategy, by_fsdp=False)
+        refusals.refuse_sharded(module, self.strategy, by_fsdp=False)
         if run.fitting:
-            refuse_double(module)
+            refusals.refuse_double(module)
             _, ignored = ignored_parameters(module, self._units.ignored_modules)
-            refuse_kinds(module, self.strategy, ignored=ignored())
+            refusals.refuse_kinds(module, self.strategy, ignored=ignored())
         # What is not in the sharded module itself may differ.
         own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
         made_for = (run.mesh, run.policy, own)
@@ -157,7 +149,7 @@ class FSDP2Engine(StepsOwnParameters):
         forward.gather_on_read(root)
         made: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule)]
         for unit in made:
-            vars(unit)["__deepcopy__"] = partial(refuse_copy, self.strategy)
+            vars(unit)["__deepcopy__"] = partial(refusals.refuse_copy, self.strategy)
         for below_root in made[1:]:
             leave_inputs_alone(below_root)
         _set_prefetch(made[1:], self._units)
@@ -230,7 +222,7 @@ class FSDP2Engine(StepsOwnParameters):
                 self._closing.callback(step_apart_from_shards(optimizer))
         self.steps_itself |= bool(self._whole)
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
-        self._closing.callback(refuse_new_groups(full, self.strategy))
+        self._closing.callback(refusals.refuse_new_groups(full, self.strategy))
         self._look_at_usage()
         return engaged
 
@@ -268,7 +260,7 @@ class FSDP2Engine(StepsOwnParameters):
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
         self._reshard_after_backward(False)
         try:
-            with explained(self.strategy):
+            with refusals.explained(self.strategy):
                 return forward.run(self._module, run, *args, **kwargs)
         finally:
             self._reshard_after_backward(True)
@@ -280,7 +272,7 @@ class FSDP2Engine(StepsOwnParameters):
             # never reduce its gradients. The loss is no argument: FSDP would hook a copy of it.
             forward.run(self._module, lambda: loss)
             self._reshard_after_backward(True)
-        with explained(self.strategy):
+        with refusals.explained(self.strategy):
             call(loss)
         if self._usage is not None:
             self._usage.after_backward()

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engine, Run
+from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.optimizer_probe import Needs
 from lightning_shard.engines.replicated import common_random_numbers
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
-from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.mesh import REPLICATE, SHARD

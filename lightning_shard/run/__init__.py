@@ -3,9 +3,9 @@
 # The imports are the contents.
 # ruff: noqa: F401
 
-from lightning_shard.engines.freezing import Freezing
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.engines.transforms import CompilerWatch
+from lightning_shard.engines.usage import Freezing
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.data import Data, Predictions, evaluating
 from lightning_shard.run.fit import (

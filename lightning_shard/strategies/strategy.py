@@ -27,7 +27,7 @@ from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm import check_launch, read_job
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
-from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_shard import PreemptionConfig, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy, registry
-from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
 from lightning_shard.errors import WrappingError
 from lightning_shard.mesh import MeshConfig

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters, refusals
 from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
-from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
+from lightning_shard.engines.facts import EngineFacts, deepspeed_facts, plain_settings
 from lightning_shard.engines.optimizer_probe import Needs, rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.replicated import common_random_numbers
-from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.usage import SameUnits

@@ -35,7 +35,7 @@ class GradientUses:
 
     def watch(self) -> Callable[[], None]:
         """Look at every use until the returned function is called."""
-        nn.Parameter.grad = property(self._read, self._write, self._delete)  # type: ignore[assignment]
+        nn.Parameter.grad = property(self._read, self._write, lambda p: self._write(p, None))  # type: ignore[assignment]
         return partial(delattr, nn.Parameter, "grad")
 
     def _read(self, parameter: Tensor) -> Tensor | None:
@@ -54,9 +54,6 @@ class GradientUses:
                 raise self._lost(fqn, frame)
             self._dropped(fqn)
         _GRAD.__set__(parameter, value)
-
-    def _delete(self, parameter: Tensor) -> None:
-        self._write(parameter, None)
 
     def _refuse_change(self, fqn: str, frame: FrameType, through: set[str]) -> None:
         if any("clip_grad" in function for function in through) or _changes_gradients(frame):

@@ -76,7 +76,7 @@ def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
         return []
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
-    from torch.utils.cpp_extension import is_ninja_available
+    from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
 
     builders: dict[str, Any] = {name: get_accelerator().get_op_builder(BUILDERS[name]) for name in to_build}
     if unknown := [n for n, b in builders.items() if b is None or b.__name__ == "NotImplementedBuilder"]:
@@ -92,7 +92,9 @@ def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
             f"environment on PATH ({Path(sys.executable).parent}), where pip install ninja puts it"
         )
     on_device = [name for name in to_build if device_type == "cuda" and issubclass(builders[name], CUDAOpBuilder)]
-    if on_device and not _has_cuda_toolkit():
+    # DeepSpeed's ``installed_cuda_version`` fails with a TypeError without it.
+    has_toolkit = CUDA_HOME is not None and os.access(Path(CUDA_HOME, "bin", "nvcc"), os.X_OK)
+    if on_device and not has_toolkit:
         instead = " Or use torch's AdamW: torch_adam: true in the section's params" if "fused_adam" in on_device else ""
         problems.append(
             f"DeepSpeed compiles {', '.join(on_device)}, but there is no CUDA toolkit with nvcc here: install that of "
@@ -113,13 +115,6 @@ def states(device_type: str) -> dict[str, str]:
         compiled = _is_there(name) or any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"*/{name}/{name}.so"))
         found[name] = "compiled" if compiled else "; ".join(lacking((name,), device_type)) or "compiled on first use"
     return found
-
-
-def _has_cuda_toolkit() -> bool:
-    """Whether there is what DeepSpeed calls ``installed_cuda_version`` for; without it fails with a TypeError."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    return CUDA_HOME is not None and os.access(Path(CUDA_HOME, "bin", "nvcc"), os.X_OK)
 
 
 def _is_there(name: str) -> bool:

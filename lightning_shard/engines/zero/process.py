@@ -65,7 +65,9 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     others.callback(os.environ.update, {name: os.environ[name] for name in _VARIABLES if name in os.environ})
     for name in _VARIABLES:
         others.callback(os.environ.pop, name, None)
-    others.callback(_forget_modules, len(parameter_offload.FWD_MODULE_STACK))
+    # Stage 3 puts there each module that it was given, and never takes it out again.
+    stack = parameter_offload.FWD_MODULE_STACK
+    others.callback(stack.__delitem__, slice(len(stack), None))
     others.callback(_forget_releases)
     engine: Any = deepspeed.DeepSpeedEngine
     others.callback(setattr, engine, "_broadcast_model", engine._broadcast_model)
@@ -154,13 +156,6 @@ def _cpu_accelerator() -> Any:
             return None if class_name == "ShareMemCommBuilder" else super().create_op_builder(class_name)
 
     return CPU()
-
-
-def _forget_modules(length: int) -> None:
-    """Take modules off DeepSpeed's stack: stage 3 puts there each that it was given, and never takes it out again."""
-    from deepspeed.runtime.zero import parameter_offload
-
-    del parameter_offload.FWD_MODULE_STACK[length:]
 
 
 def _forget_releases() -> None:

@@ -187,12 +187,8 @@ TRAINER_OWNED = {
 }
 """Key to the value that can't be had, and the reason."""
 
-_LEAST = {
-    "gradient_clipping": 0,
-    "train_batch_size": 1,
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 1,
-}
+_COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_LEAST = {"gradient_clipping": 0, **dict.fromkeys(_COUNTS, 1)}
 
 _DTYPES = ("fp32", "bf16", "fp16")
 _DTYPE_WORDS = (*_DTYPES, "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16", "half")

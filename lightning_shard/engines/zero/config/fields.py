@@ -3,7 +3,7 @@
 A field that is None is not set: then ``config`` says it, and else DeepSpeed's own default holds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -164,9 +164,9 @@ class RunFacts(PlannedRun):
 
 def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_steps: bool = False) -> RunFacts:
     """The facts of a run whose optimizers are made. All ranks call it; ``count_steps`` sets up the training data."""
-    trainer = run.trainer
-    # Else only the user's code knows; above 1 DeepSpeed keeps the memory that adding up under
-    # offload takes.
+    trainer, first = run.trainer, next(iter(optimizers), None)
+    known = {} if first is None else {k: first.defaults.get(k) for k in ("lr", "betas", "eps", "weight_decay")}
+    # Else only the user's code knows; above 1 DeepSpeed keeps the memory that adding up under offload takes.
     accumulate = trainer.accumulate_grad_batches if run.foresees_steps else max(2, trainer.accumulate_grad_batches)
     return planned_facts(
         module,
@@ -174,7 +174,7 @@ def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_s
         device_type=run.device.type,
         trainer=trainer,
         accumulate_grad_batches=accumulate,
-        optimizer=_optimizer_facts(optimizers),
+        optimizer=first and {"type": type(first).__name__, **{k: v for k, v in known.items() if v is not None}},
         total_steps=trainer.total_steps() if count_steps else None,
     )
 
@@ -183,13 +183,6 @@ def planned_facts(module: nn.Module, run: PlannedRun, **others: Any) -> RunFacts
     """The facts of a run that is planned only, with ``others`` in the place of its own fields."""
     elements = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
     return RunFacts(**{**vars(run), "hidden_size": hidden_size(module), "number_of_parameters": elements, **others})
-
-
-def _optimizer_facts(optimizers: Iterable[Any]) -> Mapping[str, Any] | None:
-    for optimizer in optimizers:
-        known = {k: optimizer.defaults.get(k) for k in ("lr", "betas", "eps", "weight_decay")}
-        return {"type": type(optimizer).__name__, **{k: v for k, v in known.items() if v is not None}}
-    return None
 
 
 def hidden_size(root: nn.Module) -> int | None:
