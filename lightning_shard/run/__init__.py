@@ -9,23 +9,21 @@ from lightning_shard.engines.usage import Freezing
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.data import Data, Predictions, evaluating
 from lightning_shard.run.fit import (
+    after_batches,
     before_sharding,
+    begin_averaging,
     begin_batch,
     compared_settings,
+    keep_batch,
+    keeps_optimizers,
     lay_out_parameters,
     run_of,
     same_on_all_ranks,
+    settle_fit,
+    take_over,
 )
 from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite
 from lightning_shard.run.preemption import Preemption, RunIdentity
 from lightning_shard.run.processes import Processes, RunWatch, device_of, launch_of, next_run, nodes_started
-from lightning_shard.run.takeover import (
-    after_batches,
-    begin_averaging,
-    keep_batch,
-    keeps_optimizers,
-    settle_fit,
-    take_over,
-)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard._lightning import loops, processes
@@ -33,7 +34,6 @@ from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, Con
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.data import changed_by_evaluation
-from lightning_shard.run.fit import checkpoint_folders
 
 AUTO = "auto"  # The ``ckpt_path`` that means: the newest intact checkpoint of this run, if there is one.
 FOLDER = "preempted"  # In the Trainer's ``default_root_dir``: where a stopped run saves, one checkpoint for each run.
@@ -41,6 +41,21 @@ FAILURES = "failures"
 """In the Trainer's ``default_root_dir``: traces of ranks that ended while they were stuck, a folder for each run."""
 
 NAMELESS = "local"  # The run's name where no launcher gave it one.
+
+
+def checkpoint_folders(trainer: Trainer) -> list[Place]:
+    """Where the Trainer's ``ModelCheckpoint``s save, in every version of the logger's folder."""
+    folders: list[Place] = []
+    for callback in trainer.checkpoint_callbacks:
+        directory = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
+        if not directory:
+            continue
+        folder = place(directory)
+        folders.append(folder)
+        if trainer.loggers and folder.name == "checkpoints":
+            # Without a fixed version a logger makes a new one each time that the run is started.
+            folders += sorted(folder.parent.parent.glob("*/checkpoints"), key=str)
+    return folders
 
 
 @dataclass(frozen=True, kw_only=True)
