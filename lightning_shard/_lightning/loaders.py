@@ -161,11 +161,8 @@ def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None,
     trainer.save_checkpoint(path)
     loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     state, callbacks, loggers = deepcopy(loop.state_dict()), trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
-    schedulers, steps, validation = (
-        trainer.strategy.lr_scheduler_configs,
-        epoch_loop.max_steps,
-        trainer.limit_val_batches,
-    )
+    schedulers, steps = trainer.strategy.lr_scheduler_configs, epoch_loop.max_steps
+    validation = trainer.limit_val_batches
 
     def begin_anew() -> None:
         loop.load_state_dict(deepcopy(state))

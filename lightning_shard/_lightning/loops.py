@@ -275,11 +275,8 @@ def restore_steps(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     plugin = trainer.precision_plugin
     if (state := checkpoint.get(type(plugin).__qualname__)) is not None:
         plugin.load_state_dict(state)
-    loop, loops = trainer.fit_loop.epoch_loop, checkpoint["loops"]["fit_loop"]
-    loop.automatic_optimization.optim_progress.load_state_dict(
-        loops["epoch_loop.automatic_optimization.optim_progress"]
-    )
-    loop.manual_optimization.optim_step_progress.load_state_dict(
-        loops["epoch_loop.manual_optimization.optim_step_progress"]
-    )
-    loop.on_load_checkpoint(loops["epoch_loop.state_dict"])
+    loop, saved = trainer.fit_loop.epoch_loop, checkpoint["loops"]["fit_loop"]
+    automatic, manual = loop.automatic_optimization, loop.manual_optimization
+    automatic.optim_progress.load_state_dict(saved["epoch_loop.automatic_optimization.optim_progress"])
+    manual.optim_step_progress.load_state_dict(saved["epoch_loop.manual_optimization.optim_step_progress"])
+    loop.on_load_checkpoint(saved["epoch_loop.state_dict"])

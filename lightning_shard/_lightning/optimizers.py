@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import grad_norm
@@ -52,9 +52,7 @@ def hold_schedulers(replacements: Replacements, trainer: Trainer, when: Callable
 _own = FunctionType(grad_norm.__code__, grad_norm.__globals__, argdefs=grad_norm.__defaults__)
 
 
-def full_gradient_norms(
-    replacements: Replacements, module: LightningModule, read: Callable[[str], Tensor | None]
-) -> None:
+def full_gradient_norms(replacements: Replacements, module: nn.Module, read: Callable[[str], Tensor | None]) -> None:
     """Let ``grad_norm(module, norm_type)`` read the gradients of ``module`` through ``read``, as a collective. The
     function itself is patched, since users import it by name.
     """

@@ -184,15 +184,13 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
         lacking = (part.shapes.keys() & found.keys()) - keys.get(slot, values.get(slot, {})).keys()
         source.match.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
     plain = {slot: next(iter(by_name.values())) for slot, by_name in values.items() if slot not in keys}
-    new = {slot: _new_tensor(part, slot, own, found, source) for slot, own in keys.items()}
+    new = {slot: _new_slot(part, slot, own, found, source) for slot, own in keys.items()}
     if plain or new:
         optimizer = plan.optimizers[source.index]
         plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, plain, new))
 
 
-def _new_tensor(
-    part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[str, str], source: _Saved
-) -> NewTensor:
+def _new_slot(part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[str, str], source: _Saved) -> NewTensor:
     dtypes = []
     entries = {fqn: source.manifest.tensors[key] for fqn, key in keys.items()}
     for fqn, entry in entries.items():
@@ -239,14 +237,12 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(k for k in compared if not _equal(one[began.get(k, k)], other[began.get(k, k)]))
 
 
-def _plan_group(
-    plan: OptimizerPlan, position: int, group: dict[str, Any], sources: list[Values], source: _Saved
-) -> None:
+def _plan_group(plan: OptimizerPlan, number: int, group: dict[str, Any], sources: list[Values], source: _Saved) -> None:
     values = [optimizer_state.hyperparameters(saved) for saved in sources]
     for other in values[1:]:
         if differing := [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]:
             source.match.problems.append(
-                f"group {position} of optimizer {source.index} joins parameters that were saved in groups "
+                f"group {number} of optimizer {source.index} joins parameters that were saved in groups "
                 f"with different {', '.join(sorted(differing))}"
             )
             return
@@ -260,8 +256,7 @@ def _plan_group(
         winner, other = ({**saved, **kept}, saved) if plan.configured else (saved, group)
         plan.groups.append((group, winner))
         plan.overridden.extend(
-            f"{name} of group {position} of optimizer {source.index} is {_shown(winner[name])}, "
-            f"not {_shown(other[name])}"
+            f"{name} of group {number} of optimizer {source.index} is {_shown(winner[name])}, not {_shown(other[name])}"
             for name in differing
         )
 

@@ -56,21 +56,17 @@ class Match:
             lines = [f"  {kind} ({len(keys)}): {listed(keys)}" for kind, keys in kinds.items() if keys]
             lines += [f"  {problem}" for problem in self.problems[:_SHOWN]]
             if not self.reshaped and not self.problems:
-                lines.append(
-                    f"  {hint}strict=False (in a run strict_loading = False of the module) loads what matches."
-                )
+                lines += [f"  {hint}strict=False (in a run strict_loading = False of the module) loads what matches."]
             raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]))
         return LoadReport(missing=(*self.missing, *self.kept), unexpected=tuple(self.unexpected))
 
 
-def match(
-    live: Shapes, live_aliases: Mapping[str, str], stored: Shapes, homes: Mapping[str, str] | None = None
-) -> Match:
-    """Find each live tensor among the stored ones; both are name to full shape, each tensor once. ``live_aliases``:
-    further name of a tied tensor to its name; ``homes``: each name looked for, to the one in ``stored``.
+def match(live: Shapes, aliases: Mapping[str, str], stored: Shapes, homes: Mapping[str, str] | None = None) -> Match:
+    """Find each live tensor among the stored ones; both are name to full shape, each tensor once. ``aliases``: further
+    name of a tied live tensor to its name; ``homes``: each name looked for, to the one in ``stored``.
     """
     homes = {name: name for name in stored} if homes is None else homes
-    further, found = further_names(live_aliases), Match()
+    further, found = further_names(aliases), Match()
     for name, shape in live.items():
         source = next((homes[n] for n in (name, *further.get(name, ())) if n in homes), None)
         if source is None:
@@ -79,7 +75,7 @@ def match(
         found.sources[name] = source
         if stored[source] != shape:
             found.reshaped.append(f"{name} {stored[source]} there, {shape} here")
-    known = {homes[name] for name in (*live, *live_aliases) if name in homes}
+    known = {homes[name] for name in (*live, *aliases) if name in homes}
     found.unexpected.extend(name for name in dict.fromkeys(homes.values()) if name not in known)
     return found
 

@@ -145,10 +145,8 @@ def divide(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tup
     chosen = _choose(tensors, tensor, rank, boxes, len(by_rank))
     ends = np.cumsum(owned)
     mine = [np.flatnonzero(part) for part in np.split(chosen, ends[:-1])]
-    written = BoxesByRank(
-        tensors=tensors, counts=[len(part) for part in mine], tensor=tensor[chosen], boxes=boxes[chosen]
-    )
-    return mine, written
+    counts = [len(part) for part in mine]
+    return mine, BoxesByRank(tensors=tensors, counts=counts, tensor=tensor[chosen], boxes=boxes[chosen])
 
 
 def _by_key(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> list[TensorFacts]:

@@ -119,9 +119,7 @@ def _is_live(tensor: Tensor, live: Tensor | None) -> bool:
     return where[0] == where[1]
 
 
-def follow_names(
-    module: nn.Module, found: Manifest, state: Mapping[str, Any], *, strict: bool
-) -> tuple[StateDict, bool]:
+def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any], strict: bool) -> tuple[StateDict, bool]:
     """What is to be loaded where hooks, and a ``load_state_dict`` of the module's own, have made ``state`` of a
     `StoredValues` for each name; and whether all of it must fit. All ranks call it. CheckpointError: values that are no
     tensors, or nothing.

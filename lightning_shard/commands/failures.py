@@ -50,9 +50,7 @@ def _say(error: Exception, arguments: Sequence[str], rank: int) -> None:
     where = _where(error)
     raised = f"\n(raised in {where})" if where else ""
     file = broken_config(arguments) if isinstance(error, UsageError) else ""
-    print(
-        f"{'' if rank == 0 else f'[rank {rank}] '}error: {file}{words_of(error)}{raised}", file=sys.stderr, flush=True
-    )
+    print(f"{f'[rank {rank}] ' if rank else ''}error: {file}{words_of(error)}{raised}", file=sys.stderr, flush=True)
 
 
 def _where(error: BaseException) -> str | None:

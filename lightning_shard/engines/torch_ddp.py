@@ -27,16 +27,10 @@ from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.private_names import require
 from lightning_shard.tensors.names import named_parameters
 
-require(
-    DistributedDataParallel,
-    "_build_params_for_reducer _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
-    tested="torch 2.11 to 2.13",
-)
-require(
-    dist.Reducer,
-    "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets",
-    tested="torch 2.11 to 2.13",
-)
+_TESTED = "torch 2.11 to 2.13"
+require(DistributedDataParallel, "_build_params_for_reducer _remove_autograd_hooks", tested=_TESTED)
+require(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", tested=_TESTED)
+require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets", tested=_TESTED)
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
 _FORWARD_BUFFERS = (

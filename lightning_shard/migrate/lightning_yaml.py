@@ -116,10 +116,9 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     if given_before is not None:
         # "auto" leaves it to whoever says it.
         strategy = None if strategy == "auto" else strategy
-        for key in [
-            key for key in _SHOWN if trainer.get(key) == "auto" and reading.value(f"trainer.{key}") is not None
-        ]:
-            del trainer[key]
+        for key in _SHOWN:
+            if trainer.get(key) == "auto" and reading.value(f"trainer.{key}") is not None:
+                del trainer[key]
     if strategy is not None and given_before is not None:
         reading.problems.append(
             f"trainer.strategy is {shown(strategy)!r}, but another file says the strategy too: remove one of the two"

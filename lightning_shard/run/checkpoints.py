@@ -62,9 +62,7 @@ class Checkpoints(CheckpointIO):
         self.saved: list[str] = []
         """Paths of the checkpoints with optimizers that were saved since `attach`, the newest first."""
 
-    def attach(
-        self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, *, root: str
-    ) -> None:
+    def attach(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, root: str) -> None:
         """Save and load a module that ``engine`` prepared; in the folder ``root`` what others wrote is converted."""
         self._module, self._engine, self._policy, self._ledger = module, engine, policy, ledger
         self._root = root

@@ -20,11 +20,8 @@ from lightning_shard.errors import DataError
 from lightning_shard.private_names import require
 
 # torch.nn.utils clips the gradients of parameters, and has nothing public for gradients that lie elsewhere.
-require(
-    torch,
-    "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_ _foreach_norm",
-    tested="torch 2.11 to 2.13",
-)
+require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_norm", tested="torch 2.11 to 2.13")
+require(torch, "_foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_", tested="torch 2.11 to 2.13")
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -81,9 +78,7 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
 
 
 @torch.no_grad()
-def clip_by_norm(
-    gradients: Iterable[Tensor], max_norm: float, norm: Tensor, *, error_if_nonfinite: bool = False
-) -> None:
+def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor, error_if_nonfinite: bool = False) -> None:
     """Scale gradients with ``norm`` in place to at most ``max_norm``; DataError: inf or NaN, ``error_if_nonfinite``."""
     if error_if_nonfinite and not torch.isfinite(norm):
         raise DataError(

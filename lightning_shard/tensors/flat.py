@@ -98,22 +98,16 @@ class Pieces:
 
 
 class FlatTensor(Pieces):
-    """This rank's slices of a tensor, if any; those of all ranks, which may be equal, have all elements. ValueError:
-    slices not 1-D, of another dtype, overlapping or outside.
-    """
+    """This rank's slices of a tensor, if any; those of all ranks, which may be equal, have all elements."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Iterable[FlatSlice]) -> None:
         pieces: dict[tuple[int, ...], Tensor] = {}
         end = 0
         for part in sorted(slices, key=lambda part: part.start):
             data = part.data.detach()
-            if data.ndim != 1 or not data.is_contiguous() or data.dtype != dtype:
-                raise ValueError(
-                    f"a slice of a flat {dtype} tensor is 1-D, contiguous and of that dtype, not of shape "
-                    f"{tuple(data.shape)}, strides {data.stride()} and {data.dtype}"
-                )
-            if part.start < end:
-                raise ValueError(f"the slices overlap: one begins at {part.start}, the one before ends at {end}")
+            form = (data.ndim, data.is_contiguous(), data.dtype)
+            assert form == (1, True, dtype), f"a slice of a flat {dtype} tensor is {form}"
+            assert part.start >= end, f"slices overlap: one begins at {part.start}, the one before ends at {end}"
             for box in boxes(shape, part.start, data.numel()):
                 pieces[box.offsets] = data[box.start : box.start + box.length].view(box.sizes)
             end = part.start + data.numel()
@@ -161,7 +155,7 @@ class FlatMember:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatGroup:
-    """A flat tensor that an optimizer steps, and the parameters whose slices lie in it; ValueError: one doesn't fit."""
+    """A flat tensor that an optimizer steps, and the parameters whose slices lie in it."""
 
     flat: Tensor  # 1-D; what the optimizer's ``state`` is keyed by. Padding may be anywhere in it; it may be empty.
     members: tuple[FlatMember, ...]  # The same names, shapes and order on every rank, whatever slices this rank has.
@@ -172,20 +166,13 @@ class FlatGroup:
     new_slot: Callable[[str], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.flat.ndim != 1:
-            raise ValueError(f"a flat tensor has one dimension, not shape {tuple(self.flat.shape)}")
-        if len({member.fqn for member in self.members}) != len(self.members):
-            raise ValueError(f"a name is there twice in a flat group: {[member.fqn for member in self.members]}")
+        assert self.flat.ndim == 1, "a flat tensor has one dimension"
+        assert len({member.fqn for member in self.members}) == len(self.members), "a name is there twice"
         for member in self.members:
-            numbers = (member.offset, member.start, member.length)
-            outside = member.offset + member.length > self.flat.numel()
-            if min(numbers) < 0 or outside or member.start + member.length > math.prod(member.shape):
-                raise ValueError(
-                    f"{member} does not fit: its parameter has {math.prod(member.shape)} elements, the flat tensor "
-                    f"{self.flat.numel()}"
-                )
-            if member.length and not member.stepped:
-                raise ValueError(f"{member} has elements in the flat tensor, so that it is stepped")
+            assert min(member.offset, member.start, member.length) >= 0, member
+            assert member.offset + member.length <= self.flat.numel(), member
+            assert member.start + member.length <= math.prod(member.shape), member
+            assert member.stepped or not member.length, member
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -301,22 +301,22 @@ def test_a_strategy_says_what_its_flat_memory_stands_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("member", "message"),
+    "member",
     [
-        ({"offset": 3, "length": 2}, "does not fit.*has 6 elements, the flat tensor 4"),
-        ({"start": 5, "length": 2}, "does not fit"),
-        ({"offset": -1, "length": 1}, "does not fit"),
-        ({"length": 1, "stepped": False}, "so that it is stepped"),
+        {"offset": 3, "length": 2},
+        {"start": 5, "length": 2},
+        {"offset": -1, "length": 1},
+        {"length": 1, "stepped": False},
     ],
 )
-def test_a_member_lies_inside_its_parameter_and_the_flat_tensor(member, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_member_lies_inside_its_parameter_and_the_flat_tensor(member):
+    with pytest.raises(AssertionError, match="FlatMember"):
         FlatGroup(flat=torch.zeros(4), members=(FlatMember(fqn="w", shape=(2, 3), **member),), group={})
 
 
 def test_flat_groups_are_flat_and_name_a_parameter_once():
     member = FlatMember(fqn="w", shape=(2,))
-    with pytest.raises(ValueError, match="one dimension, not shape"):
+    with pytest.raises(AssertionError, match="one dimension"):
         FlatGroup(flat=torch.zeros(2, 2), members=(), group={})
-    with pytest.raises(ValueError, match="twice in a flat group"):
+    with pytest.raises(AssertionError, match="twice"):
         FlatGroup(flat=torch.zeros(2), members=(member, member), group={})

@@ -199,9 +199,7 @@ _RECORDS = {(_DCP, name) for name in _NAMES.split()} | {("torch.distributed.chec
 _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
-def read_boxes(
-    directory: Directory, manifest: Manifest, *, share: tuple[int, int] = (0, 1)
-) -> Mapping[str, StoredBoxes]:
+def read_boxes(directory: Directory, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> Mapping[str, StoredBoxes]:
     """Key to where the tensor lies: by ``boxes.bin``, in older formats by ``.metadata``. ``share``: this rank and the
     number of ranks, each of which looks whether the boxes of its part of the tensors make them up.
     CheckpointCorruptError: a file that does not match its checksum, names a class that is not torch's metadata, or does

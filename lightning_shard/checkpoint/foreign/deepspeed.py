@@ -317,9 +317,8 @@ def _stored_in(path: Path, directory: Directory) -> Contents:
     extra = materialize({name: value for name, value in module.items() if name not in weights})
     slots: dict[layout.SlotName, StoredTensor] = {}
     optimizers = []
-    for index, (_, state_dict) in enumerate(
-        sorted(tree.items(), key=lambda item: int(item[0].removeprefix(_OPTIMIZER)))
-    ):
+    by_number = sorted(tree.items(), key=lambda item: int(item[0].removeprefix(_OPTIMIZER)))
+    for index, (_, state_dict) in enumerate(by_number):
         groups = [group for _, group in sorted(state_dict["param_groups"].items())]
         names = [without_wrappers(name) for group in groups for name in group["params"]]
         by_name = {"state": state_dict.get("state", {}), "param_groups": groups}

@@ -62,9 +62,7 @@ class FlatTensors:
             yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
         stepping = "host" if layout.is_offloaded(zero) else "device"
         flats = list(layout.flats(zero))
-        memories = {
-            id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)
-        }
+        memories = {id(flat): "nvme" if swapping.is_swapped(zero, i) else stepping for i, flat in enumerate(flats)}
         yield from (Resident("masters", memories[id(flat)], flat) for flat in flats)
         yield from (Resident("masters", "host", part.data) for part in self.values.kept.values())
         yield from (Resident("gradients", "device", p.grad) for p in parameters if p.grad is not None)

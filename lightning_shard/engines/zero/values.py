@@ -108,9 +108,7 @@ class Values:
         """
         if running.stage == 3:
             # Copies on the host, or what is mapped from files as it is: the device has the engine's still.
-            in_files = {
-                member.fqn for group in running.groups if group.new_slot is not None for member in group.members
-            }
+            in_files = {m.fqn for group in running.groups if group.new_slot is not None for m in group.members}
             masters = {
                 member.fqn: FlatSlice(part if member.fqn in in_files else part.to("cpu", copy=True), member.start)
                 for member, part in layout.shards(running.groups)
