@@ -30,9 +30,7 @@ class Ranks:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None = None) -> Ranks:
-        """The ranks of ``group``, which must have a CPU backend; None: the default group if it has one, else a gloo
-        group over all ranks, made at the first call (a collective) and kept.
-        """
+        """The ranks of ``group``, with a CPU backend; None: the default one, or gloo over all ranks, made once."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(group=None, rank=0, size=1)
         if group is None:
@@ -219,11 +217,8 @@ _made: tuple[dist.ProcessGroup, dict[Hashable, Any]] | None = None
 
 
 def beside_default(key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returned when it was first called for ``key`` on the present default process group.
-
-    Groups and meshes are made once for all runs on it: checkpoints and full tensors are asked for after a run too, and
-    torch destroys a group (gloo's threads, an NCCL communicator) only when told to. All ranks call it with the same
-    ``key``.
+    """What ``make`` returned when it was first called for ``key``, the same on all ranks, which call it, on the present
+    default process group: torch destroys groups (gloo's threads, an NCCL communicator) only when told to.
     """
     global _made
     default = dist.group.WORLD

@@ -74,9 +74,7 @@ def launcher(strategy: Any, start_method: Literal["popen", "spawn", "fork", "for
 
 
 def end_behind() -> None:
-    """After an error end this process without a word, if the script that started it has ended by one of its own: all
-    make the same mistake before they are connected.
-    """
+    """End this process without a word after an error that the script that started it, before they connect, made too."""
     own, deadline = str(os.getpid()), time.monotonic() + _LAST_WORDS_SECONDS
     started_by = os.environ.get(_STARTED_BY, own)
     while started_by != own and not dist.is_initialized() and time.monotonic() < deadline:

@@ -126,9 +126,7 @@ def connect(place: Place, seconds: float) -> Store:
 
 
 def _listens(place: Place, deadline: float) -> bool:
-    """Wait until somebody listens where the store is to be; False: nobody in time. torch's own attempts print C++
-    frames, go on for too long, and abort a process that ends meanwhile.
-    """
+    """Wait for who keeps the store; False: nobody in time. torch's attempts print C++ frames and abort."""
     pause = 0.05
     while (left := deadline - time.monotonic()) > 0:
         try:

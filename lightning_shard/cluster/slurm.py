@@ -213,9 +213,7 @@ def _check_numbers(job: SlurmJob, launch: Launch, wanted: str) -> None:
 
 
 def meeting_point(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
-    """``MASTER_ADDR`` and ``MASTER_PORT`` where SLURM starts the processes and the user gave none: the step's first
-    node (Lightning takes the job's), and one of 17,000 ports, by job and step.
-    """
+    """``MASTER_ADDR`` and ``MASTER_PORT`` where the user gave none: the step's first node, and one of 17,000 ports."""
     if job is None or launch.launcher != "slurm" or not job.uses_srun:
         return {}
     node = first_node(environ.get("SLURM_STEP_NODELIST", job.node_list))

@@ -126,9 +126,7 @@ def _frames(trace: TracebackType | None) -> list[FrameType]:
 
 
 def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:
-    """The processes that Lightning's launcher started, taken from it: its observer would kill this process over a
-    failed child, maybe before it could say why.
-    """
+    """The processes of Lightning's launcher, taken from it: its observer kills this one, mute, over a failed child."""
     processes = getattr(getattr(getattr(trainer, "strategy", None), "launcher", None), "procs", None)
     if not isinstance(processes, list):
         return []

@@ -41,16 +41,15 @@ class FlopCount:
 def count_flops(function: Callable[[], object]) -> FlopCount:
     """The model FLOPs of ``function`` and of a backward pass from what it returns. Any rank may call it alone.
 
-    Matrix products, convolutions and attention count, as torch's formulas have them; elementwise operations do not.
-    Scaled dot product attention of queries (..., L, E), keys (..., S, E) and values (..., S, V) counts as
-    ``2 * numel(queries) / E * S * (E + V)`` in forward, half of that where ``is_causal``, and twice its forward in
-    backward, though fused kernels compute the scores again there. A mask that is given as a tensor takes nothing off.
+    Matrix products, convolutions and attention count, as torch's formulas have them. Scaled dot product attention of
+    queries (..., L, E), keys (..., S, E) and values (..., S, V) counts as ``2 * numel(queries) / E * S * (E + V)`` in
+    forward, half of that where ``is_causal``, and twice its forward in backward, though fused kernels compute the
+    scores again there. A mask that is given as a tensor takes nothing off.
 
-    The call runs on fake tensors: real and meta tensors that it touches are taken for fakes of their shape, dtype and
-    device, so that it costs no memory and changes no parameter, buffer, gradient or state of a random generator. Where
-    fake tensors exist already, call this inside of their ``FakeTensorMode``. Python's own side effects in ``function``
-    do happen. Modules that FSDP or ZeRO-3 has sharded can't be counted: count before, or on a copy (`fake.meta_copy`).
-    A number read from a floating tensor (``loss.item()``) is 1.0.
+    The call runs on fake tensors, inside of a ``FakeTensorMode`` where some exist already: it costs no memory and
+    changes no parameter, buffer, gradient or state of a random generator; Python's own side effects do happen. Modules
+    that FSDP or ZeRO-3 has sharded can't be counted: count before, or on a copy (`fake.meta_copy`). A number read from
+    a floating tensor (``loss.item()``) is 1.0.
 
     ``function`` runs forward alone and returns a tensor, or tensors in mappings and sequences; backward begins at the
     one under ``"loss"`` where a mapping has it, else at all that need gradients. What it raises is raised, such as
@@ -106,9 +105,7 @@ class _ModelFlops:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """In place of ``scaled_dot_product_attention``: computes nothing, and counts itself and its backward. Kernels
-        do not tell whether they are causal, and some have no formula.
-        """
+        """In place of ``scaled_dot_product_attention``, whose kernels hide causality: counts, computes nothing."""
         flops = attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
         self.attention += flops if self._counts() else 0
 

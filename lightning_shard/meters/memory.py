@@ -71,14 +71,11 @@ class _Saved:
 
 
 class StepMeter:
-    """Measures one optimizer step: the most that this rank holds of each kind, at the times when it is asked.
-
-    Activations are what autograd has saved when backward begins: with checkpointing the inputs of what is recomputed,
-    and not what exists for a moment in between. Parameters that it saves whole, as a product's backward needs them,
-    count as gathered. The kinds' greatest values need not be of one time: their sum is a bound from above.
-
-    Start it before a forward pass, and call `forward_ended`, `ready_to_step` and `stepped` in this order. `stop` may be
-    called at any time, and takes the hooks away.
+    """Measures one optimizer step: the most that this rank holds of each kind, at the times when it is asked: start it
+    before a forward pass, and call `forward_ended`, `ready_to_step` and `stepped` in this order; `stop` takes the hooks
+    away. Activations are what autograd has saved when backward begins, with checkpointing the inputs of what is
+    recomputed; parameters that it saves whole count as gathered. The sum of the kinds' greatest values is a bound from
+    above.
     """
 
     def __init__(

@@ -35,14 +35,12 @@ def batch_size(
 ) -> tuple[int, int | None, Tensor | None]:
     """Samples and tokens of one rank's batch; tensors are looked for in mappings and sequences, in their order.
 
-    Samples: the size of the first dim of the tokens, else of the first tensor that has one; 0 where there is none. How
-    many tokens there are, and how many of them fill nothing up, a 0-d integer tensor on the batch's device, which
-    nobody waited for; None: there are none, or it is not known.
-
-    ``tokens_key`` is the entry that holds tokens; default: ``input_ids``, else the first integer tensor of two or more
-    dims, such as (batch, time). Padding is where the entry ``mask_key`` is zero, or -100. Without it: where an entry
-    ``attention_mask`` of the tokens' shape is zero; else where an entry ``labels``, or another integer tensor of the
-    tokens' shape, is -100.
+    Samples: the size of the first dim of the tokens, else of the first tensor that has one; or 0. How many tokens there
+    are, and how many of them fill nothing up, a 0-d integer tensor on the batch's device; None: there are none, or it
+    is not known. ``tokens_key``: the entry that holds tokens; default: ``input_ids``, else the first integer tensor of
+    two or more dims, such as (batch, time). Padding is where the entry ``mask_key`` is zero, or -100; without it where
+    an entry ``attention_mask`` of the tokens' shape is zero, else where ``labels``, or another such integer tensor, is
+    -100.
     """
     tensors = list(_tensors(batch))
     named = _entry(batch, "input_ids" if tokens_key is None else tokens_key)

@@ -192,9 +192,7 @@ NOTES: Mapping[Engine, str] = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "d
 
 
 def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) -> None:
-    """Add to ``reading`` what an Accelerate file at ``path`` asks for, and its problems. A ``deepspeed_config_file`` is
-    looked for from the current folder, then beside ``path``.
-    """
+    """Add what an Accelerate file at ``path`` asks for; its DeepSpeed file is looked for here, then beside it."""
     if content.get("distributed_type") is False:  # YAML 1.1 reads an unquoted NO as false
         content = {**content, "distributed_type": "NO"}
     reading.check_keys("", content, TOP, "an Accelerate config file")

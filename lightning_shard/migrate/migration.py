@@ -23,15 +23,10 @@ from lightning_shard.text import columns
 
 
 def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple[dict[str, Any], Target]:
-    """Read the files, and put them together for the strategy name ``to``, or for the source's own engine.
-
-    Returns what ``lightning-shard fit --config`` reads, and what became of the fields.
-
-    Several Lightning YAMLs are laid over one another, as with ``--config``; an Accelerate config file or a DeepSpeed
-    file among them says the strategy.
-
-    Raises:
-        ConfigurationError: everything that is wrong with the files, in one message.
+    """Read the files, and put them together for the strategy name ``to``, or for the source's own engine: what
+    ``lightning-shard fit --config`` reads, and what became of the fields. Several Lightning YAMLs are laid over one
+    another, as with ``--config``; an Accelerate config or a DeepSpeed file among them says the strategy.
+    ConfigurationError: everything that is wrong with the files, in one message.
     """
     reading = _read(paths, known)
     _raise(reading.problems)

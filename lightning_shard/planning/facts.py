@@ -84,9 +84,7 @@ def model_facts(
     unsharded: Iterable[Tensor] = (),
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> ModelFacts:
-    """The facts of a module with full parameters: real, on the meta device, or fake. ``unsharded`` are parameters that
-    FSDP leaves besides 0-d ones and metrics'; ``groups`` the optimizer's.
-    """
+    """The facts of a full module; ``unsharded``: parameters that FSDP leaves besides 0-d ones and metrics'."""
     unit_of, rules = unit_names(units), {unit.names[0]: unit.rule for unit in units}
     metrics = (m for m in root.modules() if isinstance(m, Metric))
     ignored = {id(p) for p in unsharded} | {id(p) for m in metrics for p in m.parameters()}

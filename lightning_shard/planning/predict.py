@@ -38,9 +38,7 @@ def step_memory(training: Training, engine: EngineFacts) -> StepMemory:
 
 
 def step_points(training: Training, engine: EngineFacts, trace: Trace | None) -> list[Point]:
-    """The memory of that rank at every part of the micro-batch that needs most, and in the optimizer's step: the
-    engine's by arithmetic, activations the trace's.
-    """
+    """The memory of that rank in its fullest micro-batch, with the trace's activations, and in the step."""
     module, engine = _arithmetic(engine)
     memory, followed = module.step_memory(training, engine), trace or without_activations(training)
     points = list(module.step_points(training, engine, memory, followed))

@@ -324,9 +324,7 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
 
 
 def _flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> tuple[list[int], int]:
-    """Elements of one rank's partition of each group, flat and padded to ``2 * ranks``, and of the parameters in these,
-    where most have.
-    """
+    """Elements of a rank's partition of each group, padded to ``2 * ranks``, and, at most, of the parameters in it."""
     groups: dict[int, list[int]] = defaultdict(list)
     for p in parameters:
         groups[p.group or 0].append(p.numel)

@@ -45,9 +45,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 # Written so that torch.compile can follow: it breaks a graph at a comprehension that names what it computes, and at
 # `is` between containers.
 def rebuilt(value: Any, wants: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with what ``make`` gives for each tensor in it that is wanted; a container without any is returned.
-    Tensors are found in tuples, lists, dicts, dataclasses and their subclasses.
-    """
+    """``value`` with what ``make`` gives for each wanted tensor in it, or itself; containers as of `cast_floating`."""
     if isinstance(value, Tensor):
         return make(value) if wants(value) else value
     if not _holds(value, wants):

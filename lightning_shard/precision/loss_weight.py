@@ -95,9 +95,7 @@ class LossWeights:
         self._sums = sums[rank :: self._ranks].sum(0)  # of the old ranks that this one stands for, if there are any
 
     def take(self, output: Any, batch: Any) -> None:
-        """Take the weight of the loss that a training step returned. DataError: some steps, here or on other ranks,
-        give none, or it can't be one.
-        """
+        """Take the weight of a step's loss. DataError: some steps, here or elsewhere, give none, or it can't be one."""
         if output is None:
             return  # no loss, and no backward
         weight = output.get(WEIGHT) if isinstance(output, Mapping) else None

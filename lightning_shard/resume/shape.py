@@ -21,9 +21,7 @@ def share_size(length: int, start: int, world_size: int, *, drop_last: bool) -> 
 
 
 def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, drop_last: bool) -> list[int]:
-    """The samples of ``order[start:]`` for `rank`; with ``start=0`` DistributedSampler's. The end is padded with the
-    head of `order` (repeated if need be), or with `drop_last` cut.
-    """
+    """The samples of ``order[start:]`` for `rank`, as DistributedSampler: padded, or cut with `drop_last`."""
     total = share_size(len(order), start, world_size, drop_last=drop_last) * world_size
     rest = list(order[start : start + total])
     missing = total - len(rest)

@@ -74,9 +74,7 @@ class Data:
         self._resumed: Mapping[str, Any] | None = None
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
-        """Make the training loader resumable, and `checked`. Lightning calls it on all ranks for each loader, with its
-        sampler; ``coordinates``: number of data-parallel ranks, and this one's index.
-        """
+        """Make a training loader, which Lightning gives on all ranks, resumable, and check it for ``coordinates``."""
         if trainer.training:
             world_size, rank = coordinates
             ranks = {"world_size": world_size, "rank": rank}

@@ -219,9 +219,7 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
 def settle_fit(
     replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, async_save: bool | str
 ) -> None:
-    """In a fit let errors through, count and log sharded tensors in full, validate at one time, save after a step. With
-    ``async_save``, the strategy's, callbacks know of checkpoints in the background; "continuous": one at a time.
-    """
+    """In a fit let errors through, log sharded tensors in full, validate at one time, save between steps."""
     module = trainer.lightning_module
     tensors = FullTensors(module, engine, checkpoints, device=trainer.strategy.root_device)
     full_gradient_norms(replacements, module, partial(tensors.read, kind="gradient"))
@@ -240,9 +238,7 @@ def settle_fit(
 def begin_averaging(
     replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None
 ) -> None:
-    """Let a callback that averages weights, if there is one, average what ``engine`` has engaged. All ranks call it;
-    ConfigurationError: that lies in files.
-    """
+    """Let a callback that averages weights, if any, average what is engaged; ConfigurationError: that lies in files."""
     if callbacks.averaging_callbacks(trainer):
         if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):
             raise ConfigurationError(

@@ -35,9 +35,7 @@ class Recorder:
     """
 
     def __init__(self, root: nn.Module, *, stepped: Callable[[Optimizer], Named | None] = lambda _: None) -> None:
-        """``root`` is the unwrapped LightningModule; ``stepped``: FQN and tensor of the masters that an optimizer steps
-        where the engine casts the parameters, or None.
-        """
+        """``root`` is the unwrapped LightningModule; ``stepped``: FQN and master, where the engine casts parameters."""
         self._root = root
         self._masters = stepped
         self._entries: dict[str, Entry] = {}
@@ -290,9 +288,7 @@ class WatchReductions(TorchDispatchMode):
 
 
 def _is_of_the_users_function(frame: FrameType | None) -> bool:
-    """Whether a collective was called by the backward of an autograd function that is not FSDP's: it exchanges
-    activations, as SyncBatchNorm does. The autograd engine calls DDP's reducer and hooks on gradients.
-    """
+    """Whether a user's autograd function called it in backward, for activations, as SyncBatchNorm does."""
     while frame is not None:
         file = frame.f_code.co_filename
         if _FSDP in file:
