@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import errors
-from lightning_shard.checkpoint import load_optimizers
+from lightning_shard.checkpoint import load_optimizers, optimizer_state
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, boxes_file, read_boxes
 from lightning_shard.checkpoint.files.commit import settle
@@ -31,13 +31,6 @@ from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.matching import LoadReport, by_key, match_keys
-from lightning_shard.checkpoint.optimizer_state import (
-    left_out,
-    live_tensors,
-    load_extra_state,
-    make_room,
-    sharded_names,
-)
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.state_dict import StateDict, StoredValues
 from lightning_shard.ranks import Ranks
@@ -174,11 +167,13 @@ def load_training_state(
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], load_optimizers.OptimizerPlan, LoadReport]:
         saved = _optimizer_states(checkpoint) if optimizers else []
         shapes = {name: state.shapes[key] for name, key in state.keys.items()}
-        names = make_room(module, sharded_names(module), shapes, full)
-        wanted = {layout.MODEL_PREFIX: live_tensors(names, masters)}
+        names = optimizer_state.make_room(module, optimizer_state.sharded_names(module), shapes, full)
+        wanted = {layout.MODEL_PREFIX: optimizer_state.live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
-        matched = match_keys(found, state, names, wanted, kept=left_out(module, names) if strict else None)
+        matched = match_keys(
+            found, state, names, wanted, kept=optimizer_state.left_out(module, names) if strict else None
+        )
         plan = load_optimizers.plan_optimizers(
             optimizers, names, found, saved, matched, configured=configured, homes=state.keys
         )
@@ -192,7 +187,7 @@ def load_training_state(
 
     names, tensors, plan, report = ranks.agree(f"opening {checkpoint.path}", prepare)
     if strict and found.facts.frozen:
-        _check_frozen(checkpoint, live_tensors(names, masters))
+        _check_frozen(checkpoint, optimizer_state.live_tensors(names, masters))
 
     def fill(targets: Iterable[tuple[str, Any]]) -> None:
         stored = [(key, target) for key, target in targets if not state.fill(key, target)]
@@ -205,7 +200,9 @@ def load_training_state(
     def read() -> None:
         fill([*tensors, *load_optimizers.create_slots(plan, scalars)])
         load_optimizers.load_groups(plan)
-        load_extra_state(module, names, checkpoint.trainer_state.get(layout.EXTRA_STATE, {}), strict=strict)
+        optimizer_state.load_extra_state(
+            module, names, checkpoint.trainer_state.get(layout.EXTRA_STATE, {}), strict=strict
+        )
 
     ranks.agree(f"reading {checkpoint.path}", read)
     return report

@@ -31,16 +31,6 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
             data.copy_(sent)
 
 
-def persistent_buffers(root: nn.Module) -> list[Tensor]:
-    """The buffers of a checkpoint, each once; running statistics are among them, and differ between ranks."""
-    found: dict[int, Tensor] = {}
-    for module in root.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if is_persistent(module, name):
-                found.setdefault(id(buffer), buffer)
-    return list(found.values())
-
-
 _COMPARED = 3  # Times that buffers are shared at which ranks tell each other their shapes.
 
 _ALIGNMENT = 16  # bytes, of every dtype

@@ -163,9 +163,7 @@ class ResumableLoader(DelegatingLoader):
         drawers, saved = self._drawers(), state.get("drawers", [])
         set_back = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
         begun_anew = "drawers" in state and (len(drawers) != len(saved) or not all(set_back))
-        lost = (state["attributes"] if shapes.is_midway(state) and "attributes" in state else attributes).get(
-            "lost", []
-        )
+        lost = (state.get("attributes", attributes) if shapes.is_midway(state) else attributes).get("lost", [])
         if self._rank == 0:
             for message in self._differences(state, lost, begun_anew):
                 warnings.warn(message, stacklevel=2)
@@ -173,12 +171,8 @@ class ResumableLoader(DelegatingLoader):
 
     def _drawers(self) -> list[Any]:
         """The generators that samples and their collating draw from in this process, and that nothing seeds."""
-        seeded = self._draws is not None
-        return (
-            []
-            if self._inner.num_workers
-            else rng.generators_of([self._inner.collate_fn, *[self._samples] * (not seeded)])
-        )
+        held = [self._inner.collate_fn, *[self._samples] * (self._draws is None)]
+        return [] if self._inner.num_workers else rng.generators_of(held)
 
     def _ahead(self, run: _Run) -> int:
         """How many of the batches given out are not trained on."""

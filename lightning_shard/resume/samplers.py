@@ -103,9 +103,8 @@ class Attributes:
                 epoch = name == "epoch" and hasattr(owner, "set_epoch")
                 if value is self._dataset or epoch or name.startswith("__pl_"):
                     continue
-                if rng.generator_kind(value) or (
-                    sampler and (isinstance(value, _VALUES) or hasattr(value, "__next__"))
-                ):
+                counts = isinstance(value, _VALUES) or hasattr(value, "__next__")
+                if rng.generator_kind(value) or (sampler and counts):
                     yield f"{path}.{name}", owner, name, value
 
 

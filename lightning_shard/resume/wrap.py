@@ -161,9 +161,8 @@ def check_lengths(length: int | None, *, what: str = "training dataloader") -> N
     lengths = Ranks.of().gather(length)
     if len(set(lengths)) == 1:
         return
-    table = "\n".join(
-        f"  rank {rank}: {'no length' if count is None else f'{count} batches'}" for rank, count in enumerate(lengths)
-    )
+    counts = ["no length" if count is None else f"{count} batches" for count in lengths]
+    table = "\n".join(f"  rank {rank}: {count}" for rank, count in enumerate(counts))
     raise DataError(
         f"the {what} has different numbers of batches on different ranks:\n{table}\n"
         "All ranks must make the same number of steps, or those with more wait for the others for ever. Give every"

@@ -28,14 +28,14 @@ from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
 from lightning_shard.checkpoint.state_dict import follow_names
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent_buffers
+from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated
-from lightning_shard.tensors.names import fqns
+from lightning_shard.tensors.names import fqns, persistent_buffers
 
 ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
@@ -194,7 +194,7 @@ class Checkpoints(CheckpointIO):
     def synchronize_buffers(self) -> None:
         """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
         self._settle()
-        broadcast_from_rank_0(persistent_buffers(self._module))
+        broadcast_from_rank_0(dict.fromkeys(b for *_, b in persistent_buffers(self._module) if b is not None))
 
     def _left_out(self, kept: Mapping[str, Any]) -> set[str]:
         """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says."""

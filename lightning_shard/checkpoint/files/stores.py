@@ -23,15 +23,10 @@ from typing import BinaryIO, cast
 
 from fsspec.spec import AbstractBufferedFile
 
+from lightning_shard import errors
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.layout import MANIFEST, Directory
 from lightning_shard.checkpoint.files.place import StorePath
-from lightning_shard.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointReplacedError,
-)
 
 _TOKEN = re.compile("[0-9a-f]{12}")
 _MARKER = re.compile(r"\.(.+)\.tmp-([0-9a-f]{12})")
@@ -67,7 +62,7 @@ def _pointer(path: StorePath) -> _Pointer | None:
         return _Pointer("", "")  # or damaged, and no manifest then
     pointer = _Pointer(*(group.decode() for group in found.groups()))
     if pointer.encode() != data:
-        raise CheckpointCorruptError(f"{path / MANIFEST} was damaged or changed after it was written")
+        raise errors.CheckpointCorruptError(f"{path / MANIFEST} was damaged or changed after it was written")
     return pointer
 
 
@@ -103,8 +98,8 @@ class StoreDirectory(Directory):
         with contextlib.suppress(FileNotFoundError):
             own = "" if self._folder == self.path else self._folder.name
             if (pointer := _pointer(self.path)) and own in (pointer.folder, pointer.before):
-                raise CheckpointCorruptError(f"{self._folder / name} is missing")
-        raise CheckpointReplacedError(f"{self.path} was replaced or removed while it was read: read it again")
+                raise errors.CheckpointCorruptError(f"{self._folder / name} is missing")
+        raise errors.CheckpointReplacedError(f"{self.path} was replaced or removed while it was read: read it again")
 
 
 class _Object(AbstractBufferedFile):
@@ -128,13 +123,13 @@ def open_store(path: StorePath) -> StoreDirectory:
         if MANIFEST in directory.sizes():
             return directory  # else it was replaced twice in between
     else:
-        raise CheckpointCorruptError(f"{path / MANIFEST} names a folder that has none")
+        raise errors.CheckpointCorruptError(f"{path / MANIFEST} names a folder that has none")
     if path.is_file():
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{path} is a file, and of a store only checkpoint directories are read: copy it to a folder"
         )
     half = f"{path} is half-written: it has no {MANIFEST}, which is written last. Use an older checkpoint."
-    raise CheckpointNotFoundError(half if path.entries() else f"there is no checkpoint at {path}")
+    raise errors.CheckpointNotFoundError(half if path.entries() else f"there is no checkpoint at {path}")
 
 
 def _marker(path: StorePath, token: str) -> StorePath:
@@ -144,14 +139,14 @@ def _marker(path: StorePath, token: str) -> StorePath:
 def begin(path: StorePath, token: str) -> StorePath:
     """The folder for a save to ``path``; as `commit.begin`."""
     if path.is_file():
-        raise CheckpointError(f"{path} is a file, which a checkpoint does not replace: choose another path")
+        raise errors.CheckpointError(f"{path} is a file, which a checkpoint does not replace: choose another path")
     _marker(path, token).write(b"")
     return path / token
 
 
 def give_up(folder: StorePath) -> None:
     """Delete what a save has written that failed, as far as that is possible."""
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(errors.CheckpointError):
         folder.delete()
         _marker(folder.parent, folder.name).delete()
 
@@ -159,7 +154,7 @@ def give_up(folder: StorePath) -> None:
 def publish(path: StorePath, token: str) -> None:
     """Make the complete folder of a save the checkpoint at ``path``, and delete what nobody reads any more."""
     old = None
-    with contextlib.suppress(CheckpointCorruptError, FileNotFoundError):
+    with contextlib.suppress(errors.CheckpointCorruptError, FileNotFoundError):
         old = _pointer(path)
     (path / MANIFEST).write(_Pointer(token, old.folder if old else "").encode())
     _marker(path, token).delete()
@@ -196,7 +191,7 @@ def _tidy(path: StorePath, busy: list[tuple[str, str]]) -> None:
     """Delete all of ``path`` that saves wrote, but what its pointer names and what is ``busy``."""
     try:
         pointer = _pointer(path)
-    except (CheckpointCorruptError, FileNotFoundError):
+    except (errors.CheckpointCorruptError, FileNotFoundError):
         return  # It can't be told.
     kept = {token for name, token in busy if name == path.name}
     if pointer is not None:

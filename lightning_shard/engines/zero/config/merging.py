@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, cast
 
-from lightning_shard.engines.zero.config.fields import (
-    DeepSpeedFields,
-    OptimizerOffload,
-    ParameterOffload,
-    Stage3Options,
-    ZeroBuckets,
-    ZeroPlusPlus,
-)
+from lightning_shard.engines.zero.config import fields as typed
 from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, put, read_config
 from lightning_shard.engines.zero.config.sections import read_sections
 from lightning_shard.errors import ConfigurationError
@@ -23,11 +16,15 @@ DEFAULT_STAGE = 2  # The stage where neither the field nor ``config`` says one, 
 ZERO = "zero_optimization"
 
 _NAMES: dict[type, tuple[str, str, dict[str, str]]] = {
-    OptimizerOffload: ("offload_optimizer", "offload_optimizer.", {}),
-    ParameterOffload: ("offload_parameters", "offload_param.", {}),
-    ZeroBuckets: ("buckets", "", {"reduce": "reduce_bucket_size", "allgather": "allgather_bucket_size"}),
-    Stage3Options: ("stage3", "stage3_", {"sub_group_size": "sub_group_size", "leaf_modules": "leaf_module.classes"}),
-    ZeroPlusPlus: ("zero_plus_plus", "zero_", {}),
+    typed.OptimizerOffload: ("offload_optimizer", "offload_optimizer.", {}),
+    typed.ParameterOffload: ("offload_parameters", "offload_param.", {}),
+    typed.ZeroBuckets: ("buckets", "", {"reduce": "reduce_bucket_size", "allgather": "allgather_bucket_size"}),
+    typed.Stage3Options: (
+        "stage3",
+        "stage3_",
+        {"sub_group_size": "sub_group_size", "leaf_modules": "leaf_module.classes"},
+    ),
+    typed.ZeroPlusPlus: ("zero_plus_plus", "zero_", {}),
 }
 """Class of a typed group to its name, to the beginning of DeepSpeed's keys, and to those of other names."""
 
@@ -57,7 +54,7 @@ class Effective:
     counts_steps: bool  # Whether a schedule is as long as the fit (``total_num_steps: auto``).
 
 
-def merge(fields: DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
+def merge(fields: typed.DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
     """One mapping of DeepSpeed's keys, with its "auto" values; problems are appended to ``problems``."""
     merged = canonical(read_config(fields.config), problems)
     read_sections(merged, problems)
