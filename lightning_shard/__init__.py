@@ -16,8 +16,6 @@ imported when it is first used:
 - ``lightning_shard.tools``: the commands as functions: plan, migrate, verify, convert, export
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from typing import TYPE_CHECKING, Any

@@ -2,8 +2,6 @@
 else sends objects between ranks but the comparison before there is a group (`lightning_shard.cluster.preflight`).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
@@ -29,7 +27,7 @@ class Ranks:
     size: int
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None = None) -> Ranks:
+    def of(group: dist.ProcessGroup | None = None) -> "Ranks":
         """The ranks of ``group``, with a CPU backend; None: the default one, or gloo over all ranks, made once."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(group=None, rank=0, size=1)
@@ -44,7 +42,7 @@ class Ranks:
         return Ranks(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
 
     @staticmethod
-    def in_background() -> Ranks:
+    def in_background() -> "Ranks":
         """All ranks over a gloo group that nothing else uses, for a thread; made at the first call (a collective)."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks.of()

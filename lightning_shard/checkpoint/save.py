@@ -3,8 +3,6 @@ its `finish`, which is told where the values come from and over which group rank
 copies, over a group of its own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace

@@ -127,11 +127,7 @@ def known() -> Known:
         if (kind := getattr(entry["strategy"], "__name__", "")) in STRATEGIES:
             arguments = {key: value for key, value in entry["init_params"].items() if value != "popen"}
             presets[name] = f"lightning.pytorch.strategies.{kind}", arguments
-    return Known(
-        presets=presets,
-        top_keys=KEYS,
-        trainer_keys=list(inspect.signature(Trainer).parameters),
-    )
+    return Known(presets=presets, top_keys=KEYS, trainer_keys=list(inspect.signature(Trainer).parameters))
 
 
 def check(content: Mapping[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """The parser of the command line: Lightning's with readable messages."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """What ``lightning-shard plan`` reads: the module without data in its tensors, the first batch, the strategy."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """What engines share whose optimizers step the module's own parameters: full ones, or FSDP2's shards of them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -49,7 +47,7 @@ class StepsOwnParameters(Engine):
         self._closing = ExitStack()
 
     @property
-    def tensors(self) -> ModuleTensors:
+    def tensors(self) -> "ModuleTensors":
         return ModuleTensors(
             module=self._module,
             stepping=self._optimizers,

@@ -4,8 +4,6 @@ They are what the mathematics of a step asks for (Chowdhery et al. 2022, appendi
 a multiply and an add being two, and not what checkpointing or a fused kernel computes again.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -216,11 +216,4 @@ CONFIG: Mapping[str, Row] = {
 _OTHER = _zero_only("any", "speed", "only DeepSpeed has it", "", False, note="it is off")
 # Sections and keys without a row that change numbers; others are of speed, of memory or of what is printed.
 _OF_NUMBERS = _zero_only("any", "numbers", "only DeepSpeed has it", "", False, note="it is off")
-_NUMBERS = (
-    "gradient_allreduce_op",
-    "torch_autocast",
-    "data_types",
-    "zero_optimization.zenflow",
-    "bf16.",
-    "fp16.",
-)
+_NUMBERS = ("gradient_allreduce_op", "torch_autocast", "data_types", "zero_optimization.zenflow", "bf16.", "fp16.")

@@ -8,8 +8,6 @@ is a model of PyTorch's caching allocator for CUDA, after ``c10/core/AllocatorCo
 without out of memory.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,9 +44,9 @@ class Block:
 
     size: int
     address: int
-    pool: Pool
-    below: Block | None = None
-    above: Block | None = None
+    pool: "Pool"
+    below: "Block | None" = None
+    above: "Block | None" = None
     free: bool = False
 
 

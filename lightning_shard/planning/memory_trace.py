@@ -4,8 +4,6 @@ The step runs once, for all engines and numbers of ranks: the module whole, with
 engine here installs. What an engine holds beside it is arithmetic (`lightning_shard.planning.step_memory`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -33,7 +31,7 @@ from lightning_shard.text import first_line
 class Trace:
     """The activations of one training step, of one micro-batch."""
 
-    segments: tuple[Segment, ...]  # In the order of the step.
+    segments: "tuple[Segment, ...]"  # In the order of the step.
     batch_size: int  # Samples per rank and micro-batch.
     # In order: the segment's index, a storage's key, and its bytes, or 0 where it is freed or a gradient that an engine
     # takes. Empty where the trace is computed from others.
@@ -119,7 +117,7 @@ def _loss(output: Any) -> Tensor:
 class _UnitHooks:
     """Tells where in a step each operation is, and frees the gradients of a unit once it has all of them."""
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], live: LiveBytes) -> None:
+    def __init__(self, root: nn.Module, units: Sequence[Unit], live: "LiveBytes") -> None:
         self.live = live
         self.inside: list[str] = []
         self.backward = False

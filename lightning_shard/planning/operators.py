@@ -9,8 +9,6 @@ it: 0.70 was fitted for Hopper as `step_time.IN_A_STEP` was. Others are taken as
 FlashAttention-2 (arXiv 2307.08691, section 4), whose backward computes the scores again: five products, forward's two.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +72,7 @@ class Work:
     fused: float = 0.0  # As ``memory`` where the part is compiled.
     kernels: float = 0.0  # As ``operators`` where it is compiled.
 
-    def line(self, other: Work, ratio: float) -> Work:
+    def line(self, other: "Work", ratio: float) -> "Work":
         """The part at ``ratio`` of the way to ``other``, the same part at another batch."""
         a, b = vars(self), vars(other)
         return Work(**{name: max(0.0, a[name] + (b[name] - a[name]) * ratio) for name in a})

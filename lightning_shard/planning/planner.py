@@ -2,8 +2,6 @@
 and the fastest forms of it that keep its global batch and fit, out of engines, batches and compilation.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,7 +81,7 @@ class Planner:
             time=self.time(run, compiled=candidate.compiled),
         )
 
-    def run(self, candidate: Candidate) -> Run:
+    def run(self, candidate: Candidate) -> "Run":
         """What the memory and the time of a candidate follow from. ConfigurationError: what a run would raise."""
         training = Training(
             model=facts_of(self.module, candidate.engine, groups=self.groups),
@@ -141,14 +139,14 @@ class Planner:
         with fake.fake_world(self.nodes.ranks):
             return trace_step(self.module, step, candidate.run.policy, self.mode, batch_size=batch_size)
 
-    def _confirmed_batch(self, candidate: Candidate, run: Run) -> Range | None:
+    def _confirmed_batch(self, candidate: Candidate, run: "Run") -> Range | None:
         try:
             return confirmed_batch(run, self.memory, lambda size: self._trace(candidate, size))
         except ConfigurationError as error:
             self.notes.append(f"the largest batch is on a line through two smaller ones: at a larger batch, {error}")
             return largest_batch(run, self.memory)
 
-    def time(self, run: Run, *, compiled: bool, batch: int | None = None) -> StepTime | None:
+    def time(self, run: "Run", *, compiled: bool, batch: int | None = None) -> StepTime | None:
         """Of the run's batch, or of another; None: there is no trace, or the device is not known."""
         if not run.traces or self.rates is None:
             return None

@@ -5,8 +5,6 @@ unit computes once it is gathered; the next one is gathered meanwhile, from when
 reduced behind backward, in turn with the gathers where both are on one communicator, and a step waits for the last.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -89,7 +87,7 @@ class Transfer:
     copies: float = 0.0  # Seconds of the device's memory: copies to and from what is sent.
     kernels: float = 0.0  # Seconds of its processors: kernels that send beside others.
 
-    def __add__(self, other: Transfer) -> Transfer:
+    def __add__(self, other: "Transfer") -> "Transfer":
         longer = max(self, other, key=lambda each: each.seconds)
         seconds, copies = self.seconds + other.seconds, self.copies + other.copies
         return Transfer(seconds=seconds, by=longer.by, copies=copies, kernels=self.kernels + other.kernels)

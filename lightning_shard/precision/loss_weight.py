@@ -9,8 +9,6 @@ In fp16, where the product might overflow, weights are divided by a power of two
 the window; the gradients so far are divided with it where it grows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ class WeightKey:
     ignored: float | None = None  # Count the elements that differ from this number; None: the sum of all elements.
 
     @staticmethod
-    def parse(text: str) -> WeightKey:
+    def parse(text: str) -> "WeightKey":
         """The key that ``"mask"``, ``"1"`` or ``"labels != -100"`` stands for; ConfigurationError: another form."""
         name, differs, number = (part.strip() for part in text.partition("!="))
         try:

@@ -2,8 +2,6 @@
 elementwise, by torch's and Lightning's arithmetic over this rank's boxes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -37,7 +35,7 @@ class Shards(nn.Module):
         for number, tensor in enumerate(buffers):
             self.register_buffer(f"buffer_{number}", tensor.detach())
 
-    def __deepcopy__(self, memo: Any) -> Shards:
+    def __deepcopy__(self, memo: Any) -> "Shards":
         # Not all of the memory that a box lies in.
         return Shards((p.clone() for p in self.parameters()), (b.clone() for b in self.buffers()))
 

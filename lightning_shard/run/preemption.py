@@ -3,8 +3,6 @@ checkpoint it goes on from, never another job's. To stop, all ranks save togethe
 into the queue.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -67,7 +65,7 @@ class RunIdentity:
     root: str = "."  # The Trainer's ``default_root_dir``.
 
     @staticmethod
-    def read(config: PreemptionConfig, environ: Mapping[str, str], root: str) -> RunIdentity:
+    def read(config: PreemptionConfig, environ: Mapping[str, str], root: str) -> "RunIdentity":
         return RunIdentity(name=run_name(config, environ), job=read_job(environ), root=root)
 
     def facts(self, step: int, micro_batches: int = 1) -> dict[str, Any]:

@@ -10,8 +10,6 @@ can name any function to call: torch's, and our own before format 3, is read by 
 metadata has to inert records; every other name is refused. The records are checked against the manifest.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import zlib
@@ -86,7 +84,7 @@ class StoredBoxes:
         ndim = len(self.shape)
         return self.rows[:, 3 : 3 + ndim], self.rows[:, 3 + ndim :]
 
-    def checked(self, key: str, sizes: Integers) -> StoredBoxes:
+    def checked(self, key: str, sizes: Integers) -> "StoredBoxes":
         """These boxes; CheckpointCorruptError: one is not in the tensor, or in ``files``, whose bytes are ``sizes``."""
         begin, extent = self._begin_and_sizes()
         shape = np.array(self.shape, dtype=np.int64)

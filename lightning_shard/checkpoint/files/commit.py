@@ -4,8 +4,6 @@ A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and exchanges the two 
 can't, the old one is ``.NAME.old-TOKEN`` for a moment, in which readers find the new one (`layout.current`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -266,7 +264,7 @@ def unlock(directory: Path) -> None:
 class BackgroundWrite:
     """A checkpoint that a thread of this rank writes; the thread agrees with those of the other ranks."""
 
-    def __init__(self, work: Callable[[BackgroundWrite], None]) -> None:
+    def __init__(self, work: "Callable[[BackgroundWrite], None]") -> None:
         """Start ``work(self)`` in a thread; it calls `completed` once the checkpoint is complete."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -300,7 +298,7 @@ class BackgroundWrite:
             for act in waiting:
                 act()
 
-    def _run(self, work: Callable[[BackgroundWrite], None]) -> None:
+    def _run(self, work: "Callable[[BackgroundWrite], None]") -> None:
         try:
             work(self)
         except BaseException as error:  # raised where the outcome is asked for

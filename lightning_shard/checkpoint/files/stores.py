@@ -10,8 +10,6 @@ the next one. Files go up in parts while they are written, and are read by range
 to the store as it is is a checkpoint too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -6,8 +6,6 @@ is read. What stands for a tensor has ``shape``, ``dtype`` and two methods of to
 (``torch/distributed/_checkpointable.py``): ``__create_chunk_list__`` and ``__get_tensor_shard__``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -56,7 +54,7 @@ class HashedFile:
         self._size = 0
         self._failure: OSError | None = None
 
-    def __enter__(self) -> HashedFile:
+    def __enter__(self) -> "HashedFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -8,8 +8,6 @@ Stock Lightning's FSDPStrategy and ModelParallelStrategy write torch.distributed
 ``model`` (or ``state_dict``), each optimizer under ``optimizer_<i>`` with parameters by name, and ``meta.pt``.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib.metadata
 import io
@@ -40,7 +38,7 @@ _MODEL, _OPTIM = "_model_states.pt", "_optim_states.pt"
 class _Inert:
     """Stands for an object of DeepSpeed's of which nothing is read."""
 
-    def __new__(cls, *_: Any) -> _Inert:
+    def __new__(cls, *_: Any) -> "_Inert":
         return super().__new__(cls)
 
 
@@ -181,7 +179,7 @@ def _clean(name: str) -> str:
 
 
 def _optimizer(
-    bases: Sequence[Mapping[str, Any]], places: Mapping[str, _Place], stage: int
+    bases: Sequence[Mapping[str, Any]], places: "Mapping[str, _Place]", stage: int
 ) -> tuple[dict[str, Any], dict[layout.SlotName, StoredTensor]]:
     """The groups' description and the slots' tensors. A state's number is that of its flat group, in order."""
     numbers = [number for group in bases[0]["param_groups"] for number in group["params"]]

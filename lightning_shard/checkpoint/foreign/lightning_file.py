@@ -2,8 +2,6 @@
 Stock files number the parameters that an optimizer steps; ours note the names, a live run knows them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -117,7 +115,7 @@ class ModuleNames:
     optimizers: Sequence[Sequence[str]]
 
     @staticmethod
-    def of(module: nn.Module, optimizers: Sequence[AnyOptimizer]) -> ModuleNames:
+    def of(module: nn.Module, optimizers: Sequence[AnyOptimizer]) -> "ModuleNames":
         """Those of a live module, wrapped or not, and its optimizers."""
         names = fqns(module)
         stepped = [

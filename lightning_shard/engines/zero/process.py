@@ -1,7 +1,5 @@
 """What DeepSpeed changes in the process: set for this run, and restored afterwards."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os
