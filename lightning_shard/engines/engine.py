@@ -153,9 +153,11 @@ class Engine(Protocol):
         """The ranks with the same values, or None. ConfigurationError: gradients were not reduced over them."""
         return None
 
+    _needs: Mapping[int, Needs] = {}  # By the ``id`` of each of the fit's optimizers.
+
     def needs(self, optimizer: Optimizer) -> Needs:
         """What the step of one of the fit's optimizers needs."""
-        return Needs()
+        return self._needs.get(id(optimizer), Needs())
 
     upcast: Mapping[str, torch.dtype]  # FQN to loaded dtype of the trainable parameters whose masters have another.
 

@@ -16,7 +16,6 @@ from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.facts import plain_settings
-from lightning_shard.engines.optimizer_probe import Needs
 from lightning_shard.engines.replicated import common_random_numbers
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.engines.transforms import ForwardOptions
@@ -41,8 +40,7 @@ class StepsOwnParameters(Engine):
         self._options, self._forward_options, self._at_boundary = options, forward, at_boundary
         self._wrapped: DistributedDataParallel | None = None
         self._optimizers: Sequence[Optimizer] = ()
-        self._whole: dict[int, WholeSteps] = {}
-        self._needs: dict[int, Needs] = {}  # By the ``id`` of their optimizer too.
+        self._whole: dict[int, WholeSteps] = {}  # By the ``id`` of their optimizer.
         self.upcast: Mapping[str, torch.dtype] = {}
         self._closing = ExitStack()
 
@@ -71,9 +69,6 @@ class StepsOwnParameters(Engine):
     def replicas(self) -> dist.ProcessGroup | None:
         mesh = self._run.mesh[REPLICATE]
         return mesh.get_group() if mesh.size() > 1 else None
-
-    def needs(self, optimizer: Optimizer) -> Needs:
-        return self._needs.get(id(optimizer), Needs())
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         if skip:

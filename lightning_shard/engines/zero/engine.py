@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines import earlier_parameters, refusals
 from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts, plain_settings
-from lightning_shard.engines.optimizer_probe import Needs, rests_at_zero
+from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.replicated import common_random_numbers
 from lightning_shard.engines.torch_ddp import prepare_replica
@@ -76,7 +76,6 @@ class Zero(Engine):
         self._written: Written | None = None
         self._unstepped: Unstepped | None = None
         self._optimizers: Sequence[Optimizer] = ()
-        self._needs: dict[int, Needs] = {}
         self.upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
@@ -156,9 +155,8 @@ class Zero(Engine):
         self._optimizers = optimizers
         several = len(optimizers) > 1
         # Several step full parameters in any case; what couples these is refused.
-        found = {id(each): needs_of(each, self._run, replicated=self._stage == 0) for each in optimizers}
-        full = self._stage > 0 and any(n.full or n.loss for n in found.values()) and not several
-        self._needs = found
+        self._needs = {id(each): needs_of(each, self._run, replicated=self._stage == 0) for each in optimizers}
+        full = self._stage > 0 and any(n.full or n.loss for n in self._needs.values()) and not several
         for each in optimizers:
             self._refuse_closure(each)
         optimizer: Optimizer | None = Carrier(optimizers) if several else next(iter(optimizers), None)
@@ -188,9 +186,6 @@ class Zero(Engine):
 
     def replicas(self) -> dist.ProcessGroup | None:
         return self._run.mesh[SHARD].get_group() if self._stage == 0 else None
-
-    def needs(self, optimizer: Optimizer) -> Needs:
-        return self._needs.get(id(optimizer), Needs())
 
     def _refuse_closure(self, optimizer: Optimizer) -> None:
         needs = self.needs(optimizer)

@@ -30,11 +30,6 @@ class FlatTensors:
     stepping: Stepping
     device: torch.device
 
-    @property
-    def zero(self) -> Any:
-        """DeepSpeed's optimizer around the user's."""
-        return self.running.zero
-
     def masters(self) -> Mapping[str, LiveTensor]:
         return self.values.tensors(self.running)
 
@@ -52,11 +47,11 @@ class FlatTensors:
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         names: dict[Tensor, str] = {p: n for n, p in named_parameters(self.module).items() if p.requires_grad}
-        return dict(layout.accumulated(self.zero, self.running.groups, names, begin))
+        return dict(layout.accumulated(self.running.zero, self.running.groups, names, begin))
 
     def resident(self) -> Iterator[Resident]:
         """Those in files are the ones mapped between steps."""
-        zero, parameters, device = self.zero, self.parameters, self.device
+        zero, parameters, device = self.running.zero, self.parameters, self.device
         stage_3 = layout.kind(zero) == layout.STAGE_3
         for parameter in parameters:
             yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
