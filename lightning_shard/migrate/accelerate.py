@@ -9,19 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_shard.engines.zero.config.reading import read_file
+from lightning_shard.migrate import neutral
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, CLIP_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
-from lightning_shard.migrate.neutral import (
-    READ_ELSEWHERE,
-    Engine,
-    Field,
-    Reading,
-    each,
-    nearest,
-    satisfied,
-    setting,
-    shown,
-    unsupported,
-)
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, each, satisfied, setting, shown, unsupported
 
 _UNSUPPORTED_SECTIONS = {
     "megatron_lm_config": "there is no Megatron-LM engine here",
@@ -188,7 +178,7 @@ OTHER_DEVICES = ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA
 PRECISIONS = {"NO": "32-true", "FP16": "16-mixed", "BF16": "bf16-mixed"}
 
 _REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
-NOTES: Mapping[Engine, str] = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}
+NOTES: Mapping[neutral.Engine, str] = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}
 
 
 def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) -> None:
@@ -223,11 +213,11 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
                 reading.lose(f"{name}.{key}", value, reason)
 
 
-def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:
+def _engine(reading: Reading, content: Mapping[str, Any]) -> neutral.Engine | None:
     given = content.get("distributed_type")
     kind = str(given).upper()
     if kind not in DISTRIBUTED:
-        near = nearest(kind, [*DISTRIBUTED, *OTHER_DEVICES])
+        near = neutral.nearest(kind, [*DISTRIBUTED, *OTHER_DEVICES])
         why = f"is {given!r}, which Accelerate does not have{near}"
         if given is None:
             why = f"is missing, but must be one of {', '.join(DISTRIBUTED)}, as Accelerate asks too"
@@ -235,7 +225,7 @@ def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:
             why = f"is {given}, but the engines here run on CUDA devices and on CPUs"
         reading.problems.append(f"distributed_type {why}")
         return None
-    engine = cast(Engine, DISTRIBUTED[kind])
+    engine = cast(neutral.Engine, DISTRIBUTED[kind])
     reading.engine = engine
     if kind in ("MEGATRON_LM", "TP"):
         reading.lose("distributed_type", given, "there is no such engine here", "shard_fsdp")
@@ -352,7 +342,7 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
         reading.lose(field, given, _UNSUPPORTED_SECTIONS["fp8_config"], "precision: bf16-mixed")
         reading.ask("precision", "bf16-mixed", field, given)
     elif kind not in PRECISIONS:
-        near = nearest(kind.lower(), [*map(str.lower, PRECISIONS), "fp8"])
+        near = neutral.nearest(kind.lower(), [*map(str.lower, PRECISIONS), "fp8"])
         reading.problems.append(f"{field} is {given!r}, but must be one of no, fp16, bf16, fp8{near}")
     else:
         engine = reading.engine

@@ -7,20 +7,10 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS
 from lightning_shard.engines.zero.config.reading import read_config
+from lightning_shard.migrate import neutral
 from lightning_shard.migrate.accelerate import add_fsdp_strategy, backward_prefetch
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
-from lightning_shard.migrate.neutral import (
-    LEVELS,
-    READ_ELSEWHERE,
-    Engine,
-    Field,
-    Reading,
-    each,
-    satisfied,
-    setting,
-    shown,
-    unsupported,
-)
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, each, satisfied, setting, shown, unsupported
 
 _DEVICES = unsupported("the Trainer's", "trainer.devices")
 _COMMON: Mapping[str, Field] = {
@@ -140,7 +130,7 @@ DEEPSPEED: Mapping[str, Field] = {
     ),
 }  # fmt: skip
 
-STRATEGIES: Mapping[str, tuple[Engine, Mapping[str, Field]]] = {
+STRATEGIES: Mapping[str, tuple[neutral.Engine, Mapping[str, Field]]] = {
     "DDPStrategy": ("ddp", DDP),
     "SingleDeviceStrategy": ("ddp", SINGLE_DEVICE),
     "FSDPStrategy": ("fsdp", FSDP),
@@ -305,7 +295,8 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     if given.get("zero_optimization") is False:
         reading.ask("shard", "none", field("zero_optimization"), False)
     elif isinstance(stage, int) and stage in range(4):
-        reading.ask("shard", LEVELS[stage], field("stage"), given.get("stage"), "" if "stage" in given else "default 2")
+        note = "" if "stage" in given else "default 2"
+        reading.ask("shard", neutral.LEVELS[stage], field("stage"), given.get("stage"), note)
     else:
         reading.problems.append(f"{field('stage')} is {shown(stage)!r}, but must be 0, 1, 2 or 3")
     pin, default = given.get("pin_memory"), "/local_nvme"

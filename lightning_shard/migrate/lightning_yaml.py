@@ -6,21 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import read_config
+from lightning_shard.migrate import neutral
 from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import RENAMED, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import STRATEGIES, precision_of, read_stock
-from lightning_shard.migrate.neutral import (
-    LEVELS,
-    READ_ELSEWHERE,
-    Engine,
-    Field,
-    Reading,
-    each,
-    nearest,
-    setting,
-    shown,
-    unsupported,
-)
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown, unsupported
 from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
 
 
@@ -49,7 +39,7 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 
 _AXIS = unsupported("the mesh has no such axis", "torchtitan or Megatron-Core", "int", 1, 0)
 NEMO: Mapping[str, Field] = {
-    **each(
+    **neutral.each(
         _AXIS,
         "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
         "context_parallel_size expert_model_parallel_size",
@@ -254,7 +244,7 @@ SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
         **_SYNC,
         **_MESH,
         "config": READ_ELSEWHERE,
-        "stage": setting("shard", "int", words=dict(enumerate(LEVELS))),
+        "stage": setting("shard", "int", words=dict(enumerate(neutral.LEVELS))),
         "offload_optimizer.device": setting("offload_optimizer.device", "str"),
         "offload_parameters.device": setting("offload_parameters.device", "str"),
         **RENAMED,
