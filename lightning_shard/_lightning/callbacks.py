@@ -300,11 +300,10 @@ class _Average(AveragedModel):
 
 
 Current = Callable[[], nn.Module]
+Write = Callable[..., None]
 
 
-def average_shards(
-    replacements: Replacements, trainer: Trainer, current: Current, write: Callable[..., None]
-) -> Average:
+def average_shards(replacements: Replacements, trainer: Trainer, current: Current, write: Write) -> Average:
     """Have the one averaging callback average this rank's boxes, ``current``; ``write`` has a function write there."""
     (callback,) = averaging_callbacks(trainer)
     if isinstance(callback, stock.StochasticWeightAveraging):
@@ -319,9 +318,7 @@ def average_shards(
     return Average(shards=averages.module, has_buffers=True, count=count, set_count=set_count)
 
 
-def _stochastic(
-    replacements: Replacements, trainer: Trainer, callback: Any, current: Current, write: Callable[..., None]
-) -> Average:
+def _stochastic(replacements: Replacements, trainer: Trainer, callback: Any, current: Current, write: Write) -> Average:
     average = deepcopy(current())
     if callback._device is not None:
         average.to(callback._device)

@@ -171,9 +171,8 @@ def load_training_state(
         wanted = {layout.MODEL_PREFIX: optimizer_state.live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
-        matched = match_keys(
-            found, state, names, wanted, kept=optimizer_state.left_out(module, names) if strict else None
-        )
+        kept = optimizer_state.left_out(module, names) if strict else None
+        matched = match_keys(found, state, names, wanted, kept=kept)
         plan = load_optimizers.plan_optimizers(
             optimizers, names, found, saved, matched, configured=configured, homes=state.keys
         )
@@ -193,18 +192,16 @@ def load_training_state(
         stored = [(key, target) for key, target in targets if not state.fill(key, target)]
         read_tensors(checkpoint.directory, checkpoint.metadata, stored)
 
-    scalars = ranks.agree(
-        f"reading {checkpoint.path}", lambda: load_optimizers.read_scalars(plan, lambda empty: fill(empty.items()))
-    )
+    reading = f"reading {checkpoint.path}"
+    scalars = ranks.agree(reading, lambda: load_optimizers.read_scalars(plan, lambda empty: fill(empty.items())))
 
     def read() -> None:
         fill([*tensors, *load_optimizers.create_slots(plan, scalars)])
         load_optimizers.load_groups(plan)
-        optimizer_state.load_extra_state(
-            module, names, checkpoint.trainer_state.get(layout.EXTRA_STATE, {}), strict=strict
-        )
+        extra = checkpoint.trainer_state.get(layout.EXTRA_STATE, {})
+        optimizer_state.load_extra_state(module, names, extra, strict=strict)
 
-    ranks.agree(f"reading {checkpoint.path}", read)
+    ranks.agree(reading, read)
     return report
 
 

@@ -154,9 +154,7 @@ def _allow_connections(ranks: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def compare(
-    store: Store, place: Place, facts: Mapping[str, Any], seconds: float, folder: Path | None = None
-) -> list[str]:
+def compare(store: Store, place: Place, facts: dict[str, Any], seconds: float, folder: Path | None = None) -> list[str]:
     """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0. ``facts``: the
     "node", "versions" and "settings" that must not differ, in words. ``seconds``: how long a rank may be late.
     ``folder``: where checkpoints go, seen by all nodes. The same ConfigurationError on every rank says what differs

@@ -21,10 +21,8 @@ from torch._C import _distributed_c10d
 
 # Packages whose frames are not the user's code; of a record's frames, which are named by files, torch comes first.
 _PACKAGES = ("torch", "lightning", "pytorch_lightning", "deepspeed", "torchmetrics", "lightning_shard")
-_LIBRARIES = {
-    *(*_PACKAGES, "fsspec", "jsonargparse", "lightning_utilities", "transformers"),
-    *sys.stdlib_module_names,
-} - {"__main__"}
+_LIBRARIES = sys.stdlib_module_names - {"__main__"}
+_LIBRARIES |= {*_PACKAGES, "fsspec", "jsonargparse", "lightning_utilities", "transformers"}
 
 
 def user_frame(error: BaseException) -> str | None:

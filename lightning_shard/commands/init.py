@@ -104,10 +104,9 @@ def main(arguments: Sequence[str]) -> int:
     written = shlex.quote(str(options.output))
     launch = f"lightning-shard fit --config {written}"
     if nodes > 1:
-        launch = (
-            f"torchrun --nnodes {nodes} --nproc-per-node {devices} --rdzv-backend c10d --rdzv-endpoint NODE:29500 -m"
-        )
-        launch += f" lightning_shard fit --config {written}    # on each node; NODE is the name of one of them"
+        meeting = "--rdzv-backend c10d --rdzv-endpoint NODE:29500"
+        launch = f"torchrun --nnodes {nodes} --nproc-per-node {devices} {meeting} -m lightning_shard fit"
+        launch += f" --config {written}    # on each node; NODE is the name of one of them"
     if found["slurm"] == "yes":
         cpu = " --cpu" * (accelerator == "cpu")
         launch = f"lightning-shard slurm --nodes {nodes} --devices {devices}{cpu} --config {written} --submit"

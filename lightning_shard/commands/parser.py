@@ -161,9 +161,8 @@ def _beside_class_path(given: str) -> str:
     except (SyntaxError, ValueError):
         return ""
     entries = [e for e in (value if isinstance(value, list) else [value]) if isinstance(e, dict)]
-    beside = [
-        str(k) for e in entries if "class_path" in e for k in e if k not in ("class_path", "init_args", "dict_kwargs")
-    ]
+    known = ("class_path", "init_args", "dict_kwargs")
+    beside = [str(k) for e in entries if "class_path" in e for k in e if k not in known]
     told = f"{', '.join(beside)} stands beside class_path, but a class's arguments stand below init_args."
     return told if beside else ""
 

@@ -135,9 +135,8 @@ def _try(
         if needs.draws:
             return needs
         # The insides of a quantised state have other shapes than their parameter.
-        same = not shape or _same_in_parts(
-            tried.step, tried.full, values[0], [pair[0] for pair in gradients], exact=exact
-        )
+        first = [pair[0] for pair in gradients]
+        same = not shape or _same_in_parts(tried.step, tried.full, values[0], first, exact=exact)
         if not tried.insides and same and _takes_shards(tried.step, group, dtype):
             return needs
         if needs.again:

@@ -59,11 +59,8 @@ class SharedBuffers:
         if not self._agreed:
             return
         here = [(getattr(module, name), like, start) for module, name, like, start in self._agreed]
-        slots = [
-            (b, self._sent[start : start + b.nbytes].view(b.dtype).view(b.shape))
-            for b, like, start in here
-            if _like(b) == like
-        ]
+        sent = [(b, self._sent[start : start + b.nbytes]) for b, like, start in here if _like(b) == like]
+        slots = [(b, data.view(b.dtype).view(b.shape)) for b, data in sent]
         if dist.get_rank() == 0:
             for buffer, slot in slots:
                 slot.copy_(buffer)

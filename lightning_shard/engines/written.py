@@ -86,9 +86,8 @@ class WrittenInSteps:
                     # The step set ``parameter.data``; FSDP gathers into its own memory.
                     memory.data.copy_(full)
                     full.data = memory
-        if self._steps <= (_AVERAGED if self._frozen else _COMPARED) and (
-            lost := set().union(*Ranks.of().gather(self._lost))
-        ):
+        last = _AVERAGED if self._frozen else _COMPARED
+        if self._steps <= last and (lost := set().union(*Ranks.of().gather(self._lost))):
             raise ConfigurationError(
                 f"The step writes to {', '.join(sorted(lost))} while gathered, such as with clamp_ in forward: that is "
                 "a copy, which is freed with what was written, or has fewer digits than the masters. Write to them "

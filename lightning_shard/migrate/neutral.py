@@ -140,10 +140,8 @@ class Reading:
         for key in content:
             if key not in known:
                 where = f"{path}.{key}" if path else str(key)
-                near = (
-                    nearest(str(key), known)
-                    or f"; known are {', '.join(sorted(key for key in known if not key.endswith('+')))}"
-                )
+                every = ", ".join(sorted(key for key in known if not key.endswith("+")))
+                near = nearest(str(key), known) or f"; known are {every}"
                 self.problems.append(f"{where} is no key of {whose}{near}")
 
 

@@ -128,10 +128,8 @@ class _TracedUnits:
         self.before = {name: trace.order[i - 1] for i, name in enumerate(trace.order) if i}
         undropped = sum(_shard_elements(p, shards) for p in training.model.outside) * policy.master.itemsize
         device, host = (0, undropped) if engine.cpu_offload else (undropped, 0)
-        step = memory.step
-        self.base = MemoryAccount(
-            device=replace(step.device, gradients=device), host=replace(step.host, gradients=host)
-        )
+        own = memory.step
+        self.base = MemoryAccount(device=replace(own.device, gradients=device), host=replace(own.host, gradients=host))
 
     def points(self, *, reduces: bool) -> Iterator[Point]:
         """In the order of the step; ``reduces``: gradients are reduced, and not added to unsharded ones that wait."""

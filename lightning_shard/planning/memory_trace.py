@@ -62,9 +62,7 @@ class Step:
     device: Device | None = None  # Whose time for the operators is counted; None: no time is.
 
 
-def trace_step(
-    root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, batch_size: int | None = None
-) -> Trace:
+def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, batch_size: int | None = None) -> Trace:
     """Run one step of a module whose tensors `fake.make_fake` has made fake, on the batch or on so many samples of it.
     TraceError: it depends on data, has an operation without a fake implementation, or fails.
     """

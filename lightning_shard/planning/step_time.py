@@ -232,9 +232,7 @@ def _micro_batch(
     return clock.spent
 
 
-def step_time(
-    training: Training, engine: EngineFacts, trace: Trace, rates: Rates, *, compiled: bool = False
-) -> StepTime:
+def step_time(training: Training, engine: EngineFacts, trace: Trace, rates: Rates, compiled: bool = False) -> StepTime:
     """The step of a rank, of the trace's batch; ``trace`` was made with ``rates``' device."""
     plan, after = schedule(training, engine, rates)
     parts: dict[str, float] = defaultdict(float)

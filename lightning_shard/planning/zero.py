@@ -294,9 +294,8 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     if offload:
         # Masters, state and gradients are resident on the host; what is reduced passes through the device.
         late, kept, passing, update = 0, own * in_partition, largest, 0
-        staging = (
-            flat * compute.itemsize + passing + (overlapping * master.itemsize if summed and not in_partition else 0)
-        )
+        summed_here = overlapping * master.itemsize if summed and not in_partition else 0
+        staging = flat * compute.itemsize + passing + summed_here
         host = state + KindBytes(gradients=flat * master.itemsize, communication=staging)
     else:
         device, host, kept, passing = device + state, KindBytes(), own, 0

@@ -39,9 +39,7 @@ def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
     return states
 
 
-def load_metric_states(
-    module: nn.Module, by_rank: list[dict[str, dict[str, Any]]], *, rank: int, world_size: int
-) -> None:
+def load_metric_states(module: nn.Module, by_rank: list[dict[str, dict[str, Any]]], rank: int, world_size: int) -> None:
     """Give the metrics in ``module`` what :func:`metric_states` gave on each old rank, ``by_rank`` (no communication).
     With the old ``world_size`` each rank gets its own back, bitwise; else old rank ``r`` goes to rank ``r %
     world_size``, merged with others there, and further ranks start anew. Metrics that only the module or only the

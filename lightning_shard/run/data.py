@@ -215,9 +215,8 @@ def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], ch
     if checkpoints.accumulated is None:
         why = "it has none"
     elif done != due:
-        why = (
-            f"the step had taken {done} samples ({_RULE.format(*saved['factors'])}), here {due} ({_RULE.format(*here)})"
-        )
+        told = [_RULE.format(*factors) for factors in (saved["factors"], here)]
+        why = f"the step had taken {done} samples ({told[0]}), here {due} ({told[1]})"
     else:
         plugin: Any = trainer.precision_plugin
         factor = plugin.resume_accumulation([rank[ACCUMULATION] for rank in ranks])

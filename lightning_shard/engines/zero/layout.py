@@ -46,9 +46,7 @@ def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
     return groups
 
 
-def with_frozen(
-    groups: Sequence[FlatGroup], given: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str]
-) -> list[FlatGroup]:
+def with_frozen(groups: list[FlatGroup], given: list[list[Tensor]], names: Mapping[Tensor, str]) -> list[FlatGroup]:
     """``groups`` with the frozen parameters that the user put into them (``given``), which are not stepped."""
     stepped = {member.fqn for group in groups for member in group.members}
     found = list(groups)
