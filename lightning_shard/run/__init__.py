@@ -6,22 +6,9 @@
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.engines.transforms import CompilerWatch
 from lightning_shard.engines.usage import Freezing
+from lightning_shard.run import fit
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.data import Data, Predictions, evaluating
-from lightning_shard.run.fit import (
-    after_batches,
-    before_sharding,
-    begin_averaging,
-    begin_batch,
-    compared_settings,
-    keep_batch,
-    keeps_optimizers,
-    lay_out_parameters,
-    run_of,
-    same_on_all_ranks,
-    settle_fit,
-    take_over,
-)
 from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite

@@ -185,13 +185,13 @@ class ShardStrategy(ParallelStrategy):
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         # At the very end and however the run ends; ahead of the first thing that has to be ended.
         loops.at_end_of_run(self._replacements, trainer, self._preemption.give_signals_back, self._watch.end)
-        parts.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
+        parts.fit.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
         self._watch.mark_messages(self.global_rank, self.world_size)
         own = {**plain_settings(self._settings), **self.engine_for().settings()}
-        compared, written = parts.compared_settings(self, own, trainer), root if self._fits else None
+        compared, written = parts.fit.compared_settings(self, own, trainer), root if self._fits else None
         self._watch.record_into(self._identity.failure_folder)
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
         # Before anything else that a rank may fail in.
@@ -218,10 +218,10 @@ class ShardStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         loops.use_no_grad_in_evaluation(self._replacements, trainer)
         if self._fits and self.preemption.keep_batch and module.automatic_optimization:
-            parts.keep_batch(trainer, self._identity)  # ahead of the engine, which is built for it
+            parts.fit.keep_batch(trainer, self._identity)  # ahead of the engine, which is built for it
         run = self._begin(trainer, engine)
         log_graphs(self._replacements, trainer)
-        parts.lay_out_parameters(module)
+        parts.fit.lay_out_parameters(module)
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
         self.barrier("engine")
@@ -231,7 +231,7 @@ class ShardStrategy(ParallelStrategy):
         if self._fits:
             refusals.set_up_optimizers(self.setup_optimizers, trainer)
             self._engage(trainer, engine)
-        elif not parts.keeps_optimizers(engine, module, self.optimizers):
+        elif not parts.fit.keeps_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()
         self._freezing = parts.Freezing(module, frozen_too=engine.gathers_in_forward and not engine.follows_freezing)
         self.setup_precision_plugin()
@@ -244,13 +244,14 @@ class ShardStrategy(ParallelStrategy):
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {plan.precision!r}")
-            parts.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
-            parts.before_sharding(trainer, module, processes.layer_sync(self))
+            parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
+            parts.fit.before_sharding(trainer, module, processes.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
-        return parts.run_of(trainer, plan, device=self.root_device, mesh=self.device_mesh, watch=self._ledger.reduction)
+        device, mesh = self.root_device, self.device_mesh
+        return parts.fit.run_of(trainer, plan, device=device, mesh=mesh, watch=self._ledger.reduction)
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
-        made = parts.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
+        made = parts.fit.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
         optimizers, schedule = engine.engage(made)
         loops.follow_actions(self._replacements, trainer, engine.hooks)
         if optimizers != made:
@@ -258,7 +259,7 @@ class ShardStrategy(ParallelStrategy):
         if schedule is not None:
             self.lr_scheduler_configs.append(step_scheduler(schedule))
         self.checkpoints.check(trainer)
-        parts.begin_averaging(self._replacements, trainer, engine, self.checkpoints, self.memory)
+        parts.fit.begin_averaging(self._replacements, trainer, engine, self.checkpoints, self.memory)
         self._ledger.start_of_fit(self.optimizers)
         refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast, self.optimizers)
         hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
@@ -289,7 +290,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        parts.begin_batch(self._module.trainer, self.engine, self._buffers)
+        parts.fit.begin_batch(self._module.trainer, self.engine, self._buffers)
         with self.precision_plugin.train_step_context():
             output = self.engine.forward(self.precision_plugin.step(self._module.training_step), *args, **kwargs)
         self._compiler.after_step()
@@ -345,7 +346,7 @@ class ShardStrategy(ParallelStrategy):
         self._ledger.start_of_training()
         self._preemption.start(self._identity)
         go_back = self.precision_plugin.after_batch
-        parts.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
+        parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer, self.checkpoints)
         callbacks.go_on_in_mid_epoch(trainer)
