@@ -16,10 +16,8 @@ def columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(width) if numbers and i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        padded = enumerate(zip(row, widths, strict=True))
+        cells = [cell.rjust(width) if numbers and i else cell.ljust(width) for i, (cell, width) in padded]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -130,13 +130,8 @@ def export(
     dtype, size = read(DType | None, dtype, "dtype"), parse_bytes(read(str, max_shard_size, "max_shard_size"))
 
     def write() -> list[Path]:
-        stored = open_any(path, optimizers="none")
-        return export_contents(
-            stored.averaged() if ema else stored,
-            folder,
-            dtype=DTYPES[dtype] if dtype else None,
-            module=module,
-            max_shard_bytes=size,
-        )
+        stored, kind = open_any(path, optimizers="none"), DTYPES[dtype] if dtype else None
+        stored = stored.averaged() if ema else stored
+        return export_contents(stored, folder, dtype=kind, module=module, max_shard_bytes=size)
 
     return again_if_replaced(write)

@@ -66,11 +66,8 @@ def training_results_state(trainer: Trainer) -> dict[str, Any]:
     """
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
-    entries = {
-        key: _entry_state(entry)
-        for key, entry in _live(fit_loop.epoch_loop._results)
-        if entry.meta.on_epoch or not entry.is_tensor
-    }
+    live = _live(fit_loop.epoch_loop._results)
+    entries = {key: _entry_state(entry) for key, entry in live if entry.meta.on_epoch or not entry.is_tensor}
     evaluation = [e.meta.metric_attribute for _, e in _live(fit_loop.epoch_loop.val_loop._results) if not e.is_tensor]
     batches: Any = fit_loop.epoch_loop.batch_progress.current
     connector = trainer._logger_connector

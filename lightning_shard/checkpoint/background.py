@@ -29,6 +29,8 @@ from lightning_shard.checkpoint.save import begin_any
 from lightning_shard.cluster.preemption import Agreement
 from lightning_shard.ranks import Ranks
 
+Collect = Callable[[], Contents]
+
 # What a rank says of its write ahead of each step; the largest is what all say. 0 is none of them: said by nobody yet.
 _ENDED, _GOES_ON = 1, 2
 
@@ -50,12 +52,7 @@ class Saver:
         self._longest_seconds = 0.0
 
     def save(
-        self,
-        path: AnyPath,
-        collect: Callable[[], Contents],
-        *,
-        background: bool,
-        wanted: Callable[[], Skeleton] | None = None,
+        self, path: AnyPath, collect: Collect, *, background: bool, wanted: Callable[[], Skeleton] | None = None
     ) -> None:
         """Save to ``path`` in the form that its name says, both the same on every rank, once an earlier save is
         complete. ``collect`` gives what is saved, without communication; ``background``: return as soon as the tensors

@@ -38,13 +38,10 @@ def stored_gradients(keys: Collection[str]) -> dict[str, dict[int | None, str]]:
     return found
 
 
-def load_gradients(
-    checkpoint: OpenCheckpoint,
-    module: nn.Module,
-    begin: Callable[[Collection[str]], Mapping[str, Accumulated]],
-    *,
-    factor: float,
-) -> None:
+Begin = Callable[[Collection[str]], Mapping[str, Accumulated]]
+
+
+def load_gradients(checkpoint: OpenCheckpoint, module: nn.Module, begin: Begin, *, factor: float) -> None:
     """Read a checkpoint's gradients, times ``factor``, into those that ``begin`` makes zeros of; those of what is not
     trained here are left out. All ranks call it. CheckpointCorruptError, on every rank.
     """

@@ -80,14 +80,10 @@ def match(live: Shapes, aliases: Mapping[str, str], stored: Shapes, homes: Mappi
     return found
 
 
-def match_keys(
-    found: Manifest,
-    state: StateDict,
-    names: Names,
-    wanted: Mapping[str, Mapping[str, LiveTensor]],
-    *,
-    kept: set[str] | None,
-) -> Match:
+Wanted = Mapping[str, Mapping[str, LiveTensor]]
+
+
+def match_keys(found: Manifest, state: StateDict, names: Names, wanted: Wanted, *, kept: set[str] | None) -> Match:
     """Match ``wanted`` by prefix and FQN; ``kept``: what may be missing, with which digests are compared; None: all."""
     stored = {**{key: entry.shape for key, entry in found.tensors.items()}, **state.shapes}
     homes, aliases = {}, {}

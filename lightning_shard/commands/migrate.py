@@ -112,12 +112,8 @@ def migrate(
             raise ConfigurationError(refusal(lost))
         check(content)
     line = shlex.join(["lightning-shard", *(command or ["migrate", *map(str, files)])])
-    return Migrated(
-        content=content,
-        yaml=document(content, line, target.reading),
-        table=table(target),
-        lost=[field.field for field in lost],
-    )
+    text, fields = document(content, line, target.reading), [field.field for field in lost]
+    return Migrated(content=content, yaml=text, table=table(target), lost=fields)
 
 
 def known() -> Known:

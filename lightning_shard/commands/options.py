@@ -76,12 +76,8 @@ class OptionsParser(argparse.ArgumentParser):
 
 def options_parser(name: str, description: str) -> OptionsParser:
     """A parser for a command whose arguments are no part of a run's configuration."""
-    return OptionsParser(
-        prog=f"lightning-shard {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    lines, prog = argparse.RawDescriptionHelpFormatter, f"lightning-shard {name}"
+    return OptionsParser(prog=prog, description=description, formatter_class=lines, allow_abbrev=False)
 
 
 def add_output(parser: argparse.ArgumentParser, text: str, default: Path | None = None) -> None:

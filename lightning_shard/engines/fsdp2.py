@@ -317,20 +317,15 @@ class FSDP2Engine(StepsOwnParameters):
 
 
 def _cast(
-    root: nn.Module,
-    policy: PrecisionPolicy,
-    dtypes: Mapping[nn.Module, torch.dtype],
-    ignored_modules: Collection[nn.Module],
+    root: nn.Module, policy: PrecisionPolicy, own: Mapping[nn.Module, torch.dtype], ignored: Collection[nn.Module]
 ) -> None:
     """Have the tree compute in the policy's dtype, and units in their own; what is ignored in fp32 if all else is."""
-    if {policy.compute, *dtypes.values()} == {torch.float32}:
-        for module in ignored_modules:
+    if {policy.compute, *own.values()} == {torch.float32}:
+        for module in ignored:
             casting.compute_in(module, torch.float32)
         return
-    casting.install_casts(
-        root, policy.compute, inside=dtypes, whole=ignored_modules, output=policy.output, float8=policy.float8
-    )
-    casting.round_scalars(root, policy.compute, dtypes)
+    casting.install_casts(root, policy.compute, inside=own, whole=ignored, output=policy.output, float8=policy.float8)
+    casting.round_scalars(root, policy.compute, own)
 
 
 def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:

@@ -73,11 +73,8 @@ class TorchDDP(StepsOwnParameters):
     _delayed_static_graph = False
 
     def facts(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts:
-        return TorchDDPFacts(
-            ranks=run.ranks,
-            gradient_as_bucket_view=self._options.gradient_as_bucket_view,
-            reduce_at_boundary=self._at_boundary,
-        )
+        views = self._options.gradient_as_bucket_view
+        return TorchDDPFacts(ranks=run.ranks, gradient_as_bucket_view=views, reduce_at_boundary=self._at_boundary)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         refuse_sharded(module, "ShardDDPStrategy")

@@ -77,12 +77,11 @@ class ModelFacts:
         return sum(p.numel for p in self.parameters)
 
 
+Groups = Sequence[Mapping[str, Any]]  # An optimizer's.
+
+
 def model_facts(
-    root: nn.Module,
-    *,
-    units: Sequence[Unit] = (),
-    unsharded: Iterable[Tensor] = (),
-    groups: Sequence[Mapping[str, Any]] = (),
+    root: nn.Module, *, units: Sequence[Unit] = (), unsharded: Iterable[Tensor] = (), groups: Groups = ()
 ) -> ModelFacts:
     """The facts of a full module; ``unsharded``: parameters that FSDP leaves besides 0-d ones and metrics'."""
     unit_of, rules = unit_names(units), {unit.names[0]: unit.rule for unit in units}
@@ -106,7 +105,7 @@ def model_facts(
     return ModelFacts(parameters=parameters, buffer_bytes=buffer_bytes(root))
 
 
-def facts_of(module: nn.Module, engine: Engine, groups: Sequence[Mapping[str, Any]] = ()) -> ModelFacts:
+def facts_of(module: nn.Module, engine: Engine, groups: Groups = ()) -> ModelFacts:
     """`model_facts` of a LightningModule under an engine; its parameters are full, real or without data."""
     _, ignored = ignored_parameters(module, engine.ignored_modules())
     return model_facts(module, units=engine.units(module), unsharded=ignored(), groups=groups)

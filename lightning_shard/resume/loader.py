@@ -58,13 +58,7 @@ class ResumableLoader(DelegatingLoader):
     )
 
     def __init__(
-        self,
-        inner: DataLoader[Any],
-        *,
-        world_size: int,
-        rank: int,
-        inner_sampler: Any = None,
-        draws: Draws | None = None,
+        self, inner: DataLoader[Any], world_size: int, rank: int, inner_sampler: Any = None, draws: Draws | None = None
     ) -> None:
         batched = inner.batch_sampler is not None
         full = inner.batch_sampler if batched else inner.sampler

@@ -16,7 +16,7 @@ from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
-from lightning_shard.checkpoint.files.place import place, refuse_url
+from lightning_shard.checkpoint.files.place import StrPath, place, refuse_url
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
@@ -102,7 +102,7 @@ class Checkpoints(CheckpointIO):
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
+        path: StrPath,
         storage_options: Any | None = None,
         *,
         own: Mapping[str, Any] | None = None,
@@ -213,7 +213,7 @@ class Checkpoints(CheckpointIO):
         parameters = {fqn for fqn, t in names.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
         return {fqn: tensor for fqn, tensor in live.items() if fqn in parameters - leave_out}
 
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def remove_checkpoint(self, path: StrPath) -> None:
         """Delete a checkpoint on rank 0, once another that is being written is complete. All ranks may call it."""
         self.saver.remove(path)
 
@@ -238,12 +238,7 @@ class Checkpoints(CheckpointIO):
     # Load
 
     def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        map_location: Any | None = None,
-        weights_only: bool | None = None,
-        *,
-        fits: bool = True,
+        self, path: StrPath, map_location: Any = None, weights_only: bool | None = None, *, fits: bool = True
     ) -> dict[str, Any]:
         """Read ``trainer.pt``, and for a fit what ranks keep of themselves; the tensors follow in `load_tensors`. All
         ranks call it. Other forms are first converted into a directory below the run's folder, which is removed after
@@ -260,7 +255,7 @@ class Checkpoints(CheckpointIO):
         state = load.with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
         return {**state, "state_dict": self._loading.state_dict() if _follows_names(self._module) else {}}
 
-    def _convert(self, path: str | os.PathLike[str]) -> str:
+    def _convert(self, path: StrPath) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
         ranks = Ranks.of()
         root = place(self._root).absolute()

@@ -34,15 +34,10 @@ from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import roll_back
 from lightning_shard.run.preemption import Preemption, RunIdentity, checkpoint_folders
 
+Watch = Callable[[], AbstractContextManager[None]]
 
-def run_of(
-    trainer: Trainer,
-    planned: PlannedRun,
-    *,
-    device: torch.device,
-    mesh: DeviceMesh,
-    watch: Callable[[], AbstractContextManager[None]],
-) -> Run:
+
+def run_of(trainer: Trainer, planned: PlannedRun, *, device: torch.device, mesh: DeviceMesh, watch: Watch) -> Run:
     """What an engine is told of a Trainer's run. All ranks call it; the other arguments are `Run`'s."""
 
     def total_steps() -> int | None:

@@ -68,12 +68,8 @@ class Memory:
     def _training(self, model: ModelFacts, optimizers: Sequence[Optimizer]) -> Training:
         facts = [optimizer_facts(optimizer) for optimizer in optimizers]
         known = facts[0] if len(set(map(repr, facts))) == 1 else None
-        return Training(
-            model=model,
-            policy=self._run.policy,
-            optimizer=known or OptimizerFacts(slots=(), fixed_bytes=0),
-            micro_batches=self._run.accumulate_grad_batches,
-        )
+        optimizer, count = known or OptimizerFacts(slots=(), fixed_bytes=0), self._run.accumulate_grad_batches
+        return Training(model=model, policy=self._run.policy, optimizer=optimizer, micro_batches=count)
 
     def largest_batch(self, module: nn.Module, step: Step, optimizers: Sequence[Optimizer], limit: int) -> int | None:
         """The largest batch that fits into ``limit`` bytes of a device, by arithmetic; None: not known. ``module``: a

@@ -92,11 +92,8 @@ def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     # With the replaced tensors, whose ids must stay theirs.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
-        own = [
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        for name, tensor in own:
+        own: list[tuple[str, Tensor]] = [*module.named_parameters(recurse=False, remove_duplicate=False)]
+        for name, tensor in [*own, *module.named_buffers(recurse=False, remove_duplicate=False)]:
             if id(tensor) not in made:
                 made[id(tensor)] = tensor, _of_its_class(tensor, make(tensor))
             setattr(module, name, made[id(tensor)][1])

@@ -242,12 +242,9 @@ class Zero(Engine):
         if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
             # A zero.Init of the user's in configure_model has replaced them.
             self._connection.restore_functions()
+        run = self._run
         loaded = partition.partition(
-            self._module,
-            device=self._run.device,
-            compute=self._run.policy.compute,
-            seed=self._run.seed,
-            config=self._config,
+            self._module, device=run.device, compute=run.policy.compute, seed=run.seed, config=self._config
         )
         # An earlier run's masters win.
         self._values.loaded = {**loaded, **self._values.loaded}
@@ -310,12 +307,9 @@ class Zero(Engine):
         return step(*args, **kwargs) if self._running is None else self._inside(step, *args, **kwargs)
 
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        watched = self._uses.watched() if self.gathers_in_forward else nullcontext()
         try:
-            with (
-                refusals.explained(self._called),
-                self._uses.watched() if self.gathers_in_forward else nullcontext(),
-                self._same_units.step(),
-            ):
+            with refusals.explained(self._called), watched, self._same_units.step():
                 return running.run(self._started, step, *args, **kwargs)
         finally:
             self._note_gathered()

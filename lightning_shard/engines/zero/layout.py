@@ -156,11 +156,8 @@ def _gradient(zero: Any, index: int, member: FlatMember) -> Tensor | None:
 
 def masters(groups: Sequence[FlatGroup]) -> dict[str, FlatTensor]:
     """FQN to what this rank steps of the parameter."""
-    return {
-        member.fqn: FlatTensor(member.shape, part.dtype, [FlatSlice(data=part, start=member.start)])
-        for member, part in shards(groups)
-        if member.stepped
-    }
+    stepped = [(member, part) for member, part in shards(groups) if member.stepped]
+    return {m.fqn: FlatTensor(m.shape, part.dtype, [FlatSlice(data=part, start=m.start)]) for m, part in stepped}
 
 
 def flats(zero: Any) -> Sequence[Tensor]:
