@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_shard.errors import *
 from lightning_shard.registry import register
+from lightning_shard.text import did_you_mean
 
 if TYPE_CHECKING:
     from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
@@ -83,7 +84,8 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        near = "" if name.startswith("_") else did_you_mean(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{near}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

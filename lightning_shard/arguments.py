@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from datetime import timedelta
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -19,6 +20,7 @@ from lightning_shard.text import did_you_mean
 C = TypeVar("C", bound=Callable[..., Any])
 T = TypeVar("T")
 
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -38,6 +40,13 @@ def checked(
                 if name not in known:
                     hint = foreign(name) or did_you_mean(name, known) + f" It takes: {', '.join(known)}."
                     raise error(f"{whose} has no argument {name!r}.{hint}")
+            by_place = [n for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+            if len(args) >= len(by_place):  # ``self`` is among these
+                kind, value = type(self).__name__, _shown(args[len(by_place) - 1])
+                raise error(
+                    f"{kind} takes its arguments by name, but {value} has none. Write {kind}(NAME={value}), where NAME "
+                    f"is one of {', '.join(known)}."
+                )
             bound = signature.bind(self, *args, **given)
             for name, value in bound.arguments.items():
                 if name != "self":
@@ -104,7 +113,8 @@ def _convert(kind: Any, value: Any, convert: bool) -> Any:
     if kind in (None, NoneType):
         return _fitting(value is None, value)
     if origin is Literal:
-        found = [a for a in arguments if (a == value and not isinstance(value, bool)) or (convert and str(a) == value)]
+        text = _DTYPES.get(str(value), value)
+        found = [a for a in arguments if (a == value and not isinstance(value, bool)) or (convert and str(a) == text)]
         return _fitting(bool(found), *found[:1])
     if kind in (int, float):
         return _number(kind, value, convert)
@@ -174,18 +184,32 @@ _NAMED: dict[Any, str] = {
 
 def _fix(kinds: Sequence[Any], value: Any, name: str) -> str:
     """What to write, where that can be guessed."""
-    words = [argument for kind in kinds if get_origin(kind) is Literal for argument in get_args(kind)]
+    words = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
+    groups = [fields(kind) for kind in kinds if is_dataclass(kind)]
+    listed = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
+    written: Any = None
     if bool in kinds and str(value).lower() in _SWITCHES:
-        return f" Write {name}={_SWITCHES[str(value).lower()]}."
-    groups = [fields(kind)[0] for kind in kinds if is_dataclass(kind)]
-    if groups and isinstance(value, str | bool):
-        return f" Write {name}={ {groups[0].name: value} if isinstance(value, str) else {} }."
-    if kinds == (bool,):
+        written = _SWITCHES[str(value).lower()]
+    elif value is False and NoneType in kinds:
+        return f" Write {name}=None."
+    elif groups and isinstance(value, str | bool):
+        written = {groups[0][0].name: value} if isinstance(value, str) else {}
+    elif groups and isinstance(value, list | tuple) and len(value) == len(groups[0]):
+        written = dict(zip((field.name for field in groups[0]), value, strict=True))
+    elif tuple(kinds) == (bool,):
         return f" Write {name}=True to turn it on."
-    if isinstance(value, float) and value.is_integer() and int in kinds:
-        return f" Write {name}={int(value)}."
-    if isinstance(value, str):
-        near = did_you_mean(value, [word for word in words if isinstance(word, str)])
-        listed = any(get_origin(kind) in (list, tuple) for kind in kinds)
-        return near or (f" Write {name}=[{value!r}] for that name alone." if listed else "")
-    return ""
+    elif value is True and words:
+        written = words[0]
+    elif isinstance(value, float) and value.is_integer() and int in kinds:
+        written = int(value)
+    elif isinstance(value, timedelta) and float in kinds:
+        written = value.total_seconds()
+    elif listed and isinstance(value, type):
+        written = [value.__name__]
+    elif isinstance(text := _DTYPES.get(str(value), value), str):
+        if near := did_you_mean(text, words):
+            return near
+        if listed and words and text.islower():  # unlike a class
+            return f" Write {name}={words[0]!r}, or a list with names of classes."
+        return f" Write {name}=[{text!r}] for that name alone." if listed else ""
+    return "" if written is None else f" Write {name}={written!r}."

@@ -153,6 +153,11 @@ def _available(strategies: Any) -> list[str]:
 class _Names(list[str]):
     def __contains__(self, name: object) -> bool:
         found = super().__contains__(name)
+        if isinstance(name, type) and issubclass(name, sys.modules[_STRATEGIES].Strategy):
+            raise ConfigurationError(
+                f"strategy is the class {name.__name__}, but must be a name or an object. Write "
+                f"strategy={name.__name__}()."
+            )
         if isinstance(name, str) and not found:
             raise ConfigurationError(unknown_name(name))
         return found

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 import pytest
+import torch
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.distributed.fsdp import CPUOffload
@@ -78,6 +81,11 @@ def test_strings_and_mappings_build_the_same_objects(
     assert settings(kind(**written)) == settings(kind(**typed)) != settings(kind())
 
 
+def test_a_torch_dtype_is_taken_for_its_name() -> None:
+    given = ShardPrecision("bf16-mixed", reduce=torch.bfloat16).policy(aligned=False)  # type: ignore[arg-type]
+    assert given.reduce is torch.bfloat16
+
+
 def test_the_loss_scale_is_a_mapping_too() -> None:
     given = ShardPrecision("16-mixed", loss_scale={"initial": "1024"}).policy(aligned=False)
     assert given.loss_scale == LossScaling(initial=1024.0)
@@ -96,6 +104,13 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ShardFSDPStrategy, {"mesh": {"replicate": "two"}}, "mesh.replicate is 'two', but must be an integer or 'auto'."),
     (ShardFSDPStrategy, {"mesh": 2}, "mesh is 2, but must be MeshConfig, a mapping (replicate, shard) or None."),
     (ShardFSDPStrategy, {"units": "Linear"}, "Write units=['Linear'] for that name alone."),
+    (ShardFSDPStrategy, {"units": "blocks"}, "Write units='auto', or a list with names of classes."),
+    (ShardFSDPStrategy, {"units": nn.Linear}, "Write units=['Linear']."),
+    (ShardFSDPStrategy, {"mesh": (2, 4)}, "Write mesh={'replicate': 2, 'shard': 4}."),
+    (ShardFSDPStrategy, {"activation_checkpointing": True}, "Write activation_checkpointing='units'."),
+    (ShardFSDPStrategy, {"activation_checkpointing": "full"}, "Write activation_checkpointing='units', or a list"),
+    (ShardFSDPStrategy, {"activation_checkpointing": False}, "Write activation_checkpointing=None."),
+    (ShardFSDPStrategy, {"timeout_seconds": timedelta(minutes=1)}, "Write timeout_seconds=60.0."),
     (ShardFSDPStrategy, {"units": [3]}, "an integer or a list of names or classes or mappings (modules, pattern, "),
     (ShardFSDPStrategy, {"units": [{"pattern": "a["}]}, "units' pattern 'a[' is no regular expression: unterminated"),
     (ShardFSDPStrategy, {"units": [{"pattern": "a", "modules": 3}]}, "modules is 3 and pattern is 'a' in an entry"),
@@ -123,6 +138,8 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ShardDeepSpeedStrategy, {"buckets": {"reduce": 5e8}}, "buckets.reduce is 500000000.0, but must be an integer"),
     (ShardDDPStrategy, {"comm_hook": "nowhere"}, "a function or its import path or None."),
     (ShardDDPStrategy, {"ddp_comm_hook": print}, "Use comm_hook."),
+    (ShardDeepSpeedStrategy, {"offload_optimizer": False}, "Write offload_optimizer=None."),
+    (ShardPrecision, {"precision": torch.bfloat16}, "Did you mean bf16-true or bf16-mixed?"),
     (ShardPrecision, {"precision": "fp16"}, "precision is 'fp16', but must be '32-true', 'bf16-mixed', "),
     (ShardPrecision, {"precision": "16-mixed", "loss_scale": {"initial": 3}}, "loss_scale.initial is 3.0, but must be"),
     (MeshConfig, {"shard": 2.5}, "mesh.shard is 2.5, but must be an integer or 'auto'."),
@@ -135,6 +152,16 @@ def test_what_does_not_fit_is_refused_at_construction(kind: type[Any], given: di
         kind(**given)
     assert message in str(refused.value)
     assert isinstance(refused.value, {MeshConfig: MeshError, ShardPrecision: PrecisionError}.get(kind, Exception))
+
+
+def test_arguments_by_place_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"by name, but True has none. Write ShardFSDPStrategy\(NAME=True\)"):
+        ShardFSDPStrategy(True)  # type: ignore[misc]
+
+
+def test_a_class_in_the_place_of_a_strategy() -> None:
+    with pytest.raises(ConfigurationError, match=r"Write strategy=ShardFSDPStrategy\(\)"):
+        Trainer(strategy=ShardFSDPStrategy, accelerator="cpu", devices=1)  # type: ignore[arg-type]
 
 
 class _Twice:
@@ -165,5 +192,5 @@ def test_checked_dataclasses_stay_dataclasses() -> None:
     mesh = replace(MeshConfig(replicate="2"), shard="auto")
     assert mesh == MeshConfig(replicate=2)
     assert pickle.loads(pickle.dumps(mesh)) == mesh
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(MeshError, match="MeshConfig takes its arguments by name"):
         MeshConfig(2)

@@ -5,11 +5,9 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.cluster.traces import package_of, user_frame, words_of
@@ -36,42 +34,26 @@ def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mappi
         terminate(children)
         return
     if not getattr(error, "said", False):  # by another rank, whose failure this is the outcome of
-        _say(error, arguments, global_rank(environ))
+        _say(error, global_rank(environ))
     terminate(children)
     if "--traceback" in arguments:
         traceback.print_exception(error)
     raise SystemExit(MISTAKE_EXIT_CODE) from error
 
 
-def _say(error: Exception, arguments: Sequence[str], rank: int) -> None:
+def _say(error: Exception, rank: int) -> None:
     if rank != 0:
         time.sleep(_SILENCE_SECONDS)
     sys.stdout.flush()
     where = _where(error)
     raised = f"\n(raised in {where})" if where else ""
-    file = broken_config(arguments) if isinstance(error, UsageError) else ""
-    print(f"{f'[rank {rank}] ' if rank else ''}error: {file}{words_of(error)}{raised}", file=sys.stderr, flush=True)
+    print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {words_of(error)}{raised}", file=sys.stderr, flush=True)
 
 
 def _where(error: BaseException) -> str | None:
     """The user's line; of a module that can't be imported, of which the parser tells the words alone, that line."""
     inner = (one for one in chain(error) if one is not error and isinstance(one, ImportError))
     return user_frame(error) or next(map(user_frame, inner), None)
-
-
-def broken_config(arguments: Sequence[str]) -> str:
-    """``"PATH: "`` of the first ``--config`` file that is no YAML mapping, or ``""``: the parser doesn't say which."""
-    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
-        name, equals, inline = option.partition("=")
-        path = Path(inline if equals else value)
-        if name not in ("-c", "--config") or not path.is_file():
-            continue
-        try:
-            if not isinstance(yaml.safe_load(path.read_text()), dict):
-                return f"{path}: "
-        except (yaml.YAMLError, UnicodeDecodeError):
-            return f"{path}: "
-    return ""
 
 
 def global_rank(environ: Mapping[str, str]) -> int:

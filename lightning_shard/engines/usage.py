@@ -214,7 +214,7 @@ class Freezing:
 
     def __init__(self, module: nn.Module, *, frozen_too: bool) -> None:
         """Look at ``module`` as its engine is about to train it; ``frozen_too``: that gathers frozen parameters."""
-        self._module, self._frozen_too, self._looked = module, frozen_too, False
+        self._module, self._frozen_too, self._looks, self._stepped = module, frozen_too, 0, False
         self._parameters = list(module.parameters())
         self._trainable = [p.requires_grad for p in self._parameters]
 
@@ -224,17 +224,26 @@ class Freezing:
         found = named_parameters(self._module).items()
         if new := [n for n, p in found if p not in known and (self._frozen_too or p.requires_grad)]:
             raise ConfigurationError(
-                f"{', '.join(new[:4])} came after the model was set up to train, in a hook of the fit: no engine "
-                "reduces their gradients or shards them. Make them in configure_model, setup or __init__."
+                f"{', '.join(new[:4])} came after the model was set up to train, in a hook or a step of the fit: "
+                "no engine reduces their gradients or shards them, and no optimizer has them. Make them in "
+                "configure_model, setup or __init__."
             )
 
     def changed(self, batch_idx: int) -> bool:
         """Whether other parameters are trainable than at the last look; ConfigurationError as `refuse_new`."""
-        if batch_idx == 0 or not self._looked:
+        if batch_idx == 0 or self._looks < 2:  # at what hooks made, and the first step
             self.refuse_new()
-            self._looked = True
+            self._looks += 1
         before, self._trainable = self._trainable, [p.requires_grad for p in self._parameters]
         return self._trainable != before
+
+    def after_forward(self) -> None:
+        """Refuse, as `refuse_new`, what the first step made, ahead of its backward; under FSDP2, which puts gathered
+        parameters in the place of others, the second step does.
+        """
+        if not self._stepped and not any(isinstance(m, FSDPModule) for m in self._module.modules()):
+            self.refuse_new()
+        self._stepped = True
 
     def refuse_without_masters(self, master: torch.dtype) -> None:
         """ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen."""

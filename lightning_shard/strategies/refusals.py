@@ -120,14 +120,28 @@ def _shown(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
+_BATCH_SIZE_FINDER = (
+    "BatchSizeFinder, which Tuner.scale_batch_size uses too, doubles the batch until memory runs out; where one rank's "
+    "does the others wait in a collective. Use lightning_shard.callbacks.BatchSizeCallback in the Trainer's callbacks, "
+    "which measures small batches."
+)
+
+
+def refuse_tuner() -> None:
+    """For where the Trainer asks whether its strategy is distributed: refuse ``Tuner.scale_batch_size``
+    (ConfigurationError), which asks it, and would refuse without saying what to use.
+    """
+    frame = inspect.currentframe()
+    for _ in range(3):  # the strategy's property, the connector's, and who asks that
+        frame = frame and frame.f_back
+    if frame is not None and frame.f_globals.get("__name__") == "lightning.pytorch.tuner.tuning":
+        raise ConfigurationError(_BATCH_SIZE_FINDER)
+
+
 def refuse_trainer(trainer: Trainer) -> None:
     """Refuse, with a ConfigurationError on every rank, what a Trainer can't do here, and where its fit can't save."""
     if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks(trainer)):
-        raise ConfigurationError(
-            "BatchSizeFinder, which Tuner.scale_batch_size uses too, doubles the batch until memory runs out; where "
-            "one rank's does the others wait in a collective. Use lightning_shard.callbacks.BatchSizeCallback in the "
-            "Trainer's callbacks, which measures small batches."
-        )
+        raise ConfigurationError(_BATCH_SIZE_FINDER)
     if trainer.state.fn == TrainerFn.FITTING:
         _refuse_folder(trainer)
 

@@ -29,6 +29,7 @@ from lightning_shard.cluster.slurm import check_launch, read_job
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger.record import Ledger
@@ -71,8 +72,13 @@ class ShardStrategy(ParallelStrategy):
 
     _start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     _lightning_module = messages.Uncompiled()
-    is_distributed = True  # else Lightning gives a custom strategy no distributed sampler
     restore_checkpoint_after_setup = True  # into the parameters that the engine left
+
+    @property
+    def is_distributed(self) -> bool:
+        """Else Lightning gives a custom strategy no distributed sampler."""
+        refusals.refuse_tuner()
+        return True
 
     @abstractmethod
     def engine_for(self, module: nn.Module | None = None) -> Engine:
@@ -116,7 +122,11 @@ class ShardStrategy(ParallelStrategy):
     @property
     def engine(self) -> Engine:
         """The engine of the run, from its set-up on."""
-        assert self._engine is not None, "the engine exists once the Trainer has set the strategy up"
+        if self._engine is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no engine yet: the Trainer makes it in fit, validate, test or predict. Ask "
+                "for tensors, gradients and the engine in a hook of these, or after them."
+            )
         return self._engine
 
     @property
@@ -293,6 +303,7 @@ class ShardStrategy(ParallelStrategy):
         parts.fit.begin_batch(self._module.trainer, self.engine, self._buffers)
         with self.precision_plugin.train_step_context():
             output = self.engine.forward(self.precision_plugin.step(self._module.training_step), *args, **kwargs)
+        self._freezing.after_forward()
         self._compiler.after_step()
         return self.precision_plugin.weighed(output, args)
 

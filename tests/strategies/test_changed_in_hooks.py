@@ -61,6 +61,12 @@ class ReplacesBeforeValidation(Changes):
         self.head = nn.Linear(self.head.in_features, self.head.out_features)
 
 
+class ReplacesInSteps(Changes):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.head = nn.Linear(self.head.in_features, self.head.out_features)
+        return super().training_step(batch, batch_idx)
+
+
 class Mixes(Changes):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.head.weight.grad.add_(torch.randn(self.head.weight.shape))  # type: ignore[union-attr]
@@ -79,6 +85,7 @@ CASES: list[tuple[str, type[Changes], str]] = [
     *((name, Replaces, NEW) for name in ("shard_ddp", "shard_fsdp", "shard_deepspeed_stage_1")),
     ("shard_deepspeed_stage_3", ReplacesBeforeValidation, NEW),
     *((name, ReplacesLater, NEW) for name in ("shard_ddp", "shard_fsdp")),
+    *((name, ReplacesInSteps, NEW) for name in ("shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2")),
     ("shard_fsdp", ReplacesBetweenValidations, NEW),
     ("shard_fsdp", Copies, "Copy it before, in __init__, setup or"),
     ("shard_fsdp", Mixes, "Use full_tensor(trainer, name) and set_full_tensor"),

@@ -11,8 +11,10 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.tuner import Tuner
 
-from lightning_shard import ConfigurationError, ShardFSDPStrategy
+import lightning_shard
+from lightning_shard import ConfigurationError, ShardFSDPStrategy, full_tensor
 from lightning_shard._lightning import processes
 from lightning_shard.callbacks import ProfilerCallback, RunPageCallback, ThroughputCallback
 from tests.harness import ROOT
@@ -65,6 +67,24 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(given: str, 
     with pytest.raises(ConfigurationError, match=f"ModelCheckpoint saves into .*runs, but {taken} is no folder"):
         trainer.fit(BoringModel())
     assert trainer.global_step == 0
+
+
+def test_the_tuner_is_told_what_finds_a_batch_size() -> None:
+    trainer = Trainer(strategy="shard_fsdp", accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(ConfigurationError, match=r"Use lightning_shard\.callbacks\.BatchSizeCallback"):
+        Tuner(trainer).scale_batch_size(BoringModel())
+
+
+def test_full_tensors_are_asked_for_in_a_run() -> None:
+    trainer = Trainer(strategy="shard_fsdp", accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(ConfigurationError, match="ShardFSDPStrategy has no engine yet"):
+        full_tensor(trainer, "layer.weight")
+
+
+@pytest.mark.parametrize(("name", "near"), [("ShardFsdpStrategy", " Did you mean ShardFSDPStrategy"), ("_private", "")])
+def test_names_that_the_package_does_not_have(name: str, near: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'lightning_shard' has no attribute '{name}'.{near}"):
+        getattr(lightning_shard, name)
 
 
 def test_a_launcher_that_starts_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ What can't be understood becomes a problem, a line with the key's path; the call
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,13 @@ def _json(text: bytes) -> Any:
         raise
 
 
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+def _unique(pairs: list[tuple[Any, Any]], lines: Sequence[int] = ()) -> dict[Any, Any]:
     keys = [key for key, _ in pairs]
     twice = sorted({str(key) for key in keys if keys.count(key) > 1})
     if twice:
-        raise yaml.YAMLError(f"the key {', '.join(map(repr, twice))} is there twice; remove one")
+        found = [str(line) for key, line in zip(keys, lines, strict=False) if str(key) in twice]
+        where = f" (lines {' and '.join(found)})" if found else ""
+        raise yaml.YAMLError(f"the key {', '.join(map(repr, twice))} is there twice{where}; remove one")
     # JSON has no comments, and people write them as keys.
     return {key: value for key, value in pairs if not str(key).startswith("_comment")}
 
@@ -98,7 +100,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # of an anchor it lays keys over
-        _unique([(self.construct_object(key, deep=True), None) for key in own])
+        lines = [key.start_mark.line + 1 for key in own]
+        _unique([(self.construct_object(key, deep=True), None) for key in own], lines)
         return _unique(list(super().construct_mapping(node, deep=True).items()))
 
 
