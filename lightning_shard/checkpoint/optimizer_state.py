@@ -208,6 +208,7 @@ def optimizer_states(
     described: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
         live = flat.torch_optimizer(optimizer)
+        _refuse_inner(live)
         groups = groups_of(index, optimizer, names)
         plain: dict[str, Values] = {}
         if isinstance(optimizer, OwnedOptimizer):
@@ -276,6 +277,7 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
     """
     for index, optimizer in enumerate(optimizers):
         live = flat.torch_optimizer(optimizer)
+        _refuse_inner(live)
         kinds = {
             (part.is_sharded, len(shape) if part.flat is None else 1)
             for group in groups_of(index, optimizer, names)
@@ -298,6 +300,17 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
                         raise CheckpointError(unshardable(name, tuple(value.shape), tuple(small.shape)))
             except CheckpointError as error:
                 raise ConfigurationError(f"the state of {kind_of(live)} can't be saved: {error}") from error
+
+
+def _refuse_inner(optimizer: Optimizer) -> None:
+    """ConfigurationError: it steps another optimizer, whose state it does not have."""
+    held = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    if other := [each for each in held if each.state is not optimizer.state]:
+        raise ConfigurationError(
+            f"the state of {kind_of(optimizer)} can't be saved: it steps {kind_of(other[0])}, an optimizer of its own, "
+            "whose state is not in its `state`, so that a resumed run would begin with an empty one. Use another "
+            "optimizer, let the two share their state, or save nothing (enable_checkpointing: false)."
+        )
 
 
 # Settings of how a step is computed, which go with some devices alone.

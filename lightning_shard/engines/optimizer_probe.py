@@ -120,7 +120,7 @@ def _try(
             tried = _compared(partial(_stepped, optimizer, group), values, gradients)
         except Exception as error:
             if alone:
-                return Needs()
+                return Needs(full=True)
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__} can't be tried on a tensor of shape {shape} "
                 f"({type(error).__name__}: {error}), so that nobody knows what it does to shards of a parameter. Use "

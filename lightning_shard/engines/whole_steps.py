@@ -7,7 +7,7 @@ shards stay the master weights. Full values lie on the owner during a step alone
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Run
@@ -92,7 +93,8 @@ class WholeSteps:
                 "optimizers of ZeRO. Use shard_ddp, or shard_fsdp with an elementwise optimizer."
             )
         self.optimizer = optimizer
-        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        with suppress(AttributeError):  # Of one that wraps another, and is no Optimizer but in name.
+            optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         self._step = step
         self._shards = shards
         self._replicated = replicated
@@ -101,6 +103,7 @@ class WholeSteps:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._owners = owners([shard.shape.numel() for shard in shards], self._size)
         self._owned = dict(self._own())
+        self._take_over_state()
         self._slots: Mapping[str, Mapping[str, Slot]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = {}
 
@@ -117,6 +120,23 @@ class WholeSteps:
             if fqn not in known or (known[fqn].dtype, known[fqn].device) != (like.dtype, like.device):
                 known[fqn] = nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device))
             yield index, _Owned(lengths=of_ranks, parameter=known[fqn])
+
+    def _take_over_state(self) -> None:
+        """Give what the optimizer's constructor has made of its parameters to those that it steps, where one rank has
+        all of each. ConfigurationError: it has made some of shards.
+        """
+        state = self.optimizer.state
+        made = {index: state[shard.tensor] for index, shard in enumerate(self._shards) if state.get(shard.tensor)}
+        if made and self._size > 1:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__qualname__} makes its state in its constructor, but is stepped on full "
+                "parameters, or beside other optimizers, whose owners are chosen later. Use shard_ddp, or an optimizer "
+                "that makes its state when it steps."
+            )
+        for index, slots in made.items():
+            del state[self._shards[index].tensor]
+            own = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in slots.items()}
+            state[self._owned[index].parameter] = own
 
     def _by_owner(self, indices: Iterable[int]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(self._size)]

@@ -302,6 +302,14 @@ class Histories(torch.optim.SGD):
             self.state[parameter]["history"] = Histories
 
 
+class Wrapping(torch.optim.SGD):
+    """As Lookahead and SAM hold the optimizer that they step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.base = torch.optim.AdamW(self.param_groups, lr)
+
+
 def check(kind: type[torch.optim.Optimizer], **kwargs: Any) -> str:
     net, _ = sharded(None) if dist.get_world_size() > 1 else (nn.Linear(4, 4), None)
     optimizer, before = kind(net.parameters(), **kwargs), torch.get_rng_state()
@@ -319,15 +327,16 @@ def check_all() -> dict[str, str]:
     kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     kinds = {name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
     del kinds["Optimizer"], kinds["Muon"]  # a base class; not for vectors
-    return {name: check(kind, lr=0.1) for name, kind in {**kinds, "Histories": Histories}.items()}
+    return {name: check(kind, lr=0.1) for name, kind in {**kinds, "Histories": Histories, "Wrapping": Wrapping}.items()}
 
 
 def test_an_optimizer_whose_state_no_checkpoint_can_have_is_refused_before_it_steps():
     for ranks in (1, 2):
         (found, *_) = run_distributed(check_all, ranks)
         refused = {name: said for name, said in found.items() if said != "can be saved"}
-        assert refused.keys() == {"Histories"} | (set() if ranks == 1 else {"LBFGS", "Adafactor"})
+        assert refused.keys() == {"Histories", "Wrapping"} | (set() if ranks == 1 else {"LBFGS", "Adafactor"})
         assert "the state of Histories can't be saved: the trainer's state" in refused["Histories"]
+        assert "the state of Wrapping can't be saved: it steps AdamW" in refused["Wrapping"]
         if ranks == 2:
             assert "the state of LBFGS can't be saved: optimizer.0.parameter." in refused["LBFGS"]
             assert "row_var has shape (64, 1), its sharded parameter (64, 68)" in refused["Adafactor"]

@@ -292,6 +292,14 @@ def test_values_for_evaluation_of_what_owners_step_are_refused() -> None:
         WholeSteps(optimizer, [], step=optimizer.step, group=None, device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
+def test_an_optimizer_that_can_not_be_tried_steps_full_parameters_where_each_rank_has_all() -> None:
+    class Untried(optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise KeyError("made elsewhere")
+
+    assert probed(Untried(parameters(), lr=0.1), alone=True)
+
+
 class Sharpness(optim.SGD):
     """As SAM: the loss is computed again, of other values."""
 
