@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.files.layout import SlotName, listed
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, parts
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
+from lightning_shard.ranks import warn_on_first_rank
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
 from lightning_shard.tensors.names import Names, fqns, persistent_buffers
@@ -289,7 +290,12 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
             own = not type(live).__module__.startswith("deepspeed")
             # A matrix has as many elements as it takes for a state in blocks.
             shape = (64, 68) if ndim == 2 else tuple(range(2, 2 + ndim))
-            small, state = (own and state_of_small(live, torch.zeros(shape))) or (torch.empty(0), {})
+            small, state, apart = (own and _step_small(live, torch.zeros(shape))) or (torch.empty(0), {}, [])
+            if apart:
+                warn_on_first_rank(
+                    f"{kind_of(live)} keeps {', '.join(apart)} outside of its `state` and parameter groups, which "
+                    "alone are saved: a resumed run begins with new ones."
+                )
             try:
                 for slot, value in flat.plain_slots(state).items():
                     name = SlotName(index, "parameter", slot)
@@ -319,6 +325,12 @@ _IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 
 def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str, Any]] | None:
     """A small parameter and its state after a step of a new optimizer of this class; None: it can't be made so."""
+    found = _step_small(optimizer, like)
+    return found and found[:2]
+
+
+def _step_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str, Any], list[str]] | None:
+    """What `state_of_small` returns, and the attributes that the step has changed."""
     small = nn.Parameter(torch.full_like(like, 0.5))
 
     def closure() -> float:
@@ -331,10 +343,20 @@ def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[
         with torch.random.fork_rng(devices=[]):
             new = type(optimizer)([small], **{k: v for k, v in settings.items() if k in known})
             closure()
+            before = _attributes(new)
             new.step(closure)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
-    return small, new.state.get(small, {})
+    apart = [name for name, value in _attributes(new).items() if value != before.get(name)]
+    return small, new.state.get(small, {}), apart
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, str]:
+    """Those of its own that a step may change, as text."""
+    kept = ("state", "param_groups", "defaults")
+    plain = (int, float, Tensor, list, tuple, dict)
+    own = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k not in kept}
+    return {k: repr(v) for k, v in own.items() if isinstance(v, plain)}
 
 
 def kind_of(optimizer: Optimizer) -> str:

@@ -17,14 +17,11 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.matching import LoadReport
-from lightning_shard.checkpoint.optimizer_state import check_savable
 from lightning_shard.checkpoint.save import write_portable
-from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
-from lightning_shard.tensors.names import fqns
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from tests.checkpoint.calls import live, load_module, save_module
 from tests.checkpoint.wrapped import Net, named, trained
 from tests.harness import run_distributed
-from tests.models import TinyLM, loader, quiet_trainer
 
 
 def test_groups_and_parameters_are_found_by_name_in_any_order(tmp_path):
@@ -292,86 +289,6 @@ def test_a_group_is_not_split_into_groups_with_other_hyperparameters(tmp_path):
     groups = [{"params": named(net, "weight")}, {"params": named(net, "bias", "scale"), "weight_decay": 0.0}]
     with pytest.raises(CheckpointMismatchError, match=r"groups 0 and 1 .* were one group, but .* weight_decay"):
         load_module(tmp_path / "a.ckpt", module=net, optimizers=[torch.optim.AdamW(groups)])
-
-
-class Histories(torch.optim.SGD):
-    """Keeps an object of its own for each parameter."""
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["history"] = Histories
-
-
-class Wrapping(torch.optim.SGD):
-    """As Lookahead and SAM hold the optimizer that they step."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.base = torch.optim.AdamW(self.param_groups, lr)
-
-
-def check(kind: type[torch.optim.Optimizer], **kwargs: Any) -> str:
-    net, _ = sharded(None) if dist.get_world_size() > 1 else (nn.Linear(4, 4), None)
-    optimizer, before = kind(net.parameters(), **kwargs), torch.get_rng_state()
-    slots = {key: dict(value) for key, value in optimizer.state.items()}
-    try:
-        check_savable([optimizer], fqns(net))
-    except ConfigurationError as error:
-        return str(error)
-    assert optimizer.state == slots
-    assert torch.equal(torch.get_rng_state(), before)
-    return "can be saved"
-
-
-def check_all() -> dict[str, str]:
-    kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    kinds = {name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
-    del kinds["Optimizer"], kinds["Muon"]  # a base class; not for vectors
-    return {name: check(kind, lr=0.1) for name, kind in {**kinds, "Histories": Histories, "Wrapping": Wrapping}.items()}
-
-
-def test_an_optimizer_whose_state_no_checkpoint_can_have_is_refused_before_it_steps():
-    for ranks in (1, 2):
-        (found, *_) = run_distributed(check_all, ranks)
-        refused = {name: said for name, said in found.items() if said != "can be saved"}
-        assert refused.keys() == {"Histories", "Wrapping"} | (set() if ranks == 1 else {"LBFGS", "Adafactor"})
-        assert "the state of Histories can't be saved: the trainer's state" in refused["Histories"]
-        assert "the state of Wrapping can't be saved: it steps AdamW" in refused["Wrapping"]
-        if ranks == 2:
-            assert "the state of LBFGS can't be saved: optimizer.0.parameter." in refused["LBFGS"]
-            assert "row_var has shape (64, 1), its sharded parameter (64, 68)" in refused["Adafactor"]
-
-
-class WithNorms(torch.optim.SGD):
-    """Steps each element by itself, and notes three numbers of each parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            self.state[parameter]["norms"] = torch.zeros(3)
-        return result
-
-
-class Unsavable(TinyLM):
-    def configure_optimizers(self) -> Any:
-        return WithNorms(self.parameters(), lr=0.1)
-
-
-def begin_a_fit(folder: str) -> str:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    saves = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder)]}
-    module = Unsavable()
-    try:
-        quiet_trainer(strategy="shard_fsdp", max_steps=2, **saves).fit(module, loader())
-    except ConfigurationError as error:
-        return f"{len(module.losses)} steps: {error}"
-    return "fitted"
-
-
-def test_a_fit_does_not_begin_with_an_optimizer_that_can_not_be_saved(tmp_path):
-    for said in run_distributed(begin_a_fit, 2, str(tmp_path)):
-        assert said.startswith("0 steps: the state of WithNorms can't be saved: optimizer.0.parameter.norms has")
 
 
 RMS = torch.optim.RMSprop

@@ -1,0 +1,121 @@
+"""Optimizers whose state no checkpoint can have, or not all of it, are told of before a fit begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_shard.checkpoint.optimizer_state import check_savable
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.names import fqns
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+
+
+class Histories(torch.optim.SGD):
+    """Keeps an object of its own for each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = Histories
+
+
+class Wrapping(torch.optim.SGD):
+    """As Lookahead and SAM hold the optimizer that they step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.base = torch.optim.AdamW(self.param_groups, lr)
+
+
+def check(kind: type[torch.optim.Optimizer], **kwargs: Any) -> str:
+    net = nn.Linear(4, 4)
+    if dist.get_world_size() > 1:
+        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer, before = kind(net.parameters(), **kwargs), torch.get_rng_state()
+    slots = {key: dict(value) for key, value in optimizer.state.items()}
+    try:
+        check_savable([optimizer], fqns(net))
+    except ConfigurationError as error:
+        return str(error)
+    assert optimizer.state == slots
+    assert torch.equal(torch.get_rng_state(), before)
+    return "can be saved"
+
+
+def check_all() -> dict[str, str]:
+    kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    kinds = {name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
+    del kinds["Optimizer"], kinds["Muon"]  # a base class; not for vectors
+    return {name: check(kind, lr=0.1) for name, kind in {**kinds, "Histories": Histories, "Wrapping": Wrapping}.items()}
+
+
+def test_an_optimizer_whose_state_no_checkpoint_can_have_is_refused_before_it_steps():
+    for ranks in (1, 2):
+        (found, *_) = run_distributed(check_all, ranks)
+        refused = {name: said for name, said in found.items() if said != "can be saved"}
+        assert refused.keys() == {"Histories", "Wrapping"} | (set() if ranks == 1 else {"LBFGS", "Adafactor"})
+        assert "the state of Histories can't be saved: the trainer's state" in refused["Histories"]
+        assert "the state of Wrapping can't be saved: it steps AdamW" in refused["Wrapping"]
+        if ranks == 2:
+            assert "the state of LBFGS can't be saved: optimizer.0.parameter." in refused["LBFGS"]
+            assert "row_var has shape (64, 1), its sharded parameter (64, 68)" in refused["Adafactor"]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_beside_its_state_is_told(recwarn):
+    net = nn.Linear(4, 4)
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS):
+        check_savable([kind(net.parameters(), lr=0.1)], fqns(net))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="Counting keeps count outside of its `state`"):
+        check_savable([Counting(net.parameters(), 0.1)], fqns(net))
+
+
+class WithNorms(torch.optim.SGD):
+    """Steps each element by itself, and notes three numbers of each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["norms"] = torch.zeros(3)
+        return result
+
+
+class Unsavable(TinyLM):
+    def configure_optimizers(self) -> Any:
+        return WithNorms(self.parameters(), lr=0.1)
+
+
+def begin_a_fit(folder: str) -> str:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saves = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder)]}
+    module = Unsavable()
+    try:
+        quiet_trainer(strategy="shard_fsdp", max_steps=2, **saves).fit(module, loader())
+    except ConfigurationError as error:
+        return f"{len(module.losses)} steps: {error}"
+    return "fitted"
+
+
+def test_a_fit_does_not_begin_with_an_optimizer_that_can_not_be_saved(tmp_path):
+    for said in run_distributed(begin_a_fit, 2, str(tmp_path)):
+        assert said.startswith("0 steps: the state of WithNorms can't be saved: optimizer.0.parameter.norms has")
