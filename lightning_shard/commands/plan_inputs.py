@@ -285,6 +285,17 @@ def optimizers_of(inputs: Inputs) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
+def together(
+    optimizers: Sequence[torch.optim.Optimizer], traced: Sequence[OptimizerFacts], master: torch.dtype
+) -> OptimizerFacts:
+    """Of several optimizers the one with the most state, with what the largest one has in its own step."""
+    sizes = [sum(p.numel() for group in o.param_groups for p in group["params"] if p.requires_grad) for o in optimizers]
+    made = max(facts.temporary * size for facts, size in zip(traced, sizes, strict=True))
+    most = max(traced, key=lambda facts: facts.state_bytes([1024], master))
+    largest = max(1, *sizes)
+    return replace(most, temporary=made / largest, share=largest / max(1, sum(sizes)))
+
+
 def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
     """The state that the optimizers, made anew, make in a step of master weights; of several the one with the most
     stands for all: memory is counted by one rule for each parameter.
@@ -302,7 +313,6 @@ def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
         master, aligned = inputs.strategy.policy.master, inputs.strategy.aligned
         with fake.fake_world(inputs.nodes.ranks):
             whole = any(probe(each, dtype=master, aligned=aligned, alone=True).full for each in optimizers)
-        found = max(traced, key=lambda facts: facts.state_bytes([1024], master))
-        return replace(found, whole=whole)
+        return replace(together(optimizers, traced, master), whole=whole)
     finally:
         restore()

@@ -153,12 +153,10 @@ class WholeSteps:
         values = [shard.value() for shard in self._shards]
         gradients = {i: g for i, shard in enumerate(self._shards) if (g := shard.gradient()) is not None}
         buckets = list(self._buckets(values, gradients))
-        for bucket, full in _overlapped((b, self._to_owners(b, values)) for b in buckets):
-            for index, value in self._put_together(bucket, full):
-                self._owned[index].parameter.data = value
-        for bucket, full in _overlapped((b, self._to_owners(b, gradients)) for b in buckets):
-            for index, gradient in self._put_together(bucket, full):
-                self._owned[index].parameter.grad = gradient
+        for index, value in self._received(buckets, values):
+            self._owned[index].parameter.data = value
+        for index, gradient in self._received(buckets, gradients):
+            self._owned[index].parameter.grad = gradient
         with self._in_place(), torch.enable_grad():
             self._step(**kwargs)
         for bucket, shards in _overlapped((b, self._from_owners(b, values)) for b in buckets):
@@ -182,6 +180,13 @@ class WholeSteps:
                 if elements >= BUCKET or index == indices[-1]:
                     yield bucket
                     bucket, elements = [], 0
+
+    def _received(
+        self, buckets: Iterable[list[int]], sent: Mapping[int, Tensor] | Sequence[Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Send shards to the owners; what this rank owns, each bucket freed with its turn."""
+        for bucket, full in _overlapped((b, self._to_owners(b, sent)) for b in buckets):
+            yield from self._put_together(bucket, full)
 
     def _to_owners(self, bucket: Sequence[int], sent: Mapping[int, Tensor] | Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""

@@ -132,6 +132,8 @@ class OptimizerFacts:
     unsharded_bytes: int = 0
     temporary: float = 0.0  # Bytes that a step allocates for its duration, for each byte of the tensors that it steps.
     whole: bool = False  # Whether it steps full parameters, at their owners where an engine shards them.
+    # Of what is stepped, the part that is stepped at once: of several optimizers the largest one's.
+    share: float = 1.0
     # Bytes that it reads and writes, likewise; the default is torch's AdamW over all tensors at once.
     moved: float = 22.0
 
@@ -149,6 +151,7 @@ class Training:
     policy: PrecisionPolicy
     optimizer: OptimizerFacts = OptimizerFacts()
     micro_batches: int = 1  # That are summed for a step.
+    manual: bool = False  # Whether the module runs backward itself, inside of its forward.
 
     @property
     def stepped_share(self) -> float:

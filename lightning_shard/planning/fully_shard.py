@@ -36,9 +36,16 @@ def _reduced_bytes(parameters: Iterable[ParameterFacts], shards: int, dtype: tor
 
 
 def _cast_bytes(parameters: Iterable[ParameterFacts], policy: PrecisionPolicy) -> int:
-    """Bytes of casts to what forward sees."""
-    cast = [p for p in parameters if p.seen_in(policy.compute) != p.stepped_in(policy.master)]
-    return sum(p.numel * p.seen_in(policy.compute).itemsize for p in cast)
+    """Bytes that casts need at most beside a unit that is gathered from one shard: each parameter is cast and copied,
+    and its cast is there until the next one's is (``FSDPParamGroup.wait_for_unshard``).
+    """
+    copied = last = most = 0
+    for p in (p for p in parameters if not p.unsharded):
+        size = p.numel * p.seen_in(policy.compute).itemsize
+        cast = size if p.seen_in(policy.compute) != p.stepped_in(policy.master) else 0
+        most = max(most, copied + cast + max(last, size))
+        copied, last = copied + size, cast
+    return most - copied
 
 
 def _unsharded_gradient_bytes(parameters: Iterable[ParameterFacts], dtype: torch.dtype) -> int:
@@ -115,7 +122,7 @@ class _TracedUnits:
 
     def __init__(self, training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> None:
         shards, units, policy = engine.shard, training.model.units, training.policy
-        self.engine, self.memory, self.trace, self.policy = engine, memory, trace, policy
+        self.engine, self.memory, self.trace, self.policy, self.manual = engine, memory, trace, policy, training.manual
         self.unsharded = {name: _gathered_bytes(members, shards, policy.compute) for name, members in units.items()}
         self.reduced = {name: _reduced_bytes(members, shards, policy.reduce) for name, members in units.items()}
         self.waiting = {name: _unsharded_gradient_bytes(members, policy.reduce) for name, members in units.items()}
@@ -144,14 +151,14 @@ class _TracedUnits:
             in_flight = self._all_gather_buffers(segment, last, done)
             reducing = last_reduced * backward
             if unit and unit not in done:
-                # The unit is copied out of its all-gather buffer; in a single process from its casts.
+                # The unit is copied out of its all-gather buffer; from a single shard out of casts.
                 own = (self.again if backward else self.unsharded).get(unit, 0)
                 buffers = own
                 if not backward and unit != last:
                     # Forward keeps the last unit's buffer until then (``FSDPParamGroup.wait_for_unshard``).
                     buffers += self.unsharded[last]
                 apart = 0 if self.engine.shard == 1 else buffers
-                cast = apart or min(own, self.casts.get(unit, 0))
+                cast = apart or (self.casts[unit] if own else 0)
                 kinds = KindBytes(gathered=full, activations=before, communication=cast + reducing)
                 yield self._point(f"{segment.phase} of {unit}, gathering", base, kinds, apart)
             before = segment.end_activations + segment.end_gradients
@@ -189,8 +196,9 @@ class _TracedUnits:
         if segment.phase == "forward":
             return self.unsharded.get(segment.unit or last, 0)
         left = [name for name in self.trace.order if name not in done]
-        ahead = self.before.get(segment.unit, "-") if segment.unit else left[-1] if left and self.unsharded[""] else "-"
-        return self.again.get(ahead, 0)
+        # Where backward is run inside of forward, the root has no backward hook yet.
+        first = left[-1] if left and self.unsharded[""] and not self.manual else "-"
+        return self.again.get(self.before.get(segment.unit, "-") if segment.unit else first, 0)
 
     def _gradients(self, done: Sequence[str]) -> MemoryAccount:
         """Reduced gradients, summed over micro-batches, and unsharded ones that wait on the device."""

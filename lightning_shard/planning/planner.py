@@ -88,6 +88,7 @@ class Planner:
             policy=candidate.run.policy,
             optimizer=self.optimizer,
             micro_batches=candidate.run.accumulate_grad_batches,
+            manual=not getattr(self.module, "automatic_optimization", True),
         )
         engine = self.engine(candidate)
         traces = self._traced(candidate)

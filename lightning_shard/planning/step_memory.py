@@ -97,8 +97,11 @@ def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners
 
     def temporary(kinds: KindBytes) -> KindBytes:
         stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters * training.stepped_share
+        stepped *= training.optimizer.share
         made, sent = training.optimizer.temporary * stepped, 3 * BUCKET * training.policy.master.itemsize
-        if training.optimizer.whole and owners is not None and stepped:
+        # ZeRO's several optimizers step full parameters too.
+        whole = training.optimizer.whole or (training.optimizer.share < 1 and isinstance(memory, ZeroMemory))
+        if whole and owners is not None and stepped:
             # Full values and gradients of what a rank owns, and beside the first, shards to and from three buckets.
             made = 2 * stepped + max(made, 2 * min(stepped, sent / owners))
         return KindBytes(optimizer=int(made))

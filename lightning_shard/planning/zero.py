@@ -36,6 +36,11 @@ def step_memory(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     if engine.stage == 0:
         return _beside(_stage_0(training), gradients)
     memory = (stages_1_2 if engine.stage < 3 else stage_3)(training, engine)
+    if training.optimizer.share < 1:
+        # Several take the gradients out of DeepSpeed, whose own step does nothing (`engines.zero.stepping`).
+        places = {name: getattr(memory.forward, name).masters for name in ("device", "host")}
+        taken = MemoryAccount(**{name: KindBytes(gradients=size) for name, size in places.items()})
+        memory = replace(memory, step=memory.forward + taken, left_in_step=0)
     # This rank's slices of frozen parameters that casting rounded stay on the host for checkpoints.
     compute, frozen = training.policy.compute, [p for p in training.model.parameters if not p.trainable]
     rounded = [p for p in frozen if p.dtype.is_floating_point and torch.promote_types(p.dtype, compute) != compute]

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard.commands import plan as plan_command
+from lightning_shard.commands import plan_inputs
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.hugging_face import HuggingFace, HuggingFaceData, read_config
+from lightning_shard.planning.facts import OptimizerFacts
 
 transformers = pytest.importorskip("transformers")
 
@@ -135,6 +137,16 @@ class Adversaries(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         slow = torch.optim.SGD(self.judge.parameters(), lr=0.1)
         return [torch.optim.Adam(self.maker.parameters()), slow], [torch.optim.lr_scheduler.ConstantLR(slow)]
+
+
+def test_of_several_optimizers_the_largest_steps_alone() -> None:
+    module = Adversaries()
+    (adam, slow), _ = module.configure_optimizers()
+    seen = [OptimizerFacts(temporary=1.0), OptimizerFacts(slots=(), fixed_bytes=0, temporary=3.0)]
+    found = plan_inputs.together([adam, slow], seen, torch.float32)
+    large, small = 64 * 64 + 64, 64 + 1
+    assert (found.slots, found.temporary, found.share) == ((None, None), 1.0, large / (large + small))
+    assert plan_inputs.together([adam], seen[:1], torch.float32) == seen[0]
 
 
 class Rows(pl.LightningDataModule):

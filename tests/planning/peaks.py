@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_shard.commands.plan_inputs import loss_of, optimizers_of, together
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.planning.facts import Training, facts_of, trace_optimizer
 from lightning_shard.planning.memory_trace import Step, trace_step
@@ -42,7 +44,49 @@ class SomeInTheOptimizer(Causal):
         return torch.optim.AdamW(self.model.model.layers[1:].parameters(), lr=1e-3)
 
 
-FORMS = {**MODELS, "frozen layers": FrozenLayers, "some in the optimizer": SomeInTheOptimizer}
+class Adapters(Causal):
+    """LoRA by PEFT: the base is frozen."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            from peft import LoraConfig, get_peft_model
+
+            super().configure_model()
+            self.model = get_peft_model(self.model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+class Manual(Causal):
+    """Two optimizers, of which each has half of what is trained, step after one backward pass."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return [torch.optim.AdamW(half, lr=1e-3) for half in (trained[::2], trained[1::2])]
+
+
+class ManualAdapters(Manual, Adapters):
+    pass
+
+
+FORMS = {
+    **MODELS,
+    "LoRA": Adapters,
+    "manual": Manual,
+    "manual LoRA": ManualAdapters,
+    "frozen layers": FrozenLayers,
+    "some in the optimizer": SomeInTheOptimizer,
+}
 
 
 def _storages() -> dict[int, Any]:
@@ -130,8 +174,9 @@ def at_once(configure: Callable[[], Any]) -> Callable[[], Any]:
 
     def configured() -> Any:
         found = configure()
-        for group in (found["optimizer"] if isinstance(found, dict) else found).param_groups:
-            group["foreach"] = True
+        for optimizer in found if isinstance(found, list) else [found]:
+            for group in (optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer).param_groups:
+                group["foreach"] = True
         return found
 
     return configured
@@ -149,35 +194,46 @@ def peaks(
     before = _storages()
     strategy = build(name, activation_checkpointing=checkpointing)
     watch = Watch(before, micro_batches)
+    form = FORMS[model]
+    # Each optimizer's step counts.
+    steps = 2 if isinstance(form, type) and issubclass(form, Manual) else 1
     trainer = quiet_trainer(
         strategy=strategy,
-        max_steps=2,
+        max_steps=2 * steps,
         callbacks=[watch],
         **in_precision(precision),
         accumulate_grad_batches=micro_batches,
     )
     mode = fake.fake_mode()
-    with mode:
+    with torch.device("meta"):
         whole = FORMS[model]()
         whole.configure_model()
     fake.make_fake(whole, mode)
     whole.__dict__["log"] = lambda *args, **kwargs: None
-    with mode:
-        optimizer = at_once(whole.configure_optimizers)()
-    optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
-    facts = facts_of(whole, strategy.engine_for(whole), groups=optimizer.param_groups)
+    inputs: Any = SimpleNamespace(module=whole, mode=mode)
+    whole.__dict__["configure_optimizers"] = at_once(whole.configure_optimizers)
+    optimizers = optimizers_of(inputs)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    facts = facts_of(whole, strategy.engine_for(whole), groups=groups)
     run = strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches)
     engine = strategy.engine_for(whole).facts(whole, run)
-    found = trace_optimizer(whole, optimizer, mode)
+    traced = [trace_optimizer(whole, optimizer, mode) for optimizer in optimizers]
+    found = together(optimizers, traced, torch.float32)
     step = Step(
-        training_step=lambda b: whole.training_step(b, 0),
+        training_step=loss_of(inputs),
         batch=batch,
         units=strategy.engine_for(whole).units(whole),
         checkpointing=checkpointing,
     )
     trace = trace_step(whole, step, strategy.policy, mode)
-    del optimizer
-    training = Training(model=facts, policy=strategy.policy, optimizer=found, micro_batches=micro_batches)
+    del optimizers, groups
+    training = Training(
+        model=facts,
+        policy=strategy.policy,
+        optimizer=found,
+        micro_batches=micro_batches,
+        manual=not whole.automatic_optimization,
+    )
     most = peak(step_points(training, engine, trace))
     predicted = most.account.device.total + most.account.host.total
     module = FORMS[model]()

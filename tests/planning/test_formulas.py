@@ -162,3 +162,27 @@ def test_full_parameters_are_stepped_at_their_owners(shard: int) -> None:
     assert last.account.device.optimizer == 4 + 4 * own
     last = step_points(training, TorchDDPFacts(ranks=2), None)[-1]
     assert last.account.device.optimizer == 4 + 4 * 15_000 // 2
+
+
+def test_optimizers_step_one_after_the_other() -> None:
+    """Of two the larger one has 3 of 5 of what is stepped; under ZeRO on full parameters, as above."""
+    facts = OptimizerFacts(temporary=1.0, share=0.6)
+    training = Training(model=model(1500), policy=BF16, optimizer=facts)
+    every = 4 * 15_000
+    for engine, temporary in ((TorchDDPFacts(ranks=2), 0.6 * every), (FSDPFacts(replicate=1, shard=2), 0.3 * every)):
+        last = step_points(training, engine, None)[-1].account.device
+        assert last.optimizer == 2 * last.parameters + 4 + temporary
+    for stage, sums in ((1, 1), (2, 0), (3, 0.5)):
+        last = step_points(training, DeepSpeedFacts(ranks=2, stage=stage), None)[-1].account.device
+        assert last.optimizer == every + 4 + 4 * 0.3 * every
+        # Shards of gradients beside the sums that a stage keeps for good.
+        assert last.gradients == last.masters + sums * every
+
+
+def test_casts_of_a_single_shard_are_made_one_after_the_other() -> None:
+    root, *unit = model(10, 100, 50).parameters
+    facts = ModelFacts(parameters=(root, *(replace(p, unit="unit") for p in unit)))
+    points = step_points(Training(model=facts, policy=BF16), FSDPFacts(replicate=2, shard=1), None)
+    gathering = next(p.account.device for p in points if p.name == "forward of unit, gathering")
+    # The first one's cast, while the second is cast beside what is copied: 2,000 bytes and 1,000 of 3,000.
+    assert (gathering.gathered, gathering.communication) == (200 + 3000, 2000)
