@@ -53,8 +53,8 @@ USES = {
     "_lightning/optimizers.py": ("optimizers as users see them", "_MockOptimizer _to_lightning_optimizer"),
     "_lightning/processes.py": (
         "launchers, the process group, the module's device",
-        "_MultiProcessingLauncher _SubprocessScriptLauncher _destroy_dist_connection"
-        " _device_mesh _init_dist_connection _layer_sync _sync_ddp_if_available _update_properties",
+        "_MultiProcessingLauncher _SubprocessScriptLauncher _destroy_dist_connection _device_mesh"
+        " _init_dist_connection _layer_sync _set_num_threads_if_needed _sync_ddp_if_available _update_properties",
     ),
     "_lightning/results.py": (
         "logged values across a resume, and which loggers draw a graph",

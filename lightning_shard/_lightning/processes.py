@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_at_exit
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_threads
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_reduce
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
@@ -71,6 +72,14 @@ def launcher(strategy: Any, start_method: Literal["popen", "spawn", "fork", "for
     if start_method != "popen":
         return ChildrenLauncher(strategy, start_method=start_method)
     return ScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+
+
+def share_cores(count: int) -> None:
+    """Give a process that `ScriptLauncher` started its part of the cores, of ``count`` processes on this node:
+    Lightning's launcher is in the one that starts the others, and sets the threads of that one.
+    """
+    if os.environ.get(_STARTED_BY, own := str(os.getpid())) != own:
+        set_threads(count)
 
 
 def end_behind() -> None:

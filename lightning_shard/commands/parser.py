@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -168,6 +169,8 @@ def _beside_class_path(given: str) -> str:
 
 
 def _near_attribute(text: str) -> str:
+    if text.startswith("No module named"):
+        return f", neither among what is installed nor in this folder, {os.getcwd()}"
     missing = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text)
     return f".{did_you_mean(missing[2], dir(sys.modules[missing[1]]))}" if missing else ""
 

@@ -197,6 +197,7 @@ class ShardStrategy(ParallelStrategy):
         loops.at_end_of_run(self._replacements, trainer, self._preemption.give_signals_back, self._watch.end)
         parts.fit.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
         super().setup_environment()
+        processes.share_cores(self.num_processes)
         reset_seed()
         self.set_world_ranks()
         self._watch.mark_messages(self.global_rank, self.world_size)

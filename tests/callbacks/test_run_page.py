@@ -59,6 +59,7 @@ def test_a_page_shows_the_whole_of_a_run(strategy: str, tmp_path: Path) -> None:
     assert "6 steps in" in text
     assert "1 restarts; ended" in text
     titles = re.findall(r'font-weight="bold">([^<]*)<', text)
+    assert titles[0] == "loss"
     assert {"loss", "grad_norm", "lr/first", "memory, GiB", "tokens/s"} <= set(titles)
     assert len(titles) == len(set(titles))
     assert "Memory of rank 0 in a step" in text

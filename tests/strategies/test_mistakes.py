@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -39,6 +40,46 @@ def test_what_all_processes_of_a_script_do_wrong_is_said_by_one(tmp_path: Path) 
     assert ended.returncode == 1
     assert ended.stderr.count("No `training_step()` method defined") == 1
     assert "Tip:" not in ended.stderr
+
+
+THREADS = """
+import lightning_shard, torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Model(BoringModel):
+    def on_train_start(self):
+        print(f"rank {self.global_rank} has {torch.get_num_threads()}", flush=True)
+
+if __name__ == "__main__":
+    options = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    Trainer(strategy="shard_fsdp", max_steps=1, **options).fit(Model())
+"""
+
+
+@pytest.mark.matrix
+def test_the_processes_of_a_script_share_the_cores(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(THREADS)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command, environment["PYTHONPATH"] = [sys.executable, "main.py"], str(ROOT)
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    each = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert all(f"rank {rank} has {each}\n" in ended.stdout for rank in (0, 1)), ended.stdout
+
+
+def test_a_process_that_a_script_started_has_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    try:
+        monkeypatch.setenv("LIGHTNING_SHARD_STARTED_BY", str(os.getpid()))
+        processes.share_cores(10**6)
+        assert torch.get_num_threads() == before
+        monkeypatch.setenv("LIGHTNING_SHARD_STARTED_BY", "1")
+        processes.share_cores(10**6)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
