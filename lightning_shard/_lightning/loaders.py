@@ -88,9 +88,13 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
     """
     settle_progress(trainer)
     loop = trainer.fit_loop
-    dealt = getattr(getattr(dataloader, "sampler", None), "dataset", None)
+    samplers = (
+        getattr(dataloader, "sampler", None),
+        getattr(getattr(dataloader, "batch_sampler", None), "sampler", None),
+    )
     # What Lightning wrapped in a distributed sampler.
-    inner = dealt._sampler if isinstance(dealt, DatasetSamplerWrapper) else None
+    dealt = [wrapped for s in samplers if isinstance(wrapped := getattr(s, "dataset", None), DatasetSamplerWrapper)]
+    inner = dealt[0]._sampler if dealt else None
     draws = Draws(seed=_seed(), epoch=lambda: trainer.current_epoch) if sample_seeds else None
     loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner, draws=draws)
     states = loop._combined_loader_states_to_load

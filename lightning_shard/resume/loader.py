@@ -157,7 +157,9 @@ class ResumableLoader(DelegatingLoader):
         drawers, saved = self._drawers(), state.get("drawers", [])
         set_back = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
         begun_anew = "drawers" in state and (len(drawers) != len(saved) or not all(set_back))
-        lost = (state.get("attributes", attributes) if shapes.is_midway(state) else attributes).get("lost", [])
+        # Of an epoch that is drawn again what changed in it is lost too: it may be drawn more than once.
+        begun = state.get("attributes", {}) if shapes.is_midway(state) else {}
+        lost = list(dict.fromkeys([*begun.get("lost", []), *attributes.get("lost", [])]))
         if self._rank == 0:
             for message in self._differences(state, lost, begun_anew):
                 warnings.warn(message, stacklevel=2)

@@ -7,10 +7,12 @@ import hashlib
 import itertools
 import pickle
 import random
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import MethodType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,12 @@ GENERATORS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]
         lambda generator: generator.get_state(legacy=False),
         np.random.RandomState.set_state,
         lambda generator, seed: generator.seed(seed % 2**32),
+    ),
+    "bits": (
+        np.random.BitGenerator,
+        lambda generator: generator.state,
+        lambda generator, state: setattr(generator, "state", state),
+        lambda generator, seed: setattr(generator, "state", type(generator)(seed).state),
     ),
     "python": (random.Random, random.Random.getstate, random.Random.setstate, lambda g, seed: g.seed(seed % 2**32)),
 }
@@ -195,15 +203,20 @@ class DrawingDataset(Delegating, Dataset[Any]):
             return [self._get(self._inner.__getitem__, index) for index in indices]
 
     def _get(self, get: Callable[[Any], Any], index: Any) -> Any:
-        if self._generators is None:
-            self._generators = generators_of(self._drawers)
+        first = self._generators is None
+        generators = self._generators = generators_of(self._drawers) if self._generators is None else self._generators
         if self._seeded:
             key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
             digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
-            _seed(digest, self._generators)
+            _seed(digest, generators)
         elif self._looks < _LOOKS and get_worker_info() is not None:
-            self._look()
-        return get(index)
+            self._look(generators)
+        sample = get(index)
+        if first and self._seeded and len(late := generators_of(self._drawers)) > len(generators):
+            # Made when the first sample was asked for, which is drawn again.
+            self._generators = late
+            return self._get(get, index)
+        return sample
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -217,12 +230,13 @@ class DrawingDataset(Delegating, Dataset[Any]):
         finally:
             set_rng_state(before)
 
-    def _look(self) -> None:
+    def _look(self, generators: list[Any]) -> None:
         """Compare the generators with those at this process' first sample."""
-        state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
+        own = [generator_state(generator) for generator in generators]
+        state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
         self._before = self._before or state
         self._looks += 1
-        if state != self._before or self._generators:
+        if state != self._before:
             self._now[3] = 1
 
 
@@ -233,26 +247,93 @@ def _loads_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def generators_of(owner: Any, seen: set[int] | None = None, depth: int = 5) -> list[Any]:
-    """The generators among the attributes of datasets and collate functions, and of the transforms that they hold."""
-    seen, found = set() if seen is None else seen, list[Any]()
-    if isinstance(owner, partial):
-        held: Any = [owner.func, *owner.args, *owner.keywords.values()]
-    elif isinstance(owner, MethodType):
-        held = [value for value in vars(owner.__self__).values() if generator_kind(value) is not None]
-    elif isinstance(owner, list | tuple):
-        held = owner
-    else:
-        held = (owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})).values()
-    for value in list(itertools.islice(held, 100)):
+_MOST_HELD, _OF_EACH = 10_000, 100
+_LIBRARIES = {
+    *sys.stdlib_module_names,
+    "torch",
+    "torchdata",
+    "numpy",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_shard",
+}
+
+
+def generators_of(owner: Any) -> list[Any]:
+    """The generators that datasets, collate functions and the transforms that they hold draw from, but for the global
+    ones: among attributes, also of classes, in closures, and among the globals that their functions name.
+    """
+    everybodys: list[Any] = [torch.default_generator, np.random.mtrand._rand, vars(random)["_inst"]]
+    seen, found, todo = {id(one) for one in everybodys}, list[Any](), [owner]
+    while todo and len(seen) < _MOST_HELD:
+        value = todo.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if generator_kind(value) is not None:
             found.append(value)
-        elif depth:
-            found += generators_of(value, seen, depth - 1)
+        elif not isinstance(value, type | ModuleType | str | bytes | torch.Tensor | np.ndarray):
+            todo += reversed(list(itertools.islice(_held(value), _OF_EACH)))
     return found
+
+
+def _held(owner: Any) -> Iterator[Any]:
+    if isinstance(owner, dict):
+        yield from owner.values()
+    elif isinstance(owner, list | tuple | set | frozenset | deque):
+        yield from owner
+    elif isinstance(owner, partial):
+        yield from (owner.func, *owner.args, *owner.keywords.values())
+    elif isinstance(owner, FunctionType):
+        yield from (*closure(owner), *_named_globals(owner))
+    elif isinstance(owner, MethodType | BuiltinMethodType):
+        # Of its object what draws alone: a collate function may be the LightningModule's.
+        bound = owner.__self__
+        yield from (value for value in (bound, *attributes(bound).values()) if generator_kind(value) is not None)
+        yield getattr(owner, "__func__", None)
+    else:
+        yield from (*attributes(owner).values(), *class_attributes(owner).values())
+
+
+def attributes(owner: Any) -> dict[str, Any]:
+    """Those that an object itself has, with or without a ``__dict__``."""
+    slots = [name for cls in type(owner).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+    held = {name: getattr(owner, name) for name in slots if name != "__dict__" and hasattr(owner, name)}
+    return held | getattr(owner, "__dict__", {})
+
+
+def _names(slots: Any) -> Any:
+    return [slots] if isinstance(slots, str) else slots
+
+
+def class_attributes(owner: Any) -> dict[str, Any]:
+    """Those of its classes that no library has, functions among them."""
+    classes = [cls for cls in reversed(type(owner).__mro__) if cls.__module__.partition(".")[0] not in _LIBRARIES]
+    return {
+        name: getattr(value, "__func__", value)  # of static and class methods
+        for cls in classes
+        for name, value in vars(cls).items()
+        if not name.startswith("__") or callable(value)
+    }
+
+
+def closure(function: FunctionType) -> list[Any]:
+    """What is in it, and in the function's attributes."""
+    held = list[Any](vars(function).values())
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # It is empty yet.
+            held.append(cell.cell_contents)
+    return held
+
+
+def _named_globals(function: FunctionType) -> Iterator[Any]:
+    """Of a function that no library has."""
+    if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        return
+    codes = [function.__code__]
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
 
 
 def _seed(digest: bytes, generators: list[Any]) -> None:

@@ -2,12 +2,15 @@
 generators and values as attributes), and the stand-in for a loader's that can yield the rest of an epoch once.
 """
 
+import contextlib
 import copy
+import hashlib
 import itertools
 import pickle
+import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,12 +25,14 @@ LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above whic
 
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)
 _VALUES = (*_PLAIN, list, tuple, dict, set, np.ndarray, np.generic)
-_SKIPPED = (Dataset, DataLoader, nn.Module, type, ModuleType, FunctionType, MethodType)
+_COLLECTIONS = (MutableMapping, MutableSequence, tuple, torch.Tensor, np.ndarray, np.generic)
+_SKIPPED = (Dataset, DataLoader, nn.Module, type, ModuleType)
 
 
 class Attributes:
     """What changes in samplers without a ``state_dict`` as they are iterated over: generators, also of what they hold
-    (but datasets and modules), and plain values that are not those of the beginning.
+    (but datasets and modules), and plain values that are not those of the beginning. Of all else it is seen that it
+    has changed.
     """
 
     def __init__(self, samplers: Iterable[Any], dataset: Any) -> None:
@@ -35,6 +40,7 @@ class Attributes:
         self._dataset = dataset
         found = list(self._found())
         self._first = {path: _pickled(value) if isinstance(value, _VALUES) else b"" for path, _, _, value in found}
+        self._others = self._digests()
 
     def read(self) -> dict[str, Any]:
         """Path to value, which is plain; a generator's is its state. "lost": the paths of others that have changed."""
@@ -49,6 +55,7 @@ class Attributes:
                     values["lost"].append(path)
                 else:
                     values[path] = {"value": rng.encoded(copy.deepcopy(value))}
+        values["lost"] += [path for path, digest in self._digests().items() if digest != self._others.get(path)]
         return values
 
     def write(self, values: dict[str, Any]) -> None:
@@ -90,26 +97,74 @@ class Attributes:
             seen.add(id(owner))
             owners[path] = owner
             if self._is_sampler(owner):
-                held = [(f"{path}.{name}", value) for name, value in _attributes(owner).items()]
-                todo += [(name, value) for name, value in held if _attributes(value) and not _is_kept(value)]
+                held = [(f"{path}.{name}", value) for name, value in rng.attributes(owner).items()]
+                todo += [(name, value) for name, value in held if rng.attributes(value) and not _is_kept(value)]
         return owners
+
+    def _digests(self) -> dict[str, bytes]:
+        """Path to digest of each attribute of a sampler, or of its classes, that `_found` does not give."""
+        owners, found = self._owners(), [each for each in self._found() if self._is_kept(each[0], each[-1])]
+        samplers = {path: owner for path, owner in owners.items() if self._is_sampler(owner)}
+        apart = [self._dataset, *samplers.values(), *(value for *_, value in found)]
+        return {
+            f"{path}.{name}": _Digest(apart).of(value)
+            for path, owner in samplers.items()
+            for name, value in {**rng.class_attributes(owner), **rng.attributes(owner)}.items()
+            if f"{path}.{name}" not in {each[0] for each in found} and not _is_lightnings(owner, name)
+        }
+
+    def _is_kept(self, path: str, value: Any) -> bool:
+        """Whether `read` sees by itself what becomes of a value that `_found` gave."""
+        return not isinstance(value, _VALUES) or bool(self._first.get(path, True))
 
     def _found(self) -> Iterator[tuple[str, Any, str, Any]]:
         """Path, owner, name and value of each attribute that counts: of what is no sampler generators alone."""
         for path, owner in self._owners().items():
             sampler = self._is_sampler(owner)
-            for name, value in list(_attributes(owner).items()):
-                # The epoch is the training loop's to set, and Lightning notes what a sampler was made with.
-                epoch = name == "epoch" and hasattr(owner, "set_epoch")
-                if value is self._dataset or epoch or name.startswith("__pl_"):
+            for name, value in list(rng.attributes(owner).items()):
+                if value is self._dataset or _is_lightnings(owner, name):
                     continue
                 counts = isinstance(value, _VALUES) or hasattr(value, "__next__")
                 if rng.generator_kind(value) or (sampler and counts):
                     yield f"{path}.{name}", owner, name, value
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
-    return getattr(owner, "__dict__", {})
+def _is_lightnings(owner: Any, name: str) -> bool:
+    """The epoch, which is the training loop's to set, or what Lightning notes of what a sampler was made with."""
+    return (name == "epoch" and hasattr(owner, "set_epoch")) or name.startswith("__pl_")
+
+
+class _Digest(pickle.Pickler):
+    """Pickles a value to see whether it has changed: parts that can't be pickled as far as that goes, and neither those
+    ``apart`` nor data sets, modules and what has a state of its own. Of functions their closures and the generators
+    that they draw from count.
+    """
+
+    def __init__(self, apart: Iterable[Any]) -> None:
+        self._digest = hashlib.sha256()
+        super().__init__(SimpleNamespace(write=self._digest.update))
+        self._apart = {id(one) for one in apart}
+
+    def of(self, value: Any) -> bytes:
+        with contextlib.suppress(Exception):  # of code of what it holds
+            self.dump(value)
+        return self._digest.digest()
+
+    def reducer_override(self, value: Any) -> Any:
+        if value is str:
+            return NotImplemented
+        indexed = hasattr(value, "__getitem__") and not isinstance(value, _COLLECTIONS)
+        if id(value) in self._apart or isinstance(value, _SKIPPED) or indexed or has_state(value):
+            return str, ("apart",)
+        if type(value) is FunctionType:
+            self._apart.add(id(value))  # It may name itself.
+            return str, ([*rng.generators_of(value), *rng.closure(value)],)
+        try:
+            value.__reduce_ex__(4)
+        except Exception:
+            # Nobody knows how far an iterator is.
+            return str, (secrets.token_hex(8) if hasattr(value, "__next__") else "unknown",)
+        return NotImplemented
 
 
 def _is_kept(value: Any) -> bool:

@@ -153,6 +153,18 @@ class CountingOwn(Own):
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(int(self.epochs))).tolist()
 
 
+class SlotOwn(Own):
+    """Has its generator, which numpy draws by, in no ``__dict__``."""
+
+    __slots__ = ("bits",)
+
+    def __init__(self) -> None:
+        self.bits = np.random.PCG64(3)
+
+    def order(self) -> list[int]:
+        return [int(i) for i in np.random.Generator(self.bits).permutation(self.length)]
+
+
 class InPlaceOwn(Own):
     """Shuffles its indices in place; under one name they are a list, under the other an array."""
 

@@ -44,6 +44,46 @@ class NoisyBatches(Noisy):
         return [self[index] + torch.rand(()) for index in indices]
 
 
+GLOBAL = random.Random(6)
+
+
+def _global() -> float:
+    return sum([GLOBAL.random() for _ in range(2)])  # in a code object of its own
+
+
+class Slotted:
+    __slots__ = ("own",)
+
+    def __init__(self) -> None:
+        self.own = np.random.PCG64(7)
+
+
+class Hidden(Noisy):
+    """Its numbers are of generators that are no attributes of it."""
+
+    shared: random.Random
+
+    def __init__(self) -> None:
+        enclosed = np.random.default_rng(3)
+        self.parts = [np.random.default_rng(4).random, random.Random(5).random, lambda: enclosed.random(), _global]
+        self.slotted = Slotted()
+        Hidden.shared = random.Random(8)
+        GLOBAL.seed(6)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raw = float(self.slotted.own.random_raw() % 1000)
+        return torch.tensor([index, raw, self.shared.random(), *(part() for part in self.parts)])
+
+
+class Late(Hidden):
+    """Makes another at its first sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.late = random.Random()
+        return super().__getitem__(index) + self.late.random()
+
+
 class Told(Noisy):
     """What its loader's ``worker_init_fn`` sets."""
 
@@ -93,6 +133,18 @@ def test_a_sample_has_the_same_numbers_whatever_loads_it() -> None:
         resumed.load_state_dict(state)
         shares.append(rows(resumed))
     assert sorted(first + shares[0] + shares[1]) == sorted(whole)
+
+
+@pytest.mark.parametrize(("dataset", "seeded"), [(Hidden, False), (Hidden, True), (Late, True)])
+def test_generators_are_found_wherever_they_are(dataset: Any, seeded: bool) -> None:
+    whole = rows(make(dataset(), seeded=seeded))
+    loader = make(dataset(), seeded=seeded)
+    first = rows(itertools.islice(loader, 3))
+    state = through_file(loader.state_dict())
+    for workers in (0, 2) if seeded else (0,):
+        resumed = make(dataset(), seeded=seeded, num_workers=workers)
+        resumed.load_state_dict(state)
+        assert first + rows(resumed) == whole, workers
 
 
 def test_epochs_iterations_and_seeds_have_numbers_of_their_own() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
+import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,13 +39,25 @@ from tests.resume.support import (
     OwnBatches,
     PositionState,
     SeededState,
+    SlotOwn,
     YieldedState,
     distributed_loader,
     ids,
     through_file,
 )
 
-OWN = (NumpyOwn, MersenneOwn, LegacyOwn, LateOwn, CountingOwn, InPlaceOwn, SeededState, PositionState, YieldedState)
+OWN = (
+    NumpyOwn,
+    MersenneOwn,
+    LegacyOwn,
+    LateOwn,
+    SlotOwn,
+    CountingOwn,
+    InPlaceOwn,
+    SeededState,
+    PositionState,
+    YieldedState,
+)
 STOCK = {
     "sequential": lambda: DataLoader(Numbers(11), 2),
     "shuffled": lambda: DataLoader(Numbers(11), 2, shuffle=True),
@@ -278,12 +293,71 @@ class Opaque(Own):
         return list(itertools.islice(self.source, self.length))
 
 
-def test_what_a_sampler_keeps_elsewhere_is_said() -> None:
-    loader = resumable(DataLoader(Numbers(11), 2, sampler=Opaque()), world_size=1, rank=0)
+class Bound(Own):
+    """Draws from a generator that it has no name of."""
+
+    def __init__(self) -> None:
+        self.source = random.Random(3).sample
+
+    def order(self) -> list[int]:
+        return self.source(range(self.length), self.length)
+
+
+class Enclosed(Bound):
+    def __init__(self) -> None:
+        generator = random.Random(3)
+        self.source = lambda indices, count: generator.sample(indices, count)
+
+
+class Rotating(Bound):
+    """Keeps a collection that is neither list nor array."""
+
+    def __init__(self) -> None:
+        self.source: Any = collections.deque(range(self.length))
+
+    def order(self) -> list[int]:
+        self.source.rotate(3)
+        return list(self.source)
+
+
+class Counting(Bound):
+    """Counts in an object of another class, which can't be pickled as a whole."""
+
+    def __init__(self) -> None:
+        self.source: Any = types.SimpleNamespace(epochs=0, lock=threading.Lock())
+
+    def order(self) -> list[int]:
+        self.source.epochs += 1
+        return [(i * 3 + self.source.epochs) % self.length for i in range(self.length)]
+
+
+class CountingInClass(Counting):
+    source = 0
+
+    def __init__(self) -> None:
+        type(self).source = 0
+
+    def order(self) -> list[int]:
+        type(self).source += 1
+        return [(i * 3 + self.source) % self.length for i in range(self.length)]
+
+
+@pytest.mark.parametrize("kind", [Opaque, Bound, Enclosed, Rotating, Counting, CountingInClass])
+def test_what_a_sampler_keeps_elsewhere_is_said(kind: Any) -> None:
+    loader = resumable(DataLoader(Numbers(11), 2, sampler=kind()), world_size=1, rank=0)
     next(iter(loader))
-    resumed = resumable(DataLoader(Numbers(11), 2, sampler=Opaque()), world_size=1, rank=0)
-    with pytest.warns(UserWarning, match=r"not in the checkpoint: Opaque\.1\.source\. They begin anew"):
-        resumed.load_state_dict(loader.state_dict())
+    state = loader.state_dict()
+    resumed = resumable(DataLoader(Numbers(11), 2, sampler=kind()), world_size=1, rank=0)
+    with pytest.warns(UserWarning, match=rf"not in the checkpoint: {kind.__name__}\.1\.source\. They begin anew"):
+        resumed.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_of_other_samplers_nothing_is_lost(name: str) -> None:
+    loader = resumable(STOCK[name](), world_size=1, rank=0)
+    for _ in range(2):
+        ids(loader)
+    assert loader.state_dict()["attributes_now"]["lost"] == []
 
 
 class Backwards(DistributedSampler[Any]):

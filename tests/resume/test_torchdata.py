@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_shard.resume.wrap import order_warning, resumable
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
-from tests.resume.support import Numbers, StatefulStream, ids, through_file
+from tests.resume.support import Numbers, NumpyOwn, StatefulStream, ids, through_file
 
 loaders: Any = pytest.importorskip("torchdata.stateful_dataloader")
 COUNT = 36
@@ -99,7 +99,9 @@ def _fit(kind: str, path: str, *, steps: int = -1, ckpt_path: str | None = None,
     torch.manual_seed(torch.distributed.get_rank())  # of which torchdata's sampler draws its seed
     module = Recorder()
     trainer = quiet_trainer(strategy="shard_ddp", max_epochs=2, max_steps=steps)
-    loader = (DataLoader if kind == "stock" else loaders.StatefulDataLoader)(Numbers(COUNT), 3, shuffle=True, **options)
+    loader = (DataLoader if kind == "stock" else loaders.StatefulDataLoader)(
+        Numbers(COUNT), 3, **{"shuffle": True, **options}
+    )
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     if steps > 0:
         trainer.save_checkpoint(path)
@@ -114,6 +116,13 @@ def _runs(path: str) -> Any:
     ]
 
 
+def _runs_with_a_sampler(path: str) -> Any:
+    def fit(**options: Any) -> Any:
+        return _fit("torchdata", path, sampler=NumpyOwn(), shuffle=False, **options)
+
+    return fit(), fit(steps=3), fit(ckpt_path=path)
+
+
 def test_it_deals_out_and_resumes_as_a_stock_loader_at_another_number_of_processes_too(tmp_path: Any) -> None:
     path = str(tmp_path / "saved.ckpt")
     runs = run_distributed(_runs, 2, path)
@@ -123,3 +132,7 @@ def test_it_deals_out_and_resumes_as_a_stock_loader_at_another_number_of_process
     [alone] = run_distributed(_fit, 1, "torchdata", path, ckpt_path=path)
     seen = [i for run in runs for epoch, batch in run[2] if epoch == 1 for i in batch]
     assert sorted(seen + [i for _, batch in alone for i in batch]) == list(range(COUNT))
+    path = str(tmp_path / "own.ckpt")
+    for whole, first, rest in run_distributed(_runs_with_a_sampler, 2, path):
+        assert len(first) == 3  # of 2 in an epoch
+        assert first + rest == whole
