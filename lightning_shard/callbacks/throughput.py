@@ -216,14 +216,9 @@ class ThroughputCallback(Callback):
         self._window.checkpoint_seconds = self._actions.seconds[CHECKPOINT] - self._blocked
         self._window.allocated, self._window.reserved = throughput.peak_bytes(device)
         rows = throughput.gather_rows(astuple(self._window), dtype=torch.float64, device=device)
-        norm = trainer.callback_metrics.get("grad_norm")
-        window = throughput.combine(
-            [throughput.RankWindow(*row) for row in rows],
-            step=trainer.global_step,
-            steps=trainer.global_step - self._first_step,
-            peak=self._peak,
-            grad_norm=None if norm is None else float(norm),
-        )
+        found, step = trainer.callback_metrics.get("grad_norm"), trainer.global_step
+        ranks, norm = [throughput.RankWindow(*row) for row in rows], None if found is None else float(found)
+        window = throughput.combine(ranks, step=step, steps=step - self._first_step, peak=self._peak, grad_norm=norm)
         self._begin(trainer)
         if window is not None:
             if window.stands_out:  # on all ranks, which have the same numbers

@@ -56,12 +56,9 @@ def open_any(
     if optimizers != "none":
         return stored
     left_out = {*stored.slots, *(key for key in stored.tensors if key.startswith(GRADIENT_PREFIXES))}
-    return replace(
-        stored,
-        tensors={key: tensor for key, tensor in stored.tensors.items() if key not in left_out},
-        slots={},
-        trainer_state={key: value for key, value in stored.trainer_state.items() if key != OPTIMIZER_STATES},
-    )
+    tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in left_out}
+    state = {key: value for key, value in stored.trainer_state.items() if key != OPTIMIZER_STATES}
+    return replace(stored, tensors=tensors, slots={}, trainer_state=state)
 
 
 def describe(path: layout.StrPath, stored: Contents) -> str:

@@ -78,12 +78,8 @@ def _opened(path: layout.StrPath, share: tuple[int, int]) -> OpenCheckpoint:
                 f"{path} is in Hugging Face's layout and has weights alone: from_pretrained and load_pretrained read "
                 "it. To go on training, give a checkpoint whose name does not end in .hf."
             )
-        return OpenCheckpoint(
-            directory=directory,
-            manifest=manifest,
-            metadata=read_boxes(directory, manifest, share=share),
-            trainer_state=read_trainer_state(directory, manifest),
-        )
+        boxes, state = read_boxes(directory, manifest, share=share), read_trainer_state(directory, manifest)
+        return OpenCheckpoint(directory=directory, manifest=manifest, metadata=boxes, trainer_state=state)
     except BaseException:
         directory.close()
         raise

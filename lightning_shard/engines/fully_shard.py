@@ -17,10 +17,7 @@ from lightning_shard.engines.units import unit_rules
 from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError
 from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh, shard_group_of_its_own
 
-_OF_NEWER_TORCH = {
-    "separate_reduce_scatter": "set_separate_reduce_scatter_group",
-    "symmetric_memory": "set_symm_mem_for_comm",
-}
+_NEWER = {"separate_reduce_scatter": "set_separate_reduce_scatter_group", "symmetric_memory": "set_symm_mem_for_comm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class FullyShard(FSDP2Engine):
     _options: FSDPOptions
 
     def check(self, run: PlannedRun) -> None:
-        for option, method in _OF_NEWER_TORCH.items():
+        for option, method in _NEWER.items():
             if getattr(self._options, option) and not hasattr(FSDPModule, method):
                 raise ConfigurationError(f"{option} is true, but torch {torch.__version__} has no {method} yet.")
         if self._options.symmetric_memory and run.device_type != "cuda":

@@ -33,11 +33,8 @@ require(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", 
 require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets", tested=_TESTED)
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
-_FORWARD_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
+_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+_FORWARD_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
 
 CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
 

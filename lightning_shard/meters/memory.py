@@ -70,6 +70,9 @@ class _Saved:
     kind: str
 
 
+Held = Callable[[], Iterable[Resident]]
+
+
 class StepMeter:
     """Measures one optimizer step: the most that this rank holds of each kind, at the times when it is asked: start it
     before a forward pass, and call `forward_ended`, `ready_to_step` and `stepped` in this order; `stop` takes the hooks
@@ -78,14 +81,7 @@ class StepMeter:
     above.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        held: Callable[[], Iterable[Resident]],
-        gathered: Callable[[], Iterable[Resident]] | None = None,
-        *,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, module: nn.Module, held: Held, gathered: Held | None = None, *, device: torch.device) -> None:
         """Say what is looked at: ``held`` gives all that the rank holds but activations, ``gathered`` what is whole for
         the moment, of engines that free it before forward ends; default: FSDP2's.
         """

@@ -97,12 +97,8 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             raise TraceError(explained(error, live.last_operation)) from error
         finally:
             root.zero_grad(set_to_none=True)
-    return Trace(
-        segments=tuple(live.segments),
-        batch_size=size,
-        events=tuple(live.events),
-        work=() if times is None else tuple(times.parts[i] for i in range(len(live.segments))),
-    )
+    work = () if times is None else tuple(times.parts[i] for i in range(len(live.segments)))
+    return Trace(segments=tuple(live.segments), batch_size=size, events=tuple(live.events), work=work)
 
 
 def _loss(output: Any) -> Tensor:

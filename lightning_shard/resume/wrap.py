@@ -45,14 +45,8 @@ class StatefulIterableLoader(DelegatingLoader):
             # Once the end was met, nothing is ahead of the training loop.
             back = 1 if self._ended else 1 + self.lookahead
             batches, dataset = self._history[-min(back, len(self._history))]
-        return {
-            "kind": "iterable",
-            "dataset": dataset,
-            "batches": batches,
-            "samples": batches,
-            "finished": self._ended,
-            "world_size": self._world_size,
-        }
+        reached = {"batches": batches, "samples": batches, "finished": self._ended}
+        return {"kind": "iterable", "dataset": dataset, **reached, "world_size": self._world_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hand the dataset its state; warns at another world size, where only the dataset knows what it means."""
