@@ -160,7 +160,10 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def setting(name: str, kind: str, *idle: Any, words: Mapping[Any, Any] | None = None, note: str = "") -> Field:
+Words = Mapping[Any, Any] | None
+
+
+def setting(name: str, kind: str, *idle: Any, words: Words = None, note: str = "") -> Field:
     """A field that becomes the neutral setting ``name``; ``idle``: values that ask for nothing."""
     return Field(name=name, kind=kind, idle=idle, words=words or {}, note=note)
 
@@ -171,12 +174,7 @@ def satisfied(met: str, kind: str, *idle: Any) -> Field:
 
 
 def unsupported(
-    reason: str,
-    nearest: str = "",
-    kind: str = "any",
-    *idle: Any,
-    words: Mapping[Any, Any] | None = None,
-    effect: Effect = "numbers",
+    reason: str, nearest: str = "", kind: str = "any", *idle: Any, words: Words = None, effect: Effect = "numbers"
 ) -> Field:
     """A field without a counterpart, and what comes nearest; ``idle``: values that ask for nothing."""
     return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, words=words or {}, effect=effect)

@@ -186,12 +186,11 @@ def take_over(
             preemption.take_over_signals()  # which end the process elsewhere
 
 
+GoBack = Callable[[Callable[[str], None], Any], None]
+
+
 def after_batches(
-    replacements: Replacements,
-    trainer: Trainer,
-    checkpoints: Checkpoints,
-    preemption: Preemption,
-    go_back: Callable[[Callable[[str], None], Any], None],
+    replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints, preemption: Preemption, go_back: GoBack
 ) -> None:
     """After each batch ``go_back`` to a checkpoint where one is due, and then stop, which saves, where that is."""
     restore, stop = partial(roll_back, trainer, checkpoints), partial(preemption.after_batch, trainer)

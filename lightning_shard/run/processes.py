@@ -202,10 +202,7 @@ class RunWatch:
     """The watch of one run after the other."""
 
     def __init__(
-        self,
-        lost_rank_seconds: float | None,
-        stuck_seconds: float | None = None,
-        exit_process: Callable[[int], None] = os._exit,
+        self, lost_rank_seconds: float | None, stuck_seconds: float | None, exit_process: Callable[[int], None]
     ) -> None:
         """Nobody watches yet; see `Watch` for the seconds, of which None means that nobody does."""
         self._lost_rank_seconds, self._stuck_seconds = lost_rank_seconds, stuck_seconds
@@ -225,11 +222,7 @@ class RunWatch:
             traces.record_into(folder.absolute(), os.environ)
 
     def start(
-        self,
-        met: tuple[Place, int] | None,
-        folder: Path | None,
-        replacements: Replacements | None = None,
-        trainer: Trainer | None = None,
+        self, met: tuple[Place, int] | None, folder: Path | None, replacements: Replacements, trainer: Trainer
     ) -> None:
         """Watch the other ranks until the run ends. All ranks call it. ``met``: where they met, and the number of the
         run on their process group; None: elsewhere. ``folder``: for the traces of a rank that is stuck. ``trainer``:
@@ -238,13 +231,10 @@ class RunWatch:
         if self._failed is not None:
             self._failed.close()
         self._watch = self._failed = None
-        progress = None
-        if trainer is not None and replacements is not None:
-            progress = Progress(lambda: trainer.global_step)
-            loops.follow_actions(replacements, trainer, (progress.begin, progress.end))
         if self._lost_rank_seconds is None or met is None:
             return
-        place, run = met
+        progress, (place, run) = Progress(lambda: trainer.global_step), met
+        loops.follow_actions(replacements, trainer, (progress.begin, progress.end))
         self._watch = Watch(
             place,
             self._lost_rank_seconds,

@@ -187,9 +187,9 @@ def test_processes_meet_by_the_variables_of_other_launchers(kind: str) -> None:
 
 
 def test_a_watch_marks_messages_until_the_run_ends(caplog: pytest.LogCaptureFixture) -> None:
-    watch = RunWatch(None)
+    watch = RunWatch(None, None, os._exit)
     watch.mark_messages(1, 2)
-    watch.start(None, None)
+    watch.start(None, None, None, None)  # type: ignore[arg-type]
     logging.getLogger("a").warning("inside")
     watch.failed(RuntimeError("nobody watches"))
     watch.end()
