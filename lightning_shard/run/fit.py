@@ -37,7 +37,7 @@ from lightning_shard.run.preemption import Preemption, RunIdentity, checkpoint_f
 Watch = Callable[[], AbstractContextManager[None]]
 
 
-def run_of(trainer: Trainer, planned: PlannedRun, *, device: torch.device, mesh: DeviceMesh, watch: Watch) -> Run:
+def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: DeviceMesh, watch: Watch) -> Run:
     """What an engine is told of a Trainer's run. All ranks call it; the other arguments are `Run`'s."""
 
     def total_steps() -> int | None:

@@ -258,8 +258,7 @@ class ShardStrategy(ParallelStrategy):
             parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
             parts.fit.before_sharding(trainer, module, processes.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
-        device, mesh = self.root_device, self.device_mesh
-        return parts.fit.run_of(trainer, plan, device=device, mesh=mesh, watch=self._ledger.reduction)
+        return parts.fit.run_of(trainer, plan, self.root_device, self.device_mesh, watch=self._ledger.reduction)
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.fit.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
