@@ -124,7 +124,6 @@ USES = {
     "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
     "resume/metrics.py": ("torchmetrics' counters and caches", "_cache _is_synced _num_vals_seen _reduce_states"),
     "run/preemption.py": ("os._exit is documented", "_exit"),
-    "run/processes.py": ("os._exit is documented", "_exit"),
     "tensors/clipping.py": (
         "many gradients in one kernel",
         "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_"

@@ -368,13 +368,10 @@ class Backwards(DistributedSampler[Any]):
 
 
 def test_a_sampler_that_deals_otherwise_resumes_at_its_world_size_only() -> None:
-    def loader(world_size: int) -> Any:
-        sampler = Backwards(Numbers(12), world_size, 1)
-        return resumable(DataLoader(Numbers(12), 2, sampler=sampler), world_size=world_size, rank=1)
-
-    first = loader(2)
+    samplers = [Backwards(Numbers(12), ranks, 1) for ranks in (2, 2, 3)]
+    loaders = [DataLoader(Numbers(12), 2, sampler=sampler) for sampler in samplers]
+    first, same, other = (resumable(each, world_size=each.sampler.num_replicas, rank=1) for each in loaders)
     next(iter(first))
-    same, other = loader(2), loader(3)
     same.load_state_dict(first.state_dict())
     assert ids(same) == [[8, 9], [10, 11]]
     other.load_state_dict(first.state_dict())
@@ -393,10 +390,9 @@ def test_a_sampler_that_deals_otherwise_resumes_at_its_world_size_only() -> None
 )
 def test_an_epoch_that_can_not_be_finished_is_refused(name: str, world_size: int, message: str) -> None:
     origin = "shuffled" if name in ("subset", "wrapped") else name
-    first = resumable(STOCK[origin](), world_size=2, rank=0)
+    first, resumed = (resumable(STOCK[k](), world_size=n, rank=0) for k, n in ((origin, 2), (name, world_size)))
     next(iter(first))
     state = first.state_dict()
-    resumed = resumable(STOCK[name](), world_size=world_size, rank=0)
     with pytest.raises(DataError, match=message):
         resumed.load_state_dict(state)
     # At an epoch's end there is nothing to finish.
