@@ -156,7 +156,6 @@ ELSEWHERE = {
     "resume/loader.py": "DataLoader's",
     "resume/metrics.py": "torchmetrics'",
     "run/preemption.py": "Python's",
-    "run/processes.py": "Python's",
 }
 
 # Names that are used where they are there, or that no `require` can ask for.

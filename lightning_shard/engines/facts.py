@@ -141,9 +141,7 @@ class DeepSpeedFacts:
 EngineFacts = TorchDDPFacts | ReplicateFacts | FSDPFacts | DeepSpeedFacts
 
 
-def deepspeed_facts(
-    config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype, device_type: str = "cuda"
-) -> DeepSpeedFacts:
+def deepspeed_facts(config: Mapping[str, Any], ranks: int, accumulate: torch.dtype, device_type: str) -> DeepSpeedFacts:
     """The settings that matter for bytes, from `deepspeed_config` with "auto" resolved, else DeepSpeed's defaults."""
     zero = config["zero_optimization"]
     stage = int(zero["stage"])

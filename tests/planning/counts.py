@@ -100,7 +100,7 @@ class Count(pl.Callback):
         if not isinstance(tensors, FlatTensors):
             gradients = [p.grad for p in module.parameters() if p.grad is not None]
         else:
-            zero, (optimizer,) = tensors.zero, tensors.optimizers()
+            zero, (optimizer,) = tensors.running.zero, tensors.optimizers()
             gradients = tensors.gradients(trainer.optimizers[0])
             gradients += [t for t in (getattr(zero, "grad_partitions_flat_buffer", None),) if t is not None]
             for group in (getattr(zero, "averaged_gradients", None) or {}).values():
