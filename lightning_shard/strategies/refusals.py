@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -127,15 +127,24 @@ _BATCH_SIZE_FINDER = (
 )
 
 
-def refuse_tuner() -> None:
-    """For where the Trainer asks whether its strategy is distributed: refuse ``Tuner.scale_batch_size``
-    (ConfigurationError), which asks it, and would refuse without saying what to use.
+def is_distributed(strategy: object) -> bool:
+    """True, else Lightning gives a custom strategy no distributed sampler. ConfigurationError: it is asked by
+    ``Tuner.scale_batch_size``, which would refuse without saying what to use.
     """
     frame = inspect.currentframe()
-    for _ in range(3):  # the strategy's property, the connector's, and who asks that
+    for _ in range(2):  # the connector's property, and who asks that
         frame = frame and frame.f_back
     if frame is not None and frame.f_globals.get("__name__") == "lightning.pytorch.tuner.tuning":
         raise ConfigurationError(_BATCH_SIZE_FINDER)
+    return True
+
+
+def refuse_early(strategy: str) -> NoReturn:
+    """Refuse to give an engine before there is one (ConfigurationError)."""
+    raise ConfigurationError(
+        f"{strategy} has no engine yet: the Trainer makes it in fit, validate, test or predict. Ask for tensors, "
+        "gradients and the engine in a hook of these, or after them."
+    )
 
 
 def refuse_trainer(trainer: Trainer) -> None:

@@ -29,7 +29,6 @@ from lightning_shard.cluster.slurm import check_launch, read_job
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger.record import Ledger
@@ -65,20 +64,14 @@ class ShardStrategy(ParallelStrategy):
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
         self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)
-        self._predictions, self._replacements = parts.Predictions(), Replacements()
-        self._compiler = parts.CompilerWatch(settings.compile)
-        self._ledger, self._identity = parts.RunLedger(), parts.RunIdentity()
+        self._predictions, self._compiler = parts.Predictions(), parts.CompilerWatch(settings.compile)
+        self._replacements, self._ledger, self._identity = Replacements(), parts.RunLedger(), parts.RunIdentity()
         self._engine: Engine | None = None
 
     _start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     _lightning_module = messages.Uncompiled()
+    is_distributed = property(refusals.is_distributed)
     restore_checkpoint_after_setup = True  # into the parameters that the engine left
-
-    @property
-    def is_distributed(self) -> bool:
-        """Else Lightning gives a custom strategy no distributed sampler."""
-        refusals.refuse_tuner()
-        return True
 
     @abstractmethod
     def engine_for(self, module: nn.Module | None = None) -> Engine:
@@ -122,12 +115,7 @@ class ShardStrategy(ParallelStrategy):
     @property
     def engine(self) -> Engine:
         """The engine of the run, from its set-up on."""
-        if self._engine is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} has no engine yet: the Trainer makes it in fit, validate, test or predict. Ask "
-                "for tensors, gradients and the engine in a hook of these, or after them."
-            )
-        return self._engine
+        return self._engine or refusals.refuse_early(type(self).__name__)
 
     @property
     def ledger(self) -> Ledger | None:
