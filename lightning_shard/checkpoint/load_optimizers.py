@@ -171,7 +171,9 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
             continue
         for slot, key in tensors.items():
             shape = source.manifest.tensors[key].shape
-            if part.is_sharded and shape not in ((), part.shapes[fqn]):
+            # Of a parameter that has another shape itself that alone is said.
+            reshaped = any(text.startswith(f"{layout.MODEL_PREFIX}{fqn} ") for text in source.match.reshaped)
+            if part.is_sharded and shape not in ((), part.shapes[fqn]) and not reshaped:
                 name = layout.SlotName(source.index, fqn, slot)
                 source.match.problems.append(optimizer_state.unshardable(name, shape, part.shapes[fqn]))
             else:

@@ -298,6 +298,8 @@ class Checkpoints(CheckpointIO):
         """
         assert self._loading is not None
         self.synchronize()
+        # What a learning rate finder wrote ahead of its steps is taken as it is: no run begins with it.
+        begins = begins and not self._loading.path.name.startswith(".lr_find_")
         tensors, state, configured = self._engine.tensors, self._loading.trainer_state, self._configured and begins
         edited = None
         if hooked is not None and state.get(layout.OPTIMIZER_STATES):

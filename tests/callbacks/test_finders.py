@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def tuned(strategy: str, precision: str) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module, final = Data(), Final()
     trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=5, callbacks=[final])
-    Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.1, num_training=12, early_stop_threshold=None)
+    with warnings.catch_warnings():  # of the finder's own checkpoint
+        warnings.filterwarnings("error", message="The checkpoint's hyperparameters win")
+        Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.1, num_training=12, early_stop_threshold=None)
     assert len(module.losses) == 12
     module.losses, module.seen, module.learning_rate = [], [], 1e-2
     trainer.fit(module)

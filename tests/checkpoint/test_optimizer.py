@@ -163,8 +163,8 @@ def test_optimizers_that_do_not_fit(tmp_path):
     assert net.embed.weight in other.state
 
 
-def sharded(slot: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = nn.Linear(4, 4)
+def sharded(slot: Any, rows: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Linear(4, rows)
     fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     if slot is not None:
@@ -181,8 +181,8 @@ def save_slot(path: str, slot: Any) -> str:
     return "saved"
 
 
-def load_slot(path: str) -> str:
-    net, sgd = sharded(None)
+def load_slot(path: str, rows: int = 4) -> str:
+    net, sgd = sharded(None, rows)
     try:
         load_module(path, module=net, optimizers=[sgd])
     except CheckpointMismatchError as error:
@@ -207,6 +207,12 @@ def test_slots_that_cannot_be_cut(tmp_path):
     load_module(path, module=net, optimizers=[sgd])
     assert sgd.state[net.weight]["slot"].tolist() == [0, 1, 2, 3]
     assert all(said in result for result in run_distributed(load_slot, 2, path))
+    # Where the parameter has another shape that alone is said, and no advice on its slots.
+    sgd.state[net.weight]["slot"] = torch.zeros(4, 4)
+    save_module(path, module=net, optimizers=[sgd])
+    for result in run_distributed(load_slot, 2, path, 8):
+        assert "of another shape (2): model.bias (4,) there, (8,) here" in result
+        assert "weight.slot" not in result
 
 
 def test_state_is_found_by_the_map_and_not_by_its_key(tmp_path):
