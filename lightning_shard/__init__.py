@@ -83,6 +83,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("callbacks", "tools"):
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         near = "" if name.startswith("_") else did_you_mean(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{near}")

@@ -57,6 +57,8 @@ def test_exact_public_names() -> None:
     ]
     assert [name for name in lightning_shard.__all__ if not hasattr(lightning_shard, name)] == []
     assert set(lightning_shard.__all__) <= set(dir(lightning_shard))
+    assert "plan" in lightning_shard.__getattr__("tools").__all__
+    assert lightning_shard.callbacks.RunPageCallback.__module__ == "lightning_shard.callbacks.run_page"
 
 
 def test_help_is_short() -> None:
