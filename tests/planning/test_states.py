@@ -122,4 +122,6 @@ def test_peaks_of_accumulation_where_states_are_most(name: str, micro_batches: i
 def test_peaks_of_adapters_and_of_two_optimizers(stage: str, model: str, batch_size: int, ranks: int) -> None:
     if "LoRA" in model:
         pytest.importorskip("peft")
-    check_peak(ranks, model, f"shard_{stage}", None, batch_size=batch_size, precision="bf16-mixed", within=0.015)
+    # Of what owners of full parameters receive, gloo's thread may hold the last a moment longer on a busy machine.
+    within = 0.06 if model == "manual" and stage.startswith("deepspeed") else 0.015
+    check_peak(ranks, model, f"shard_{stage}", None, batch_size=batch_size, precision="bf16-mixed", within=within)
