@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import warnings
 import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_shard.tools import export
+from tests.checkpoint.calls import save_tensors
 
 SAVED = Path(__file__).parent / "version_7" / "fsdp.ckpt"
 
@@ -45,3 +49,16 @@ def test_what_the_guide_says_is_enough_to_read_the_tensors(tmp_path: Path) -> No
     assert exported
     for name, value in exported.items():
         assert torch.equal(found[f"model.{name}"], value), name
+
+
+def test_many_small_tensors_take_less_than_with_torchs_own(tmp_path: Path) -> None:
+    state = {f"model.layers.{i}.weight": torch.full((13,), float(i)) for i in range(1000)}
+    save_tensors(tmp_path / "a.ckpt", state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(state), checkpoint_id=tmp_path / "theirs", no_dist=True)
+        found = {key: torch.zeros_like(value) for key, value in state.items()}
+        dcp.load(found, checkpoint_id=tmp_path / "a.ckpt", no_dist=True)
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+    own, theirs = (sum(map(os.path.getsize, (tmp_path / name).iterdir())) for name in ("a.ckpt", "theirs"))
+    assert own < theirs

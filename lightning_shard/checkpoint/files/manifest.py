@@ -90,7 +90,7 @@ class Manifest:
             raise CheckpointError(
                 f"the ledger can't be written into {layout.MANIFEST}: {error}; give plain JSON values"
             ) from error
-        return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+        return _lines(fields, 2) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str | os.PathLike[str] = layout.MANIFEST) -> Manifest:
@@ -149,6 +149,13 @@ def _typed(fields: Any, kinds: Mapping[str, Any]) -> Any:
 
 def _reason(error: Exception) -> str:
     return f"no field {error}" if isinstance(error, KeyError) else str(error)[:500]
+
+
+def _lines(value: Any, depth: int) -> str:
+    """JSON with a line for each entry down to ``depth``, and no other whitespace."""
+    if not isinstance(value, dict) or not value or not depth:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return "{\n" + ",\n".join(f"{json.dumps(key)}:{_lines(value[key], depth - 1)}" for key in sorted(value)) + "\n}"
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

@@ -174,16 +174,27 @@ def describe_boxes(boxes: BoxesByRank, written: Sequence[Written]) -> dict[str, 
 
 def _metadata(tables: Iterable[tuple[TensorFacts, NDArray[np.int64]]], names: Sequence[str]) -> bytes:
     """``.metadata``, with no path of the machine that wrote it and no random number."""
+    # Tensors that are cut alike have one description: a pickle has it once.
+    alike: dict[Any, dcp.TensorStorageMetadata] = {}
     tensors: dict[str, dcp.STORAGE_TYPES] = {}
     places = {}
     for facts, rows in tables:
-        ndim, chunks = len(facts.shape), []
-        for file, start, length, *box in rows.tolist():
-            chunks.append(dcp.ChunkStorageMetadata(torch.Size(box[:ndim]), torch.Size(box[ndim:])))
-            places[dcp.MetadataIndex(facts.key, chunks[-1].offsets)] = StorageInfo(names[file], start, length)
-        properties = dcp.TensorProperties(dtype=facts.dtype)
-        tensors[facts.key] = dcp.TensorStorageMetadata(properties, torch.Size(facts.shape), chunks)
-    return pickle.dumps(Metadata(tensors, storage_data=places, storage_meta=dcp.StorageMeta(), version=_VERSION))
+        ndim, cut = len(facts.shape), (facts.dtype, facts.shape, rows[:, 3:].tobytes())
+        if cut not in alike:
+            boxes = [(torch.Size(box[:ndim]), torch.Size(box[ndim:])) for box in rows[:, 3:].tolist()]
+            chunks = [dcp.ChunkStorageMetadata(*box) for box in boxes]
+            alike[cut] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=facts.dtype), torch.Size(facts.shape), chunks
+            )
+        tensors[facts.key] = alike[cut]
+        for chunk, (file, start, length) in zip(alike[cut].chunks, rows[:, :3].tolist(), strict=True):
+            index = dcp.MetadataIndex(facts.key, chunk.offsets)
+            vars(index)["offset"] = chunk.offsets  # of which it has made a copy
+            places[index] = StorageInfo(names[file], start, length)
+    metadata = Metadata(tensors, storage_data=places, storage_meta=dcp.StorageMeta(), version=_VERSION)
+    # Last: a pickle refers in fewer bytes to what it has first, the names of the classes of places.
+    vars(metadata)["state_dict_metadata"] = vars(metadata).pop("state_dict_metadata")
+    return pickle.dumps(metadata)
 
 
 def chunks_of(tensor: Any) -> list[dcp.ChunkStorageMetadata]:
