@@ -263,8 +263,8 @@ def generators_of(owner: Any) -> list[Any]:
     """The generators that datasets, collate functions and the transforms that they hold draw from, but for the global
     ones: among attributes, also of classes, in closures, and among the globals that their functions name.
     """
-    drawn: Any = (np.random.beta, random.random)
-    everybodys = [torch.default_generator, *(draw.__self__ for draw in drawn)]
+    draws: list[Any] = [np.random.rand, random.random]
+    everybodys = [torch.default_generator, *(draw.__self__ for draw in draws)]
     seen, found, todo = {id(one) for one in everybodys}, list[Any](), [owner]
     while todo and len(seen) < _MOST_HELD:
         value = todo.pop()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import random
-import threading
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +32,6 @@ from tests.resume.support import (
     MersenneOwn,
     Numbers,
     NumpyOwn,
-    Own,
     OwnBatches,
     PositionState,
     SeededState,
@@ -281,75 +277,6 @@ def test_a_sampler_that_is_dealt_out_keeps_its_state(kind: Any, stop: tuple[int,
     set_rng_state(generators)
     rest, _ = train(resumed, 4, start=(stop[0] + 1, 0) if state["finished"] and stop[1] else stop)
     assert [step[:3] for step in first + rest] == [step[:3] for step in whole]
-
-
-class Opaque(Own):
-    """What it goes on with can't be in a checkpoint."""
-
-    def __init__(self) -> None:
-        self.source = itertools.cycle(range(7))
-
-    def order(self) -> list[int]:
-        return list(itertools.islice(self.source, self.length))
-
-
-class Bound(Own):
-    """Draws from a generator that it has no name of."""
-
-    def __init__(self) -> None:
-        self.source = random.Random(3).sample
-
-    def order(self) -> list[int]:
-        return self.source(range(self.length), self.length)
-
-
-class Enclosed(Bound):
-    def __init__(self) -> None:
-        generator = random.Random(3)
-        self.source = lambda indices, count: generator.sample(indices, count)
-
-
-class Rotating(Bound):
-    """Keeps a collection that is neither list nor array."""
-
-    def __init__(self) -> None:
-        self.source: Any = collections.deque(range(self.length))
-
-    def order(self) -> list[int]:
-        self.source.rotate(3)
-        return list(self.source)
-
-
-class Counting(Bound):
-    """Counts in an object of another class, which can't be pickled as a whole."""
-
-    def __init__(self) -> None:
-        self.source: Any = types.SimpleNamespace(epochs=0, lock=threading.Lock())
-
-    def order(self) -> list[int]:
-        self.source.epochs += 1
-        return [(i * 3 + self.source.epochs) % self.length for i in range(self.length)]
-
-
-class CountingInClass(Counting):
-    source = 0
-
-    def __init__(self) -> None:
-        type(self).source = 0
-
-    def order(self) -> list[int]:
-        type(self).source += 1
-        return [(i * 3 + self.source) % self.length for i in range(self.length)]
-
-
-@pytest.mark.parametrize("kind", [Opaque, Bound, Enclosed, Rotating, Counting, CountingInClass])
-def test_what_a_sampler_keeps_elsewhere_is_said(kind: Any) -> None:
-    loader = resumable(DataLoader(Numbers(11), 2, sampler=kind()), world_size=1, rank=0)
-    next(iter(loader))
-    state = loader.state_dict()
-    resumed = resumable(DataLoader(Numbers(11), 2, sampler=kind()), world_size=1, rank=0)
-    with pytest.warns(UserWarning, match=rf"not in the checkpoint: {kind.__name__}\.1\.source\. They begin anew"):
-        resumed.load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", STOCK)
