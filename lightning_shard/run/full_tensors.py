@@ -97,6 +97,9 @@ class FullTensors:
     def _live(self, fqn: str, kind: str) -> LiveTensor | None:
         if kind == "parameter":
             self._checkpoints.synchronize()
+        word = {"grad": "gradient", "param": "parameter"}.get(kind.removesuffix("s"))
+        if word or kind in ("gradients", "parameters"):
+            raise ConfigurationError(f"kind is {kind!r}, but must be {word or kind[:-1]!r}, or the name of a slot.")
         names, tensors = fqns(self._module), self._engine.tensors
         name = names.canonical(fqn)
         if kind == "parameter":

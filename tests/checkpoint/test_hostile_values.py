@@ -52,6 +52,7 @@ def refused_by_all(path: Path) -> None:
         {"run": {"name": {}, "step": 1, "time": 0.0}},
         {"tensors": {"model.w": {"shape": ["x"], "dtype": "float32"}}},
         {"tensors": {"model.w": {"shape": [4, 3], "dtype": "nn"}}},
+        {"tensors": {"model.w": {"shape": [4, 3], "dtype": "quint8"}}},
         {"tensors": 3},
         {"files": {"a": {"size": "x", "sha256": 1}}},
         {"format_version": "x"},

@@ -100,10 +100,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """``torch.float32`` for ``"float32"``; ValueError for what is no dtype."""
+    """``torch.float32`` for ``"float32"``; ValueError for what is no dtype, or one without plain elements."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
+    if not isinstance(dtype, torch.dtype) or name.startswith(("q", "bits")):
+        raise ValueError(f"{name!r} is no torch dtype of numbers")
     return dtype
 
 
