@@ -147,6 +147,7 @@ def _one_rank_is_stopped() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.matrix
 def test_a_rank_that_writes_no_stacks_is_shown_as_the_kernel_sees_it() -> None:
     with pytest.raises(DistributedError) as caught:
         run_distributed(_one_rank_is_stopped, 2, timeout=2)

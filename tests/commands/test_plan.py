@@ -85,6 +85,7 @@ def check_yaml(out: str, folder: Path) -> None:
 ON_GPUS = "--trainer.accelerator=auto"
 
 
+@pytest.mark.matrix
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     # The configuration has two devices, and a CUDA context takes 450 MB at least.
     out = plan(capsys, "--device-memory", "401MB", "--reserve", "1MB", "--compare", *GPT, ON_GPUS)

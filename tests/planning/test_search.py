@@ -73,6 +73,7 @@ def test_the_global_batch_is_kept(tmp_path: Path) -> None:
     assert len(names) == len(set(names)) == 8
 
 
+@pytest.mark.matrix
 def test_what_is_short_of_memory_accumulates_or_shards(tmp_path: Path) -> None:
     # The CUDA context and its kin need more than this has: nothing fits, and nothing is written.
     text, content = search(tmp_path, "--device-memory=450MB", "--devices=2", "--batch-size=4")
@@ -112,6 +113,7 @@ def _fit(config: str) -> tuple[int, int, str]:
     return trainer.global_step, trainer.train_dataloader.batch_size, type(trainer.strategy).__name__
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_its_yaml_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
