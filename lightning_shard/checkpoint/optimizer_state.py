@@ -310,8 +310,10 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
 
 def _refuse_inner(optimizer: Optimizer) -> None:
     """ConfigurationError: it steps another optimizer, whose state it does not have."""
-    held = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-    if other := [each for each in held if each.state is not optimizer.state]:
+    held = list(vars(optimizer).values())
+    held += [each for value in held if isinstance(value, list | tuple) for each in value]
+    held += [each for value in held if isinstance(value, dict) for each in value.values()]
+    if other := [each for each in held if isinstance(each, Optimizer) and each.state is not optimizer.state]:
         raise ConfigurationError(
             f"the state of {kind_of(optimizer)} can't be saved: it steps {kind_of(other[0])}, an optimizer of its own, "
             "whose state is not in its `state`, so that a resumed run would begin with an empty one. Use another "

@@ -67,7 +67,7 @@ class Usage:
     def finish(self, used: Iterable[str] = ()) -> Set[str]:
         """End a step; returns what of ``used``, or of what was noted, no rank used. All ranks call it and communicate
         in the first steps, and where `varies`. ConfigurationError: it uses others than the first ones, which were
-        alike.
+        the same.
         """
         here = self._names.difference(self.used, used)
         self.used.clear()

@@ -34,6 +34,14 @@ class Wrapping(torch.optim.SGD):
         self.base = torch.optim.AdamW(self.param_groups, lr)
 
 
+class WrappingSeveral(torch.optim.SGD):
+    """As optimizers that step on the host hold one for each parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.by_parameter = {p: torch.optim.AdamW([p], lr) for group in self.param_groups for p in group["params"]}
+
+
 def check(kind: type[torch.optim.Optimizer], **kwargs: Any) -> str:
     net = nn.Linear(4, 4)
     if dist.get_world_size() > 1:
@@ -53,14 +61,24 @@ def check_all() -> dict[str, str]:
     kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     kinds = {name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
     del kinds["Optimizer"], kinds["Muon"]  # a base class; not for vectors
-    return {name: check(kind, lr=0.1) for name, kind in {**kinds, "Histories": Histories, "Wrapping": Wrapping}.items()}
+    return {
+        name: check(kind, lr=0.1)
+        for name, kind in {
+            **kinds,
+            "Histories": Histories,
+            "Wrapping": Wrapping,
+            "WrappingSeveral": WrappingSeveral,
+        }.items()
+    }
 
 
 def test_an_optimizer_whose_state_no_checkpoint_can_have_is_refused_before_it_steps():
     for ranks in (1, 2):
         (found, *_) = run_distributed(check_all, ranks)
         refused = {name: said for name, said in found.items() if said != "can be saved"}
-        assert refused.keys() == {"Histories", "Wrapping"} | (set() if ranks == 1 else {"LBFGS", "Adafactor"})
+        assert refused.keys() == {"Histories", "Wrapping", "WrappingSeveral"} | (
+            set() if ranks == 1 else {"LBFGS", "Adafactor"}
+        )
         assert "the state of Histories can't be saved: the trainer's state" in refused["Histories"]
         assert "the state of Wrapping can't be saved: it steps AdamW" in refused["Wrapping"]
         if ranks == 2:

@@ -111,6 +111,31 @@ def test_replicas_draw_the_same_numbers_in_a_step(precision: str) -> None:
     same_everywhere(Drawing, precision, strategies=("ddp",))
 
 
+class MadeEarly(torch.optim.SGD):
+    """As DeMo, makes its state in its constructor, and computes with plain tensors."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["scale"] = torch.full_like(p, 0.5, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.addcmul_(self.state[p]["scale"], torch.full(p.shape, 0.01))
+        return loss
+
+
+class SteppedByMadeEarly(Indexed):
+    def configure_optimizers(self) -> Any:
+        return MadeEarly(self.parameters(), lr=0.05)
+
+
+def test_state_of_a_constructor_goes_to_what_replicas_step() -> None:
+    same_everywhere(SteppedByMadeEarly, "bf16-mixed", strategies=("ddp",))
+
+
 class HookedApart(Indexed):
     """A hook changes the gradients of each rank otherwise."""
 

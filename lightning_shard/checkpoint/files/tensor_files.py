@@ -174,20 +174,20 @@ def describe_boxes(boxes: BoxesByRank, written: Sequence[Written]) -> dict[str, 
 
 def _metadata(tables: Iterable[tuple[TensorFacts, NDArray[np.int64]]], names: Sequence[str]) -> bytes:
     """``.metadata``, with no path of the machine that wrote it and no random number."""
-    # Tensors that are cut alike have one description: a pickle has it once.
-    alike: dict[Any, dcp.TensorStorageMetadata] = {}
+    # Tensors of one shape and the same boxes have one description: a pickle has it once.
+    described: dict[Any, dcp.TensorStorageMetadata] = {}
     tensors: dict[str, dcp.STORAGE_TYPES] = {}
     places = {}
     for facts, rows in tables:
-        ndim, cut = len(facts.shape), (facts.dtype, facts.shape, rows[:, 3:].tobytes())
-        if cut not in alike:
+        ndim, form = len(facts.shape), (facts.dtype, facts.shape, rows[:, 3:].tobytes())
+        if form not in described:
             boxes = [(torch.Size(box[:ndim]), torch.Size(box[ndim:])) for box in rows[:, 3:].tolist()]
             chunks = [dcp.ChunkStorageMetadata(*box) for box in boxes]
-            alike[cut] = dcp.TensorStorageMetadata(
+            described[form] = dcp.TensorStorageMetadata(
                 dcp.TensorProperties(dtype=facts.dtype), torch.Size(facts.shape), chunks
             )
-        tensors[facts.key] = alike[cut]
-        for chunk, (file, start, length) in zip(alike[cut].chunks, rows[:, :3].tolist(), strict=True):
+        tensors[facts.key] = described[form]
+        for chunk, (file, start, length) in zip(described[form].chunks, rows[:, :3].tolist(), strict=True):
             index = dcp.MetadataIndex(facts.key, chunk.offsets)
             vars(index)["offset"] = chunk.offsets  # of which it has made a copy
             places[index] = StorageInfo(names[file], start, length)
