@@ -99,9 +99,9 @@ class CountedGather:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output: Tensor, shard: Tensor, group: Any, async_op: bool = False) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         type(self).made += 1
-        return dist.all_gather_into_tensor(output, shard, group=group, async_op=async_op)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 SAME: list[dict[str, Any]] = [
