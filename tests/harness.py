@@ -234,8 +234,8 @@ class _Pool:
         return {rank: _tail(path, 200) or _state(self.processes[rank].pid) for rank, path in files.items()}
 
     def _report(self, name: str, timeout: float, outcomes: dict[int, tuple[Any, ...]], folder: Path) -> str:
-        # What raised or died comes before what waited for it, and a lost connection after its cause.
-        order = {"error": 0, "died": 1, "hung": 2, "result": 3}
+        # What died comes before those whose connections to it broke, what raised before what waited for it.
+        order = {"died": 0, "error": 1, "hung": 2, "result": 3}
         ranks = sorted(outcomes, key=lambda rank: (order[outcomes[rank][0]], *outcomes[rank][3:], rank))
         first = ranks[0]
         if all(outcome[0] in ("result", "hung") for outcome in outcomes.values()):
@@ -244,7 +244,8 @@ class _Pool:
             kind, what, data = outcomes[first][:3]
             # The line of the exception itself, which starts with its type's name, qualified or not.
             lines = [line for line in data.splitlines() if kind == "error" and line.split(":")[0].endswith(what)]
-            head = f"{name} on {len(outcomes)} processes failed; rank {first}: {lines[-1] if lines else what}"
+            last = data if kind == "died" else lines[-1] if lines else what
+            head = f"{name} on {len(outcomes)} processes failed; rank {first}: {last}"
         parts = [head]
         for rank in ranks:
             kind, what, data = outcomes[rank][:3]
@@ -330,9 +331,12 @@ def _read(path: Path) -> str:
 
 
 def _tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines, or those from a crash on: which signal it was, and first the stack of the thread that had it."""
     if not path.exists():
         return ""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    printed = path.read_text(errors="replace").splitlines()
+    crash = next((i for i, line in enumerate(printed) if line.startswith("Fatal Python error")), None)
+    return "\n".join(printed[-lines:] if crash is None else printed[crash : crash + lines])
 
 
 _POOLS: dict[int, _Pool] = {}
