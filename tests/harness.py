@@ -331,12 +331,13 @@ def _read(path: Path) -> str:
 
 
 def _tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines, or those from a crash on: which signal it was, and first the stack of the thread that had it."""
+    """The last lines, or those around a crash: what was said before it, which signal it was, and the threads' stacks."""
     if not path.exists():
         return ""
     printed = path.read_text(errors="replace").splitlines()
     crash = next((i for i, line in enumerate(printed) if line.startswith("Fatal Python error")), None)
-    return "\n".join(printed[-lines:] if crash is None else printed[crash : crash + lines])
+    first = max(len(printed) - lines, 0) if crash is None else max(crash - lines // 4, 0)
+    return "\n".join(printed[first : first + lines])
 
 
 _POOLS: dict[int, _Pool] = {}

@@ -130,6 +130,7 @@ def test_a_rank_that_exits_is_reported_promptly() -> None:
 
 def _crash() -> None:
     if dist.get_rank() == 1:
+        print("its last words", flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 
@@ -137,9 +138,10 @@ def _crash() -> None:
 def test_a_crash_is_named_before_the_connections_that_it_broke() -> None:
     with pytest.raises(DistributedError, match="failed; rank 1: killed by SIGSEGV\n") as caught:
         run_distributed(_crash, 2)
-    first = str(caught.value).split("--- rank 1: end of its output\n")[1].splitlines()
-    assert first[0] == "Fatal Python error: Segmentation fault"
-    assert any(line.endswith("in _crash") for line in first[:5])
+    shown = str(caught.value).split("--- rank 1: end of its output\n")[1].splitlines()
+    crash = shown.index("Fatal Python error: Segmentation fault")
+    assert shown[crash - 1] == "its last words"
+    assert any(line.endswith("in _crash") for line in shown[crash : crash + 5])
 
 
 def _one_rank_hangs() -> int:

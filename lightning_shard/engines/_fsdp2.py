@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParam, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines.after_backward import join, mark, replaced
 from lightning_shard.private_names import require
 
 require(FSDPModule, "_get_fsdp_state", tested="torch 2.11 to 2.13")
 require(FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook", tested="torch 2.11 to 2.13")
+require(FSDPState, "_modules_to_run_forward _training_state _state_ctx", tested="torch 2.11 to 2.13")
+require(FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle", tested="torch 2.11 to 2.13")
 require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook", tested="torch 2.11 to 2.13")
 require(Tensor, "_backward_hooks _post_accumulate_grad_hooks", tested="torch 2.11 to 2.13")
 require(FSDPParam, "_module_info _sharded_post_forward_param_data _unsharded_param", tested="torch 2.11 to 2.13")
@@ -29,6 +33,37 @@ def gather(module: FSDPModule) -> None:
     if (group := _group_of(module)) is not None:
         group.unshard()
         group.wait_for_unshard()
+
+
+def reshard(module: FSDPModule) -> None:
+    """Reshard ``module``'s own unit. A unit of several modules of which not all have run waits for the others, and
+    torch would leave it gathered, with the values of that time.
+    """
+    state = _state_of(module)
+    if state._modules_to_run_forward and state._training_state == TrainingState.FORWARD:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        if state._state_ctx.iter_forward_root is state:
+            state._state_ctx.iter_forward_root = None
+        with _group_of(module).use_training_state(TrainingState.IDLE):
+            module.reshard()
+    module.reshard()
+
+
+def leave_out_nested(module: FSDPModule, nested: Callable[[], bool]) -> None:
+    """Let a call of ``module`` run without FSDP's hooks while it is ``nested`` in another: its end would be taken for
+    that of the outer one, which goes on.
+    """
+    state = _state_of(module)
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        if type(handle) is RemovableHandle:  # of a unit of several modules it is another
+            hooks = handle.hooks_dict_ref()
+            assert hooks is not None
+            hooks[handle.id] = partial(_unless, nested, hooks[handle.id])
+
+
+def _unless(nested: Callable[[], bool], hook: Callable[..., Any], *arguments: Any) -> Any:
+    return None if nested() else hook(*arguments)
 
 
 def expect_gradients(root: nn.Module) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines._fsdp2 import expect_gradients, gather
+from lightning_shard.engines import _fsdp2
+from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested
 from lightning_shard.private_names import require
 
 require(nn.Module, "_parameters", tested="torch 2.11 to 2.13")
@@ -29,6 +30,8 @@ def install_runner(root: nn.Module) -> None:
     root.__dict__[_DEPTH] = root.__dict__[_INSIDE] = 0
     root.register_forward_pre_hook(lambda module, args: _count(module, 1), prepend=True)
     root.register_forward_hook(lambda module, args, output: _count(module, -1), always_call=True)
+    assert isinstance(root, FSDPModule)
+    leave_out_nested(root, lambda: root.__dict__[_DEPTH] > 1)
 
 
 def _run_inside(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -156,4 +159,4 @@ def reshard(root: nn.Module) -> None:
     """Reshard every unit, without communication: an evaluation forward leaves the root's parameters gathered."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()
+            _fsdp2.reshard(module)

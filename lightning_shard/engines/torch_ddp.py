@@ -100,9 +100,6 @@ class TorchDDP(StepsOwnParameters):
             self._wrapped = wrap(self._module, self._options, device=self._run.device)
 
     def replicas(self) -> dist.ProcessGroup | None:
-        if self._wrapped is not None and not self._options.static_graph:
-            with self._named():  # DDP itself looks at the beginning of the next step.
-                self._wrapped.reducer._check_reducer_finalized()
         # What a user's own hook does may be local steps between averages.
         return None if callable(self._options.comm_hook) else super().replicas()
 
@@ -159,6 +156,9 @@ class TorchDDP(StepsOwnParameters):
                 # this backward in manual optimization.
                 self._wrapped.reducer._delay_all_reduce()  # type: ignore[attr-defined]
                 self._delayed_static_graph = True
+        if not self._options.static_graph:
+            with self._named():  # DDP itself looks at the beginning of the next step, after this one's has been taken.
+                self._wrapped.reducer._check_reducer_finalized()
 
     def sync_gradients(self, enabled: bool) -> None:
         if self._at_boundary and self._wrapped is not None:

@@ -10,6 +10,7 @@ And which are frozen, thawed or made once an engine has prepared a module (`Free
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._C import _functorch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines._fsdp2 import gathered_parameters
+from lightning_shard.engines._fsdp2 import gathered_parameters, gathered_tensors
 from lightning_shard.engines.refusals import different_branches
 from lightning_shard.errors import ConfigurationError, WrappingError
 from lightning_shard.private_names import require
@@ -219,8 +220,9 @@ class Freezing:
         self._trainable = [p.requires_grad for p in self._parameters]
 
     def refuse_new(self) -> None:
-        """Refuse parameters that came since (ConfigurationError); engines put their own in the place of known ones."""
-        known = set(self._parameters)
+        """Refuse parameters that came since (ConfigurationError), and are not the gathered ones of a unit."""
+        units = (m for m in self._module.modules() if isinstance(m, FSDPModule))
+        known: set[Tensor] = {*self._parameters, *chain.from_iterable(map(gathered_tensors, units))}
         found = named_parameters(self._module).items()
         if new := [n for n, p in found if p not in known and (self._frozen_too or p.requires_grad)]:
             raise ConfigurationError(
@@ -238,10 +240,8 @@ class Freezing:
         return self._trainable != before
 
     def after_forward(self) -> None:
-        """Refuse, as `refuse_new`, what the first step made, ahead of its backward; under FSDP2, which puts gathered
-        parameters in the place of others, the second step does.
-        """
-        if not self._stepped and not any(isinstance(m, FSDPModule) for m in self._module.modules()):
+        """Refuse, as `refuse_new`, what the first step made, ahead of its backward."""
+        if not self._stepped:
             self.refuse_new()
         self._stepped = True
 

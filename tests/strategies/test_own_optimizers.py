@@ -164,6 +164,14 @@ class LeavesOut(Indexed):
         return self.body(batch[1]).square().mean()
 
 
+class LeavesOutAtLast(Indexed):
+    """No step follows at whose beginning DDP would look."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return self.body(batch[1]).square().mean() if self.trainer.is_last_batch else loss
+
+
 def _refused(kind: Any) -> str:
     trainer = quiet_trainer(strategy="shard_ddp", max_epochs=1)
     with pytest.raises(ConfigurationError) as error:
@@ -177,6 +185,7 @@ def _refused(kind: Any) -> str:
         (HookedApart, "Ranks have other values of body.0.weight"),
         (GivenApart, "other values on each"),
         (LeavesOut, "does not depend on head.weight, head.bias, and DDP waits"),
+        (LeavesOutAtLast, "does not depend on head.weight, head.bias, and DDP waits"),
     ],
 )
 def test_what_parts_replicas_is_refused(kind: Any, says: str) -> None:

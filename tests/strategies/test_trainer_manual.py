@@ -194,3 +194,62 @@ class LooksBack(Indexed):
 @PRECISIONS
 def test_forward_between_backward_and_step(precision: str) -> None:
     same_everywhere(LooksBack, precision, strategies=("ddp", "full", "grad_op"))
+
+
+class TiedHead(Indexed):
+    """The step goes on after the module's own forward, with a layer that is gathered together with one inside of it; a
+    hook runs one of the two alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.body = nn.Linear(3, 8)
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.inner.weight
+        self.notes: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.body(x)))
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        self._note(stage, batch[0])
+        return (self.head(self(batch[1])).float().mean(-1) - batch[1].sum(-1)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch, "train"))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.notes.append(float(self.head(torch.ones(1, 8)).float().sum()))
+
+
+def test_a_layer_of_a_unit_that_forward_runs_in_part() -> None:
+    run = same_everywhere(TiedHead, "bf16-mixed", strategies=("ddp", "full", "zero_2", "zero_3"))
+    assert len(set(run["notes"])) == len(run["notes"])  # each of the new weights
+
+
+class Recursive(nn.Module):
+    """Calls itself, and uses its parameters after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, again: int = 2) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        return self.leave(self(x, again - 1) if again else x)
+
+
+class CallsItself(Indexed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.Sequential(Recursive(), Recursive()))
+
+
+@PRECISIONS
+def test_units_that_call_themselves(precision: str) -> None:
+    same_everywhere(CallsItself, precision, strategies=("ddp", "full", "grad_op"))
