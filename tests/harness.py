@@ -331,7 +331,7 @@ def _read(path: Path) -> str:
 
 
 def _tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines, or those around a crash: what was said before it, which signal it was, and the threads' stacks."""
+    """The last lines, or those around a crash: what was said before it, its signal, and the threads' stacks."""
     if not path.exists():
         return ""
     printed = path.read_text(errors="replace").splitlines()

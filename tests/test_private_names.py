@@ -78,9 +78,10 @@ USES = {
     ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
-        "_composable _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _module_info _mp_policy"
-        " _orig_dtype _reduce_dtype _register_post_backward_hook _register_pre_backward_hook"
-        " _sharded_post_forward_param_data _unsharded_param",
+        "_composable _fsdp_common _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _module_info"
+        " _modules_to_run_forward _mp_policy _orig_dtype _post_forward_hook_handle _pre_forward_hook_handle"
+        " _reduce_dtype _register_post_backward_hook _register_pre_backward_hook _sharded_post_forward_param_data"
+        " _state_ctx _training_state _unsharded_param",
     ),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),

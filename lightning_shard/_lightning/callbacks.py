@@ -248,6 +248,13 @@ def collects_statistics(trainer: Trainer) -> bool:
     return trainer.fit_loop._skip_backward
 
 
+def accumulate_as_scheduled(trainer: Trainer) -> None:
+    """Have ``GradientAccumulationScheduler`` give its number of batches in mid-epoch too, which Lightning forgets."""
+    for callback in callbacks(trainer):
+        if isinstance(callback, stock.GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer)
+
+
 def go_on_in_mid_epoch(trainer: Trainer) -> None:
     """Have ``StochasticWeightAveraging`` make its scheduler in mid-epoch too; learning rates stay the checkpoint's."""
     if not trainer.fit_loop.restarted_mid_epoch:

@@ -13,15 +13,17 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
 from lightning_shard._lightning import Replacements, loaders, loops, results
-from lightning_shard._lightning.callbacks import thaw_again, thawed
+from lightning_shard._lightning.callbacks import accumulate_as_scheduled, thaw_again, thawed
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
+from lightning_shard.tensors.names import persistent_buffers
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -136,6 +138,7 @@ class Data:
         and with the gradients of ``checkpoints``. All ranks call it.
         """
         resumed, self._resumed = self._resumed, None
+        accumulate_as_scheduled(trainer)
         if resumed is not None and (warning := other_batch(resumed.get("batch"), _factors(trainer))) is not None:
             rank_zero_warn(warning)
         # Ahead of what says that the loops do not resume any more.
@@ -201,7 +204,17 @@ def accumulation_state(trainer: Trainer) -> dict[str, Any]:
         )
     if not (batches := loops.accumulated_batches(trainer)):
         return {}
-    return {ACCUMULATION: {"batches": batches, "factors": _factors(trainer, 1), **plugin.accumulation(trainer)}}
+    # Each rank's own batches have changed them since the step began.
+    buffers = {name: b.detach().clone() for name, _, b in persistent_buffers(trainer.lightning_module) if b is not None}
+    kept = {"batches": batches, "factors": _factors(trainer, 1), "buffers": buffers}
+    return {ACCUMULATION: {**kept, **plugin.accumulation(trainer)}}
+
+
+@torch.no_grad()
+def _restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    for name, _, buffer in persistent_buffers(module):
+        if buffer is not None and name in saved and saved[name].shape == buffer.shape:
+            buffer.copy_(saved[name])
 
 
 def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], checkpoints: Checkpoints) -> None:
@@ -221,6 +234,8 @@ def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], ch
         plugin: Any = trainer.precision_plugin
         factor = plugin.resume_accumulation([rank[ACCUMULATION] for rank in ranks])
         checkpoints.load_gradients(factor * prod(saved["factors"]) / prod(here))
+        if len(ranks) == trainer.world_size:
+            _restore_buffers(trainer.lightning_module, ranks[trainer.global_rank][ACCUMULATION].get("buffers", {}))
         return
     rank_zero_warn(
         f"The checkpoint was saved after {saved['batches']} of the {saved['factors'][2]} batches that one step "

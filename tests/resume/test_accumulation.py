@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -75,18 +76,18 @@ def fit(
     module: type[TinyLM] = TinyLM,
     options: Mapping[str, Any] | None = None,
     dropout: float = 0.1,
+    callbacks: Sequence[pl.Callback] = (),
     **settings: Any,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Four steps; whole parameters and optimizer state, and what was said of gradients."""
+    """Some steps; whole parameters and optimizer state, and what was said of gradients."""
     torch.manual_seed(3)
     final = Final()
     fp16 = precision.startswith("16")
     given: dict[str, Any] = {"plugins": ShardPrecision(precision)} if fp16 else {"precision": precision}  # type: ignore[arg-type]
     trainer = quiet_trainer(
         strategy=ENGINES[strategy](**{"aligned": True, **(options or {})}),
-        max_steps=STEPS,
-        callbacks=[final, *([Saves(saves, inside)] if saves else [])],
-        **{"accumulate_grad_batches": EVERY, **given, **settings},
+        **{"max_steps": STEPS, "accumulate_grad_batches": EVERY, **given, **settings},
+        callbacks=[final, *([Saves(saves, inside)] if saves else []), *callbacks],
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -116,7 +117,10 @@ def check(tmp_path: Path, runs: list[dict[str, Any]], *, ranks: int = 2) -> None
 
 def test_what_is_saved_within_a_step_goes_on_bit_by_bit(tmp_path: Path) -> None:
     boundary = {"strategy": "full", "precision": "16-mixed", "module": Weighted, "options": BOUNDARY}
-    check(tmp_path, [boundary, {"strategy": "zero_2", "options": {"async_save": True}}])
+    # Epochs of 8 batches, the save after the second of the second.
+    scheduled = {"callbacks": [GradientAccumulationScheduler({0: 2, 1: EVERY})], "accumulate_grad_batches": 1}
+    by_epoch = {"strategy": "full", "limit_train_batches": 8, "max_steps": 6, **scheduled}
+    check(tmp_path, [boundary, {"strategy": "zero_2", "options": {"async_save": True}}, by_epoch])
 
 
 FP32, BF16, FP16 = ({"precision": p} for p in ("32-true", "bf16-mixed", "16-mixed"))
