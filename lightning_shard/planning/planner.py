@@ -108,21 +108,19 @@ class Planner:
         if key not in self._traces and self.training_step is not None:
             size = batch_size_of(self.batch)
             try:
-                self._traces[key] = found = (self._trace(candidate, size),)
+                self._traces[key] = one = (self._trace(candidate, size),)
+                self._traces[key] = (*one, self._trace(candidate, 2 * size))
             except ConfigurationError as error:
-                if self._traces:
+                if key in self._traces:
+                    self.notes.append(f"the largest batch is not known: at twice the batch, {error}")
+                elif self._traces:
                     self._traces[key] = error
                 else:
                     self.without_activations(error)
-            else:
-                try:
-                    self._traces[key] = (*found, self._trace(candidate, 2 * size))
-                except ConfigurationError as error:
-                    self.notes.append(f"the largest batch is not known: at twice the batch, {error}")
-        found_or_error = self._traces.get(key, ())
-        if isinstance(found_or_error, ConfigurationError):
-            raise found_or_error
-        return found_or_error
+        found = self._traces.get(key, ())
+        if isinstance(found, ConfigurationError):
+            raise found
+        return found
 
     def without_activations(self, reason: object) -> None:
         self.training_step = self.batch = None
@@ -218,7 +216,7 @@ class Run:
         if len(found) < 2 or larger.tensors <= own.tensors:
             return own
         # Fragments are no steady function of the batch: less than nothing, or more than the tensors, is chance.
-        growth = (larger.blocks - own.blocks) / (larger.tensors - own.tensors)
+        growth = (larger.blocks[1] - own.blocks[1]) / (larger.tensors - own.tensors)
         return replace(own, growth=min(1.0, max(0.0, growth)))
 
 
