@@ -121,7 +121,9 @@ class ShardCLI(ConfiguredCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse into ``self.config``, and check what needs no Trainer."""
         if parser.parser_mode == "yaml":
-            check_config_files(self._arguments)
+            # The parser does not say which file is no YAML mapping, and of a key that is there twice it takes the last.
+            for file in filter(Path.is_file, map(Path, commands.config_files(self._arguments))):
+                read_file(file)
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
         if name in commands.COMMANDS:
@@ -225,17 +227,6 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
         word = SHORT_FORMS.get(str(precision), str(precision))
         if word not in PRECISIONS:
             raise UsageError(f"trainer.precision: got {precision}; strategies of lightning_shard run {ALL}.")
-
-
-def check_config_files(arguments: Sequence[str]) -> None:
-    """Refuse a ``--config`` file that is no YAML mapping, of which the parser does not say which it is, or has a key
-    twice, of which it would take the last.
-    """
-    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
-        name, equals, inline = option.partition("=")
-        path = Path(inline if equals else value)
-        if name in ("-c", "--config") and path.is_file():
-            read_file(path)
 
 
 def check_ckpt_path(path: Any) -> None:
