@@ -119,11 +119,8 @@ def _called(entry: Mapping[str, Any]) -> tuple[str, int, str, str]:
 
 
 def main_thread_line() -> str:
-    frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), []
-    while frame is not None:
-        frames.append({"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": frame.f_lineno})
-        frame = frame.f_back
-    return _caller(frames)
+    walked = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    return _caller([{"name": f.f_code.co_name, "filename": f.f_code.co_filename, "line": n} for f, n in walked])
 
 
 def record_into(folder: Path, environ: MutableMapping[str, str]) -> None:

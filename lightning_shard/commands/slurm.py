@@ -183,7 +183,11 @@ def parser() -> OptionsParser:
 
 def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """What each process runs; ``rest``: arguments of the command."""
-    command = [*_program(), options.command, *rest]
+    # This program or script, so that the job finds it without an activated environment.
+    own = shutil.which("lightning-shard", path=_BESIDE)
+    installed = [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
+    program = [sys.executable, sys.argv[0]] if _is_script() else installed
+    command = [*program, options.command, *rest]
     for key in ("num_nodes", "devices"):
         if f"--trainer.{key}" in dict(given(rest)):
             raise ConfigurationError(f"--trainer.{key} is set by --{key.removeprefix('num_')}: remove it.")
@@ -251,14 +255,6 @@ def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
 
 def _is_script() -> bool:
     return sys.argv[0].endswith(".py") and Path(sys.argv[0]).name != "__main__.py"
-
-
-def _program() -> list[str]:
-    """This program or script, so that the job finds it without an activated environment."""
-    if _is_script():
-        return [sys.executable, sys.argv[0]]
-    own = shutil.which("lightning-shard", path=_BESIDE)
-    return [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
 
 
 def main(arguments: Sequence[str]) -> int:
