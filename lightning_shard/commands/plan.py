@@ -172,7 +172,12 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
         parts.append(report.comparison(rows, memory))
         best, reason = recommend(rows[1:], memory=memory, nodes=nodes)
         parts.append(f"recommendation: {reason}")
-        parts += [] if best is None else [_yaml(best, inputs)]
+        if best is not None:
+            given = {} if best.checkpointing is None else {"activation_checkpointing": best.checkpointing}
+            trainer = _trainer(inputs, best.name, given)
+            if not inputs.trainer.get("plugins"):
+                trainer["precision"] = inputs.strategy.precision_plugin.precision
+            parts.append(yaml.safe_dump({"trainer": trainer}, sort_keys=False).rstrip())
     if options.search:
         parts += _search(planner, inputs, options)
     if options.picture is not None:
@@ -343,14 +348,6 @@ def _trainer(inputs: Inputs, name: str, init_args: Mapping[str, Any]) -> dict[st
     preset, nodes = registry.find(name), inputs.nodes
     strategy = {"class_path": preset.class_path, "init_args": {**preset.init_args, **init_args}}
     return {"strategy": strategy, "num_nodes": nodes.nodes, "devices": nodes.devices}
-
-
-def _yaml(row: Row, inputs: Inputs) -> str:
-    given = {} if row.checkpointing is None else {"activation_checkpointing": row.checkpointing}
-    trainer = _trainer(inputs, row.name, given)
-    if not inputs.trainer.get("plugins"):
-        trainer["precision"] = inputs.strategy.precision_plugin.precision
-    return yaml.safe_dump({"trainer": trainer}, sort_keys=False).rstrip()
 
 
 def _form_yaml(form: Form, inputs: Inputs) -> str:
