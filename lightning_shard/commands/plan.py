@@ -21,12 +21,12 @@ from lightning_shard.meters.peaks import Peaks, find_peaks, peak_flops
 from lightning_shard.planning import report
 from lightning_shard.planning.memory_trace import batch_size_of, resized
 from lightning_shard.planning.operators import Device
-from lightning_shard.planning.planner import Candidate, Form, Planner, forms, forms_table, ranked
+from lightning_shard.planning.planner import Candidate, Form, Planner, forms, ranked
 from lightning_shard.planning.report import FORMS, Row, recommend
 from lightning_shard.planning.step_time import LINK_REACHED, Rates, device_of
 from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
-from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes
+from lightning_shard.text import columns, parse_bytes, parse_flops, parse_speed, show_bytes
 
 SHOWN = 8  # The best forms of a search that are printed.
 
@@ -325,11 +325,12 @@ def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> li
         return [f"search: nothing fits that has a global batch of {total}"]
     fit = "fit" if best[0].sure else "may fit"
     shown = f"the fastest of {len(found)} forms that keep a global batch of {total} and {fit}, the best of each name:"
-    parts, text = [f"{shown}\n{forms_table(best[:SHOWN])}"], _form_yaml(best[0], inputs)
-    if options.output is None:
-        return [*parts, text]
-    options.output.write_text(text + "\n", encoding="utf-8")
-    return [*parts, f"train the first with: lightning-shard fit --config {options.output}"]
+    head = ["strategy", "with", "batch", "accumulated", "step", "bound by", "device"]
+    table, text = columns([head, *(form.cells for form in best[:SHOWN])], numbers=True), _form_yaml(best[0], inputs)
+    if options.output is not None:
+        options.output.write_text(text + "\n", encoding="utf-8")
+        text = f"train the first with: lightning-shard fit --config {options.output}"
+    return [f"{shown}\n{table}", text]
 
 
 def _title(planner: Planner, inputs: Inputs, row: Row) -> str:

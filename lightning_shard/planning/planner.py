@@ -23,7 +23,7 @@ from lightning_shard.planning.step_memory import Point, peak, with_averages
 from lightning_shard.planning.step_time import Rates, StepTime, step_time
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.tensors import fake
-from lightning_shard.text import columns, show_seconds
+from lightning_shard.text import show_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,15 +169,10 @@ class Run:
     cpu: bool = False  # As for `Planner`.
 
     @property
-    def _of_same_parts(self) -> list[Trace]:
-        """The traces with the parts of the first, by batch."""
-        first = self.traces[0].parts
-        return sorted((t for t in self.traces if t.parts == first), key=lambda t: t.batch_size)
-
-    @property
-    def scales(self) -> bool:
-        """Whether other batches than those of the traces are known."""
-        return bool(self.traces) and len(self._of_same_parts) > 1
+    def of_same_parts(self) -> list[Trace]:
+        """The traces with the parts of the first, by batch: with two of them other batches are known."""
+        same = (trace for trace in self.traces if trace.parts == self.traces[0].parts)
+        return sorted(same, key=lambda trace: trace.batch_size)
 
     def at(self, batch: int | None = None) -> Trace:
         """The step at the run's batch or at another: on the line through the two nearest, one on each side if it is."""
@@ -185,7 +180,7 @@ class Run:
             if batch is None or trace.batch_size == batch or len(self.traces) == 1:
                 return trace
         assert batch is not None
-        known = self._of_same_parts
+        known = self.of_same_parts
         above = next((i for i, t in enumerate(known) if t.batch_size > batch), len(known) - 1)
         a, b = known[max(0, above - 1)], known[max(1, above)]
         ratio = (batch - a.batch_size) / (b.batch_size - a.batch_size)
@@ -224,7 +219,7 @@ def largest_batch(run: Run, memory: int, device: Callable[[int], Range] | None =
     """The most samples per rank and micro-batch that fit into ``memory`` bytes, and that may fit; None: not known.
     ``device``: bytes of a device by those of its tensors; default: by `Run.needs`.
     """
-    if not run.scales:
+    if len(run.of_same_parts) < 2:
         return None
     needs = device or run.needs.at
 
@@ -374,8 +369,3 @@ def ranked(found: Iterable[Form]) -> list[Form]:
     for form in sorted(found, key=lambda form: form.cost):
         best.setdefault(form.name, form)
     return list(best.values())
-
-
-def forms_table(rows: Sequence[Form]) -> str:
-    head = ["strategy", "with", "batch", "accumulated", "step", "bound by", "device"]
-    return columns([head, *(form.cells for form in rows)], numbers=True)
