@@ -78,10 +78,8 @@ def recorded_collectives(**options: bool) -> list[bytes]:
         names.insert(0, "_dump_nccl_trace")
     recorded = []
     for name in names:
-        dump = getattr(_distributed_c10d, name, None)
-        if dump is not None:
-            with contextlib.suppress(RuntimeError, TypeError):
-                recorded.append(bytes(dump(**options)))
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError):
+            recorded.append(bytes(getattr(_distributed_c10d, name)(**options)))
     return recorded
 
 

@@ -139,11 +139,13 @@ class _TracedUnits:
         for segment in self.trace.segments:
             unit, backward, made = segment.unit, segment.phase == "backward", segment.peak_gradients
             base = self.base + self._gradients(done if reduces else ())
-            full = self._gathered(unit, [name for name in passed if name not in done], done)
+            computes = bool(unit) and unit not in done
+            others = sum(self.kept.get(name, 0) for name in passed if name not in done and name != unit)
+            full = self.unsharded[""] + others + (self.unsharded.get(unit, 0) if computes else 0)
             last = next(reversed(passed), "")
             in_flight = self._all_gather_buffers(segment, last, done)
             reducing = last_reduced * backward
-            if unit and unit not in done:
+            if computes:
                 # The unit is copied out of its all-gather buffer; from a single shard out of casts.
                 own = (self.again if backward else self.unsharded).get(unit, 0)
                 buffers = own
@@ -175,12 +177,6 @@ class _TracedUnits:
         summed = 0 if self.engine.reduce_at_boundary and self.memory.waiting else base.device.gradients
         apart = KindBytes(communication=all_gather, gradients=summed + reduced)
         return Point(name=name, account=account, apart=apart)
-
-    def _gathered(self, unit: str, passed: Sequence[str], done: Sequence[str]) -> int:
-        """Of the root, of the unit that computes, and of those that stay gathered, all or a part of them."""
-        others = sum(self.kept.get(name, 0) for name in passed if name != unit)
-        own = self.unsharded.get(unit, 0) if unit and unit not in done else 0
-        return self.unsharded[""] + own + others
 
     def _all_gather_buffers(self, segment: Segment, last: str, done: Sequence[str]) -> int:
         """In forward the unit's own buffer or the last one's; in backward the next one's, begun by the root."""
