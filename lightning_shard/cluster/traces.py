@@ -126,18 +126,6 @@ def record_into(folder: Path, environ: MutableMapping[str, str]) -> None:
     environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))
 
 
-def last_collectives(recorded: bytes) -> list[str]:
-    """A line for each of the last 20 collectives of a record: number, name, sizes, state, and who called it."""
-    lines = []
-    for entry in _entries([recorded])[-20:]:
-        group = entry["process_group"][1] or entry["process_group"][0]
-        lines.append(
-            f"{entry['collective_seq_id']} of {group}: {entry['profiling_name']} {entry['input_sizes']} "
-            f"{entry['input_dtypes']}, {entry['state']}{_caller(entry.get('frames', []))}"
-        )
-    return lines
-
-
 def _caller(frames: Sequence[Mapping[str, Any]]) -> str:
     """The innermost frame in code of the user's, or else outside of torch."""
     folders = _folders()
@@ -167,7 +155,12 @@ def write(folder: Path, rank: int) -> Path:
     text = folder / f"rank_{rank}.txt"
     with text.open("w") as file:
         for recorded in collectives:
-            print("The last collectives:", *last_collectives(recorded), "", sep="\n", file=file, flush=True)
+            print("The last collectives:", file=file)
+            for entry in _entries([recorded])[-20:]:
+                group, name = entry["process_group"][1] or entry["process_group"][0], entry["profiling_name"]
+                tensors, caller = f"{entry['input_sizes']} {entry['input_dtypes']}", _caller(entry.get("frames", []))
+                print(f"{entry['collective_seq_id']} of {group}: {name} {tensors}, {entry['state']}{caller}", file=file)
+            print(file=file, flush=True)
         faulthandler.dump_traceback(file=file, all_threads=True)
     for recorded in collectives:
         (folder / f"{PREFIX}{rank}").write_bytes(recorded)
