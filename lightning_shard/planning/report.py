@@ -209,7 +209,6 @@ def require_matplotlib() -> None:
 
 def draw(rows: Sequence[Row], memory: int, path: Path) -> None:
     """Write bars of bytes by kind, one for each row, and a line where the memory ends, as .png, .svg or .pdf."""
-    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
