@@ -40,9 +40,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for axis in (REPLICATE, SHARD):
             size = getattr(self, axis)
-            if size == "auto":
-                continue
-            if size < 1:
+            if size != "auto" and size < 1:
                 raise MeshError(
                     f"mesh.{axis} is {size!r}, but must be an integer of at least 1 or 'auto'. "
                     f"Set mesh.{axis}: auto to have it computed from the number of processes."

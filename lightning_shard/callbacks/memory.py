@@ -1,6 +1,7 @@
 """Where each rank's memory goes: a table at the start of a fit, one after its first step, one in the error."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,20 +74,14 @@ class MemoryCallback(MetersStep):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.measured, self.ranks = None, []
         self.predicted = self._predicting(trainer, lambda memory: memory.predicted(trainer.optimizers))
-        self._meter = self._new_meter(trainer, pl_module)
+        if (memory := _memory(trainer)) is not None:
+            self._meter = memory.step_meter()
+        else:
+            where: Any = {"device": trainer.strategy.root_device, "wrapper": trainer.strategy.model}
+            held = partial(module_tensors, pl_module, trainer.optimizers, **where)
+            self._meter = StepMeter(pl_module, held, device=where["device"])
         self._started, self._steps = True, trainer.global_step
         self._forward_is_next = True
-
-    def _new_meter(self, trainer: Trainer, module: LightningModule) -> StepMeter:
-        memory = _memory(trainer)
-        if memory is not None:
-            return memory.step_meter()
-        device = trainer.strategy.root_device
-
-        def held() -> Any:
-            return module_tensors(module, trainer.optimizers, device=device, wrapper=trainer.strategy.model)
-
-        return StepMeter(module, held, device=device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # In manual optimization backward runs inside of the step, and hooks on saved tensors can't be taken off there.
@@ -123,20 +118,18 @@ class MemoryCallback(MetersStep):
         meter, self._meter = self._meter, None
         try:
             if tables.is_out_of_memory(exception) and self._started:
-                tables.append_to_message(exception, self._explanation(trainer, meter))
+                # No communication: other ranks may be anywhere.
+                memory = _memory(trainer)
+                now = meter.failed() if meter else memory.account() if memory else MemoryAccount()
+                found = most(self.measured or self.predicted or MemoryAccount(), now)
+                title = f"Memory of rank {trainer.global_rank}, as far as it was counted"
+                advice = f"\n{memory.advice(found)}" if memory else ""
+                tables.append_to_message(exception, tables.memory_table(found, title=title) + advice)
         except Exception as error:
             tables.append_to_message(exception, f"(MemoryCallback has no account: {type(error).__name__}: {error})")
         finally:
             if meter is not None:
                 meter.stop()
-
-    def _explanation(self, trainer: Trainer, meter: StepMeter | None) -> str:
-        """No communication: other ranks may be anywhere."""
-        memory = _memory(trainer)
-        now = meter.failed() if meter is not None else memory.account() if memory is not None else MemoryAccount()
-        found = most(self.measured or self.predicted or MemoryAccount(), now)
-        text = tables.memory_table(found, title=f"Memory of rank {trainer.global_rank}, as far as it was counted")
-        return text if memory is None else f"{text}\n{memory.advice(found)}"
 
 
 def _memory(trainer: Trainer) -> Any:

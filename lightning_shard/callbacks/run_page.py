@@ -57,9 +57,7 @@ class RunPageCallback(Callback):
         return {"metrics": self.metrics, "marks": self.marks, "seconds": self._elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.metrics = {name: [(step, value) for step, value in ps] for name, ps in state_dict["metrics"].items()}
-        self.marks = [(kind, step) for kind, step in state_dict["marks"]]
-        self._seconds = state_dict["seconds"]
+        self.metrics, self.marks, self._seconds = (state_dict[key] for key in ("metrics", "marks", "seconds"))
 
     def _elapsed(self) -> float:
         return self._seconds + (time.monotonic() - self._started if self._file else 0.0)

@@ -92,7 +92,7 @@ class ThroughputCallback(Callback):
         self.peak_tflops, self.mfu, self.summary, self.csv = peak_tflops, mfu, summary, csv
         self.windows: list[throughput.Window] = []
         self.flops = StepFlops()
-        self._actions: ActionClock | None = None
+        self._actions = ActionClock()
         self._peak: float | None = None
 
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -121,8 +121,9 @@ class ThroughputCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The attribute is set by Lightning's logger connector; 0 is `fast_dev_run`.
         self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
-        self._detach()
-        self._actions = ActionClock(trainer)
+        self._actions.detach()
+        self._actions = ActionClock()
+        self._actions.start(trainer)
         self._nodes: dict[int, str] = {}
         self.windows = []
         self._peak = None
@@ -133,7 +134,6 @@ class ThroughputCallback(Callback):
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer) -> None:
-        assert self._actions is not None
         self._first_step = trainer.global_step
         self._window = throughput.RankWindow()
         self._padding: list[Tensor] = []
@@ -141,7 +141,6 @@ class ThroughputCallback(Callback):
 
     def _clocks(self) -> tuple[float, float, float]:
         """Seconds: now, waited for data without waiting for other ranks there, waited for other ranks."""
-        assert self._actions is not None
         return time.perf_counter(), self._actions.seconds[DATA], self._actions.waiting.seconds
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -154,12 +153,11 @@ class ThroughputCallback(Callback):
             self._mark = self._clocks()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._actions is not None and isinstance(trainer.strategy.model, DistributedDataParallel):
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._actions.waiting.before_backward(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._actions is not None:
-            self._actions.waiting.after_backward()
+        self._actions.waiting.after_backward()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -204,7 +202,6 @@ class ThroughputCallback(Callback):
 
     def _finish(self, trainer: Trainer) -> throughput.Window | None:
         """Exchange the window over all ranks, which all call it, and begin the next one."""
-        assert self._actions is not None
         device = trainer.strategy.root_device
         if device.type != "cpu":
             # So that the clock sees the work and not its launches.
@@ -244,9 +241,8 @@ class ThroughputCallback(Callback):
         self._path = Path(self.csv) if self.csv is not None else Path(folder) / "throughput.csv" if folder else None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._actions is not None
         blocked = self._actions.seconds[CHECKPOINT]
-        self._detach()
+        self._actions.detach()
         if not self.windows or not trainer.is_global_zero:
             return
         if self._path is not None:
@@ -257,11 +253,7 @@ class ThroughputCallback(Callback):
             rank_zero_info(throughput.summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
-        if self._actions is not None:
-            self._actions.detach()
+        self._actions.detach()
 
 
 DATA = ".train_dataloader_next"  # Waiting for the next training batch; the name begins with the loop's.
@@ -272,11 +264,14 @@ CHECKPOINT = "save_checkpoint"
 class ActionClock:
     """Sums up seconds of `DATA` and `CHECKPOINT`, whichever profiler the run has."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        """Listen to the profiler of ``trainer``, until `detach`; what `DATA` waits for other ranks is left out."""
+    def __init__(self) -> None:
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
         self.waiting = throughput.Waiting()
         self._replacements = Replacements()
+
+    def start(self, trainer: Trainer) -> None:
+        """Listen to the profiler of ``trainer``, until `detach`; what `DATA` waits for other ranks is left out."""
+        self.waiting.start()
         follow_actions(self._replacements, trainer, (partial(self._add, -1), partial(self._add, 1)))
 
     def _add(self, sign: int, name: str) -> None:

@@ -78,10 +78,8 @@ def recorded_collectives(**options: bool) -> list[bytes]:
         names.insert(0, "_dump_nccl_trace")
     recorded = []
     for name in names:
-        dump = getattr(_distributed_c10d, name, None)
-        if dump is not None:
-            with contextlib.suppress(RuntimeError, TypeError):
-                recorded.append(bytes(dump(**options)))
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError):
+            recorded.append(bytes(getattr(_distributed_c10d, name)(**options)))
     return recorded
 
 
@@ -119,28 +117,13 @@ def _called(entry: Mapping[str, Any]) -> tuple[str, int, str, str]:
 
 
 def main_thread_line() -> str:
-    frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), []
-    while frame is not None:
-        frames.append({"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": frame.f_lineno})
-        frame = frame.f_back
-    return _caller(frames)
+    walked = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    return _caller([{"name": f.f_code.co_name, "filename": f.f_code.co_filename, "line": n} for f, n in walked])
 
 
 def record_into(folder: Path, environ: MutableMapping[str, str]) -> None:
     """Have torch write its own record, should NCCL end this process, beside those of `write`."""
     environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))
-
-
-def last_collectives(recorded: bytes) -> list[str]:
-    """A line for each of the last 20 collectives of a record: number, name, sizes, state, and who called it."""
-    lines = []
-    for entry in _entries([recorded])[-20:]:
-        group = entry["process_group"][1] or entry["process_group"][0]
-        lines.append(
-            f"{entry['collective_seq_id']} of {group}: {entry['profiling_name']} {entry['input_sizes']} "
-            f"{entry['input_dtypes']}, {entry['state']}{_caller(entry.get('frames', []))}"
-        )
-    return lines
 
 
 def _caller(frames: Sequence[Mapping[str, Any]]) -> str:
@@ -172,7 +155,12 @@ def write(folder: Path, rank: int) -> Path:
     text = folder / f"rank_{rank}.txt"
     with text.open("w") as file:
         for recorded in collectives:
-            print("The last collectives:", *last_collectives(recorded), "", sep="\n", file=file, flush=True)
+            print("The last collectives:", file=file)
+            for entry in _entries([recorded])[-20:]:
+                group, name = entry["process_group"][1] or entry["process_group"][0], entry["profiling_name"]
+                tensors, caller = f"{entry['input_sizes']} {entry['input_dtypes']}", _caller(entry.get("frames", []))
+                print(f"{entry['collective_seq_id']} of {group}: {name} {tensors}, {entry['state']}{caller}", file=file)
+            print(file=file, flush=True)
         faulthandler.dump_traceback(file=file, all_threads=True)
     for recorded in collectives:
         (folder / f"{PREFIX}{rank}").write_bytes(recorded)

@@ -40,6 +40,9 @@ _KEEPER_LOST = (
     "rank 0 was lost, or the network to it: {}, which it (or its torchrun) keeps. It was killed or stopped, or a node "
     "is gone."
 )
+_SILENT = (
+    "gave no sign of life: killed (by the system, for memory, or by hand) or stopped, or a node or its network is gone"
+)
 
 
 class Watch:
@@ -217,7 +220,10 @@ class Watch:
         silent = self._counter.silent()
         if silent:
             self._size -= len(silent)  # whose last words nobody waits for
-            lost = _lost_message(silent, self._store)
+            known = [f"name/{rank}" for rank in silent[:4] if self._store.check([f"name/{rank}"])]
+            names = [name.decode() for name in multi_get(self._store, known)] or [f"rank {silent[0]}"]
+            others = f" and {len(silent) - len(names)} others" * (len(silent) > len(names))
+            lost = f"{', '.join(names)}{others} {_SILENT}"
             return self._store.compare_set("failed", "", json.dumps([self._rank, lost, 1]))
         if self._suspects and self._store.check(["nobody is silent"]):
             self._known.set()
@@ -358,15 +364,6 @@ class _Counter:
     def _since(self, when: float) -> list[int]:
         silent = [key for key, (beat, since) in self._seen.items() if since < when and beat != _ENDED.encode()]
         return [int(key.partition("/")[2]) for key in silent]
-
-
-def _lost_message(ranks: list[int], store: PrefixStore) -> str:
-    known = [f"name/{rank}" for rank in ranks[:4] if store.check([f"name/{rank}"])]
-    names = [name.decode() for name in multi_get(store, known)] or [f"rank {ranks[0]}"]
-    shown = ", ".join(names) + (f" and {len(ranks) - len(names)} others" if len(ranks) > len(names) else "")
-    return f"{shown} gave no sign of life: killed (by the system, for memory, or by hand) or stopped, or a node or " + (
-        "its network is gone"
-    )
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,7 @@ exit code; what it raises, ``ShardCLI`` reports. `quick` answers what needs neit
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import ConfigurationError
@@ -86,6 +86,17 @@ def quick(program: str, arguments: Sequence[str]) -> int | None:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def given(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each word before its "=" with what is behind that, or with the next word: options with their values."""
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, inline = word.partition("=")
+        yield name, inline if equals else following
+
+
+def config_files(arguments: Sequence[str]) -> list[str]:
+    return [value for name, value in given(arguments) if name in ("-c", "--config")]
 
 
 def overview(program: str) -> str:

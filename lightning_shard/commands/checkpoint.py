@@ -52,45 +52,30 @@ _SWITCH: Mapping[str, Any] = {"type": _truth, "nargs": "?", "const": True, "defa
 
 def main(arguments: Sequence[str]) -> int:
     options = vars(parser().parse_args(arguments))
-    print(_RUN[options.pop("command")](**options))
+    print(_done(options.pop("command"), options.pop("path"), options))
     return 0
 
 
-def _inspect(path: str) -> str:
-    from lightning_shard.checkpoint.inspect import describe, open_any
+def _done(command: str, path: str, options: Mapping[str, Any]) -> str:
+    """Do it, and say what was done."""
+    if command == "clean":
+        from lightning_shard.checkpoint.files.commit import clean
 
-    return describe(path, open_any(path, optimizers="numbered"))
+        if "://" not in path and not Path(path).is_dir():
+            raise UsageError(f"{path!r} is no folder.")
+        done = "removed" if options["remove"] else "left behind (--remove true removes it)"
+        found = [f"{found} {done}" for found in clean(path, **options)]
+        return "\n".join(found) or f"nothing is left behind in {path}"
+    if command == "inspect":
+        from lightning_shard.checkpoint.inspect import describe, open_any
 
+        return describe(path, open_any(path, optimizers="numbered"))
+    from lightning_shard import tools
 
-def _verify(path: str) -> str:
-    from lightning_shard.tools import verify
-
-    checked = verify(path)
-    return f"{path} is whole: {len(checked)} file{'s' * (len(checked) != 1)} checked"
-
-
-def _convert(path: str, **options: Any) -> str:
-    from lightning_shard.tools import convert
-
-    done = convert(path, **options)
-    return f"{path} ({done.source_form}) -> {done.path} ({done.form})"
-
-
-def _export(**options: Any) -> str:
-    from lightning_shard.tools import export
-
-    return "\n".join(map(str, export(**options)))
-
-
-def _clean(path: str, remove: bool) -> str:
-    from lightning_shard.checkpoint.files.commit import clean
-
-    if "://" not in path and not Path(path).is_dir():
-        raise UsageError(f"{path!r} is no folder.")
-    done = "removed" if remove else "left behind (--remove true removes it)"
-    return "\n".join(f"{found} {done}" for found in clean(path, remove=remove)) or f"nothing is left behind in {path}"
-
-
-_RUN: Mapping[str, Any] = {
-    "clean": _clean, "inspect": _inspect, "verify": _verify, "convert": _convert, "export": _export,
-}  # fmt: skip
+    if command == "verify":
+        count = len(tools.verify(path))
+        return f"{path} is whole: {count} file{'s' * (count != 1)} checked"
+    if command == "export":
+        return "\n".join(map(str, tools.export(path, **options)))
+    written = tools.convert(path, **options)
+    return f"{path} ({written.source_form}) -> {written.path} ({written.form})"

@@ -115,13 +115,16 @@ class ShardCLI(ConfiguredCLI):
             own = self.parser.subcommands.choices
             if "fit" in own:
                 own["fit"].add_argument("--verbose", action="store_true", help="Show the table of measured dtypes too.")
-            if len(own) > 1:
-                self.parser.list_commands(commands.COMMANDS)
+            for name, text in commands.COMMANDS.items() if len(own) > 1 else ():
+                # Parsed elsewhere: for the help.
+                self.parser.subcommands.add_subcommand(name, type(self.parser)(description=text), help=text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse into ``self.config``, and check what needs no Trainer."""
         if parser.parser_mode == "yaml":
-            check_config_files(self._arguments)
+            # The parser does not say which file is no YAML mapping, and of a key that is there twice it takes the last.
+            for file in filter(Path.is_file, map(Path, commands.config_files(self._arguments))):
+                read_file(file)
         super().parse_arguments(parser, args)
         name = self.config.get("subcommand")
         if name in commands.COMMANDS:
@@ -141,7 +144,13 @@ class ShardCLI(ConfiguredCLI):
     def before_instantiate_classes(self) -> None:
         """Give ``16-mixed`` to a strategy of this package by the plugin: Lightning makes bf16 of the flag on CPU."""
         super().before_instantiate_classes()
-        give_fp16_by_plugin(self._run_config.get("trainer"))
+        trainer = self._run_config.get("trainer")
+        if trainer is None or str(trainer.get("precision")) not in _FP16_FLAGS or not _is_own(trainer.get("strategy")):
+            return
+        plugins = trainer.get("plugins") or []
+        own = Namespace(class_path="lightning_shard.ShardPrecision", init_args=Namespace(precision="16-mixed"))
+        trainer["plugins"] = [*(plugins if isinstance(plugins, list | tuple) else [plugins]), own]
+        trainer["precision"] = None
 
     def instantiate_classes(self) -> None:
         """Lightning's; what a constructor raises is kept by the parser, and a second run saves its configuration."""
@@ -227,17 +236,6 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
             raise UsageError(f"trainer.precision: got {precision}; strategies of lightning_shard run {ALL}.")
 
 
-def check_config_files(arguments: Sequence[str]) -> None:
-    """Refuse a ``--config`` file that is no YAML mapping, of which the parser does not say which it is, or has a key
-    twice, of which it would take the last.
-    """
-    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
-        name, equals, inline = option.partition("=")
-        path = Path(inline if equals else value)
-        if name in ("-c", "--config") and path.is_file():
-            read_file(path)
-
-
 def check_ckpt_path(path: Any) -> None:
     """Refuse a local path at which there is no checkpoint; words and remote paths are left to Lightning."""
     if path is None or "://" in str(path) or str(path).partition(":")[0] in _CHECKPOINT_WORDS:
@@ -250,17 +248,6 @@ def check_ckpt_path(path: Any) -> None:
             start = file.read(2)
         if start != b"PK" and not start.startswith(b"\x80"):  # torch's zip files, and pickles of before torch 1.6
             raise UsageError(f"{given} is not a checkpoint. Allowed: a checkpoint directory or a .ckpt file.")
-
-
-def give_fp16_by_plugin(trainer: Namespace | None) -> None:
-    """Replace ``precision: 16-mixed`` of a parsed ``trainer`` section by `ShardPrecision`, for own strategies."""
-    if trainer is None or str(trainer.get("precision")) not in _FP16_FLAGS or not _is_own(trainer.get("strategy")):
-        return
-    plugins = trainer.get("plugins") or []
-    plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
-    own = Namespace(class_path="lightning_shard.ShardPrecision", init_args=Namespace(precision="16-mixed"))
-    trainer["plugins"] = [*plugins, own]
-    trainer["precision"] = None
 
 
 def _is_own(strategy: Any) -> bool:

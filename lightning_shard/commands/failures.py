@@ -45,15 +45,11 @@ def _say(error: Exception, rank: int) -> None:
     if rank != 0:
         time.sleep(_SILENCE_SECONDS)
     sys.stdout.flush()
-    where = _where(error)
+    # The user's line; of a module that can't be imported, of which the parser tells the words alone, that line.
+    inner = (one for one in chain(error) if one is not error and isinstance(one, ImportError))
+    where = user_frame(error) or next(map(user_frame, inner), None)
     raised = f"\n(raised in {where})" if where else ""
     print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {words_of(error)}{raised}", file=sys.stderr, flush=True)
-
-
-def _where(error: BaseException) -> str | None:
-    """The user's line; of a module that can't be imported, of which the parser tells the words alone, that line."""
-    inner = (one for one in chain(error) if one is not error and isinstance(one, ImportError))
-    return user_frame(error) or next(map(user_frame, inner), None)
 
 
 def global_rank(environ: Mapping[str, str]) -> int:

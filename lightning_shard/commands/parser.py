@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -50,11 +50,6 @@ class ShardArgumentParser(LightningArgumentParser):
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
-
-    def list_commands(self, commands: Mapping[str, str]) -> None:
-        """Show commands that this parser does not parse, with their one line each, in the help."""
-        for name, text in commands.items():
-            self.subcommands.add_subcommand(name, type(self)(description=text), help=text)
 
 
 def explain(message: str, keys: Collection[str]) -> str:

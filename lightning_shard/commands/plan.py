@@ -21,12 +21,12 @@ from lightning_shard.meters.peaks import Peaks, find_peaks, peak_flops
 from lightning_shard.planning import report
 from lightning_shard.planning.memory_trace import batch_size_of, resized
 from lightning_shard.planning.operators import Device
-from lightning_shard.planning.planner import Candidate, Form, Planner, forms, forms_table, ranked
+from lightning_shard.planning.planner import Candidate, Form, Planner, forms, ranked
 from lightning_shard.planning.report import FORMS, Row, recommend
 from lightning_shard.planning.step_time import LINK_REACHED, Rates, device_of
 from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
-from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes
+from lightning_shard.text import columns, parse_bytes, parse_flops, parse_speed, show_bytes
 
 SHOWN = 8  # The best forms of a search that are printed.
 
@@ -172,7 +172,12 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
         parts.append(report.comparison(rows, memory))
         best, reason = recommend(rows[1:], memory=memory, nodes=nodes)
         parts.append(f"recommendation: {reason}")
-        parts += [] if best is None else [_yaml(best, inputs)]
+        if best is not None:
+            given = {} if best.checkpointing is None else {"activation_checkpointing": best.checkpointing}
+            trainer = _trainer(inputs, best.name, given)
+            if not inputs.trainer.get("plugins"):
+                trainer["precision"] = inputs.strategy.precision_plugin.precision
+            parts.append(yaml.safe_dump({"trainer": trainer}, sort_keys=False).rstrip())
     if options.search:
         parts += _search(planner, inputs, options)
     if options.picture is not None:
@@ -320,11 +325,12 @@ def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> li
         return [f"search: nothing fits that has a global batch of {total}"]
     fit = "fit" if best[0].sure else "may fit"
     shown = f"the fastest of {len(found)} forms that keep a global batch of {total} and {fit}, the best of each name:"
-    parts, text = [f"{shown}\n{forms_table(best[:SHOWN])}"], _form_yaml(best[0], inputs)
-    if options.output is None:
-        return [*parts, text]
-    options.output.write_text(text + "\n", encoding="utf-8")
-    return [*parts, f"train the first with: lightning-shard fit --config {options.output}"]
+    head = ["strategy", "with", "batch", "accumulated", "step", "bound by", "device"]
+    table, text = columns([head, *(form.cells for form in best[:SHOWN])], numbers=True), _form_yaml(best[0], inputs)
+    if options.output is not None:
+        options.output.write_text(text + "\n", encoding="utf-8")
+        text = f"train the first with: lightning-shard fit --config {options.output}"
+    return [f"{shown}\n{table}", text]
 
 
 def _title(planner: Planner, inputs: Inputs, row: Row) -> str:
@@ -343,14 +349,6 @@ def _trainer(inputs: Inputs, name: str, init_args: Mapping[str, Any]) -> dict[st
     preset, nodes = registry.find(name), inputs.nodes
     strategy = {"class_path": preset.class_path, "init_args": {**preset.init_args, **init_args}}
     return {"strategy": strategy, "num_nodes": nodes.nodes, "devices": nodes.devices}
-
-
-def _yaml(row: Row, inputs: Inputs) -> str:
-    given = {} if row.checkpointing is None else {"activation_checkpointing": row.checkpointing}
-    trainer = _trainer(inputs, row.name, given)
-    if not inputs.trainer.get("plugins"):
-        trainer["precision"] = inputs.strategy.precision_plugin.precision
-    return yaml.safe_dump({"trainer": trainer}, sort_keys=False).rstrip()
 
 
 def _form_yaml(form: Form, inputs: Inputs) -> str:

@@ -7,9 +7,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_shard.commands import config_files, given
 from lightning_shard.commands.options import KEYS, OptionsParser, actions, add_output, options_parser, refuse_to_replace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
@@ -182,27 +183,27 @@ def parser() -> OptionsParser:
 
 def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """What each process runs; ``rest``: arguments of the command."""
-    command = [*_program(), options.command, *rest]
+    # This program or script, so that the job finds it without an activated environment.
+    own = shutil.which("lightning-shard", path=_BESIDE)
+    installed = [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
+    program = [sys.executable, sys.argv[0]] if _is_script() else installed
+    command = [*program, options.command, *rest]
     for key in ("num_nodes", "devices"):
-        if any(word.partition("=")[0] == f"--trainer.{key}" for word in rest):
+        if f"--trainer.{key}" in dict(given(rest)):
             raise ConfigurationError(f"--trainer.{key} is set by --{key.removeprefix('num_')}: remove it.")
     command += [f"--trainer.num_nodes={_nodes_of(options)}", f"--trainer.devices={options.devices}"]
     if options.cpu:
         command.append("--trainer.accelerator=cpu")
     # Where a configuration says from what a run starts, only a run that was stopped goes on from its own.
-    said = any(re.search(r"^ckpt_path: *(?!null\b|~)[^\s#]", text, re.MULTILINE) for _, text in _configs(rest))
-    if options.command == "fit" and not said and not any(word.partition("=")[0] == "--ckpt_path" for word in rest):
+    texts = "\n".join(map(_text, config_files(rest)))
+    said = re.search(r"^ckpt_path: *(?!null\b|~)[^\s#]", texts, re.MULTILINE)
+    if options.command == "fit" and not said and "--ckpt_path" not in dict(given(rest)):
         command.append("--ckpt_path=auto")
     return command
 
 
-def _configs(rest: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The configuration files among the arguments of the command, each with its text, "" where there is none."""
-    for word, value in zip(rest, [*rest, ""][1:], strict=True):
-        name, equals, inline = word.partition("=")
-        if name in ("-c", "--config"):
-            file = inline if equals else value
-            yield file, Path(file).read_text(errors="replace") if Path(file).is_file() else ""
+def _text(file: str) -> str:
+    return Path(file).read_text(errors="replace") if Path(file).is_file() else ""
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
@@ -228,25 +229,24 @@ def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
     """Refuse what the job would refuse once it has waited in the queue: unknown options, and files that there are not.
     Options of a user's own script pass unless they resemble one of the command.
     """
-    accelerators, configs = [], [*_configs(rest)]
-    for file, text in configs:
+    accelerators, configs = [], config_files(rest)
+    for file in configs:
         if not Path(file or "-").is_file():
             raise ConfigurationError(f"--config {file}: there is no such file (from {Path.cwd()}).")
-        if match := re.search(r"^[^#\n]*\baccelerator: *[\"']?(\w+)", text, re.MULTILINE):
+        if match := re.search(r"^[^#\n]*\baccelerator: *[\"']?(\w+)", _text(file), re.MULTILINE):
             accelerators.append((f"--config {file}", match[1]))
     known = [f"--{key}" for key in _KEYS]
     own = [option for action in actions(parser()) for option in action.option_strings]
     takes_value = False
-    for word, value in zip(rest, [*rest, ""][1:], strict=True):
-        name, equals, inline = word.partition("=")
+    for word, (name, value) in zip(rest, given(rest), strict=True):
         if name == "--trainer.accelerator":
-            accelerators.append((f"{name} {inline if equals else value}", inline if equals else value))
+            accelerators.append((f"{name} {value}", value))
         option = word.startswith("-") and not re.match(r"-[\d.]", word)  # a negative number is a value
         resembles = name.startswith("--") and did_you_mean(name, own)
         is_known = name == "-c" or name.partition(".")[0].rstrip("+") in known
         if (option and not is_known and (resembles or not _is_script())) or not (option or takes_value or _is_script()):
             raise ConfigurationError(parser().unknown(word, known).replace("slurm.", f"slurm, nor of {command}.", 1))
-        takes_value = option and not equals and name not in ("--verbose", "--print_config", "--traceback")
+        takes_value = option and "=" not in word and name not in ("--verbose", "--print_config", "--traceback")
     if accelerators and accelerators[-1][1] == "cpu" and not cpu:
         raise ConfigurationError(f"{accelerators[-1][0]}: the accelerator is cpu, which needs no GPUs: give --cpu.")
     if not (configs or _is_script() or any(word.startswith("--model") for word in rest)):
@@ -255,14 +255,6 @@ def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
 
 def _is_script() -> bool:
     return sys.argv[0].endswith(".py") and Path(sys.argv[0]).name != "__main__.py"
-
-
-def _program() -> list[str]:
-    """This program or script, so that the job finds it without an activated environment."""
-    if _is_script():
-        return [sys.executable, sys.argv[0]]
-    own = shutil.which("lightning-shard", path=_BESIDE)
-    return [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -18,7 +18,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     name = parser().parse_args(arguments).name
-    print(table() if name is None else preset_yaml(name) + further_arguments(name))
+    if name is None:
+        print(table())
+        return 0
+    import yaml
+
+    preset = registry.find(name)
+    parameters = inspect.signature(preset.strategy_class).parameters.values()
+    others = yaml.safe_dump({p.name: p.default for p in parameters if p.name not in preset.init_args})
+    print(preset_yaml(name) + "# further init_args, as they are by default:")
+    print("\n".join(f"#      {line}" for line in others.splitlines()))
     return 0
 
 
@@ -29,17 +38,6 @@ def preset_yaml(name: str) -> str:
     preset = registry.find(name)
     strategy = {"class_path": preset.class_path, "init_args": dict(preset.init_args)}
     return yaml.safe_dump({"trainer": {"strategy": strategy}}, sort_keys=False)
-
-
-def further_arguments(name: str) -> str:
-    """The constructor's other arguments with their defaults, as comments below `preset_yaml`."""
-    import yaml
-
-    preset = registry.find(name)
-    parameters = inspect.signature(preset.strategy_class).parameters.values()
-    others = {p.name: p.default for p in parameters if p.name not in preset.init_args}
-    lines = yaml.safe_dump(others, sort_keys=True).splitlines()
-    return "\n".join(["# further init_args, as they are by default:", *(f"#      {line}" for line in lines)])
 
 
 def table() -> str:

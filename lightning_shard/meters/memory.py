@@ -98,7 +98,12 @@ class StepMeter:
     def start(self) -> None:
         """Before forward: watch what autograd saves, and what is gathered for each module that has parameters."""
         self._note()
-        for part in _gathering(self._module):
+        # Before whose forward an engine gathers: FSDP2's units, and what has cut parameters outside of them. No others:
+        # a hook inside of what is compiled would be compiled with it, and once more without it.
+        units = [part for part in self._module.modules() if isinstance(part, FSDPModule) and part is not self._module]
+        inside = {part for unit in units for part in unit.modules()}
+        outside = [part for part in self._module.modules() if part not in inside]
+        for part in units + [part for part in outside if any(map(is_sharded, part.parameters(recurse=False)))]:
             # Its parameters are gathered by a hook of its engine's, which was there before.
             self._hooks.append(part.register_forward_pre_hook(lambda *_: self._note_gathered()))
         SAVED_OBSERVERS.append(self._keep)
@@ -167,15 +172,6 @@ class StepMeter:
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.__exit__(None, None, None)
-
-
-def _gathering(module: nn.Module) -> list[nn.Module]:
-    """The modules before whose forward an engine gathers: FSDP2's units, and those with cut parameters outside."""
-    # No others: a hook inside of what is compiled would be compiled with it, and once more without it.
-    units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
-    inside = {part for unit in units for part in unit.modules()}
-    outside = [part for part in module.modules() if part not in inside]
-    return units + [part for part in outside if any(map(is_sharded, part.parameters(recurse=False)))]
 
 
 PLACES = ("device", "host", "nvme")

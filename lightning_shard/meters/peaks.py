@@ -27,6 +27,7 @@ class Peaks:
 
 
 _Hopper = partial(Peaks, attention=0.47)  # And later: FlashAttention-2 has none of their own instructions.
+_MI300 = partial(Peaks, memory=5.3, reached=0.48)
 
 # The first pattern that is found in a device's name decides; patterns are of whole words, special before general.
 # Names are those of torch.cuda.get_device_name: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB".
@@ -78,15 +79,11 @@ _TABLE: tuple[tuple[str, Peaks], ...] = (
     # AMD Instinct MI300 and MI350 series datasheets; rates without sparsity.
     (r"MI355X", Peaks(half=2516.6, tf32=None, single=157.3, fp8=5033.2, memory=8, reached=0.55, processors=256)),
     (r"MI350X", Peaks(half=2306.9, tf32=None, single=144.2, fp8=4613.7, memory=8, reached=0.55, processors=256)),
-    (
-        r"MI3(?:00|25)X",
-        Peaks(half=1307.4, tf32=653.7, single=163.4, fp8=2614.9, memory=5.3, reached=0.48, processors=304),
-    ),
-    (r"MI300A", Peaks(half=980.6, tf32=490.3, single=122.6, fp8=1961.2, memory=5.3, reached=0.48, processors=228)),
+    (r"MI3(?:00|25)X", _MI300(half=1307.4, tf32=653.7, single=163.4, fp8=2614.9, processors=304)),
+    (r"MI300A", _MI300(half=980.6, tf32=490.3, single=122.6, fp8=1961.2, processors=228)),
     # AMD Instinct MI200 series datasheet: 383 and 95.7 (362.1 and 90.5) for the two dies together; matrix rates.
     (r"MI250X", Peaks(half=191.5, tf32=None, single=47.9, memory=1.6, processors=104, host=32)),
-    (r"MI250", Peaks(half=181, tf32=None, single=45.3, memory=1.6, processors=104, host=32)),
-    (r"MI210", Peaks(half=181, tf32=None, single=45.3, memory=1.6, processors=104, host=32)),
+    (r"MI2[15]0", Peaks(half=181, tf32=None, single=45.3, memory=1.6, processors=104, host=32)),
 )
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

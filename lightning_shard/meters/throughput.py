@@ -281,16 +281,19 @@ _WAITS: tuple[tuple[Any, str], ...] = ((dist.Work, "wait"), (dist, "_broadcast_c
 
 
 class Waiting:
-    """Sums up ``seconds`` that the thread which made it waits in collectives, until `detach`; none with a GPU's
-    backend, where `torch.distributed.Work.wait` does not stop the host.
+    """Sums up ``seconds`` that a thread waits in collectives, from its `start` to `detach`; none with a GPU's backend,
+    where `torch.distributed.Work.wait` does not stop the host.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._thread = threading.get_ident()
+        self._before: list[tuple[Any, str, Any]] = []
         self._tail: tuple[float, float] | None = None
+
+    def start(self) -> None:
+        self._thread = threading.get_ident()
         # Held for the whole process, but counted in this thread alone.
-        self._before = [(owner, name, getattr(owner, name)) for owner, name in _WAITS] if dist.is_available() else []
+        self._before = [(owner, name, getattr(owner, name)) for owner, name in _WAITS]
         for owner, name, wait in self._before:
             setattr(owner, name, self._timed(wait))
 

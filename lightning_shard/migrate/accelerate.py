@@ -387,8 +387,16 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level:
     """``level``: what version 2 shards by its own field, if that is there."""
     fields = [f for f in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if content.get(f) is not None]
     if version == "2":
-        if "fsdp_sharding_strategy" in fields:
-            _beside_version_2(reading, content["fsdp_sharding_strategy"], level or "parameters")
+        # Accelerate does not read it there: whether it says what is done.
+        field, given = "fsdp_config.fsdp_sharding_strategy", content.get("fsdp_sharding_strategy")
+        done = level or "parameters"
+        if {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients"}.get(str(given).upper()) == done:
+            reading.meet(field, given, "with fsdp_version 2 it is fsdp_reshard_after_forward that says so")
+        elif given is not None:
+            reading.problems.append(
+                f"{field} is {shown(given)}, but fsdp_version is 2, where Accelerate reads fsdp_reshard_after_forward "
+                f"alone, and shards {done}: remove it, or set fsdp_version: 1"
+            )
         return
     found = {field: _strategy(reading, field, content[field]) for field in fields}
     if None in found.values():
@@ -401,18 +409,6 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level:
         ignored = field == "fsdp_reshard_after_forward" and strategy != "FULL_SHARD"
         note = "Accelerate 1.15 runs FULL_SHARD all the same: it reads fsdp_sharding_strategy" if ignored else ""
         add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], str(strategy), note)
-
-
-def _beside_version_2(reading: Reading, given: Any, level: str) -> None:
-    """``fsdp_sharding_strategy``, which Accelerate does not read there, where it says what is done and where not."""
-    field = "fsdp_config.fsdp_sharding_strategy"
-    if {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients"}.get(str(given).upper()) == level:
-        reading.meet(field, given, "with fsdp_version 2 it is fsdp_reshard_after_forward that says so")
-    else:
-        reading.problems.append(
-            f"{field} is {shown(given)}, but fsdp_version is 2, where Accelerate reads fsdp_reshard_after_forward "
-            f"alone, and shards {level}: remove it, or set fsdp_version: 1"
-        )
 
 
 def _strategy(reading: Reading, field: str, value: Any) -> Any:

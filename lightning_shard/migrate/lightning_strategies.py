@@ -183,6 +183,10 @@ def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: 
         given[name] = reading.read_field(field(name), known[name], given[name])
     if "timeout" in given:
         _timeout(reading, field("timeout"), given["timeout"])
+    if hook := given.get("ddp_comm_hook"):
+        name = str(hook).rpartition(".")[2]
+        known_here = name in ("fp16_compress_hook", "bf16_compress_hook")
+        reading.ask("comm_hook", name.removesuffix("_hook") if known_here else hook, field("ddp_comm_hook"), hook)
     if kind in _SPECIAL:
         _SPECIAL[kind](reading, given, field)
 
@@ -216,13 +220,6 @@ def _timeout(reading: Reading, field: str, value: Any) -> None:
         reading.ask("timeout_seconds", seconds, field, value)
     else:
         reading.problems.append(f"{field} is {shown(value)!r}, but must be a duration such as 0:30:00")
-
-
-def _ddp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
-    if hook := given.get("ddp_comm_hook"):
-        name = str(hook).rpartition(".")[2]
-        known = name in ("fp16_compress_hook", "bf16_compress_hook")
-        reading.ask("comm_hook", name.removesuffix("_hook") if known else hook, field("ddp_comm_hook"), hook)
 
 
 def _fsdp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
@@ -321,9 +318,4 @@ _BY_CONFIG = {*DEEPSPEED} - {
 }  # fmt: skip
 """What Lightning builds a configuration from where none is given (``DeepSpeedStrategy._create_default_config``)."""
 
-_SPECIAL = {
-    "DDPStrategy": _ddp,
-    "FSDPStrategy": _fsdp,
-    "ModelParallelStrategy": _model_parallel,
-    "DeepSpeedStrategy": _deepspeed,
-}
+_SPECIAL = {"FSDPStrategy": _fsdp, "ModelParallelStrategy": _model_parallel, "DeepSpeedStrategy": _deepspeed}

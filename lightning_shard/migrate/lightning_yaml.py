@@ -161,14 +161,14 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
         )
         return None
     kind = path.rpartition(".")[2]
-    where = f"{field}.init_args" if isinstance(strategy, Mapping) else field
+    where, called = (f"{field}.init_args", path) if isinstance(strategy, Mapping) else (field, strategy)
     if kind in OWN_ENGINES:
         reading.engine = OWN_ENGINES[kind]
-        reading.ask("engine", reading.engine, field, _short(strategy))
+        reading.ask("engine", reading.engine, field, called)
         read_own(reading, reading.engine, arguments, where)
     elif kind in STRATEGIES:
         reading.engine = STRATEGIES[kind][0]
-        reading.ask("engine", reading.engine, field, _short(strategy) if named else None)
+        reading.ask("engine", reading.engine, field, called if named else None)
         read_stock(reading, kind, arguments, where, named=isinstance(strategy, Mapping))
     else:
         reading.problems.append(
@@ -176,10 +176,6 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
         )
         return None
     return kind
-
-
-def _short(strategy: Any) -> Any:
-    return strategy["class_path"] if isinstance(strategy, Mapping) else strategy
 
 
 def _precision(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
@@ -275,19 +271,15 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
         mesh = {"replicate": flat.get("mesh.replicate", 1), "shard": flat.get("mesh.shard", "auto")}
         reading.ask("mesh", mesh, f"{path}.mesh", mesh)
     if engine == "fsdp":
-        _reshard(reading, flat.get("reshard_after_forward"), f"{path}.reshard_after_forward")
+        given, field = flat.get("reshard_after_forward"), f"{path}.reshard_after_forward"
+        if given is not None and not isinstance(given, int):
+            reading.problems.append(f"{field} is {shown(given)!r}, but must be true, false or a number of ranks")
+            return
+        reading.ask("shard", "gradients" if given is False else "parameters", field, given)
+        if given is not None and not isinstance(given, bool):
+            reading.ask("reshard_ranks", given, field, given)
     elif engine == "deepspeed" and flat.get("stage") is None and flat.get("config") is None:
         reading.ask("shard", "gradients", f"{path}.stage", None, "the default is 2")
-
-
-def _reshard(reading: Reading, given: Any, field: str) -> None:
-    if isinstance(given, bool) or given is None:
-        reading.ask("shard", "gradients" if given is False else "parameters", field, given)
-    elif isinstance(given, int):
-        reading.ask("shard", "parameters", field, given)
-        reading.ask("reshard_ranks", given, field, given)
-    else:
-        reading.problems.append(f"{field} is {shown(given)!r}, but must be true, false or a number of ranks")
 
 
 def _flat(arguments: Mapping[str, Any], groups: set[str]) -> dict[str, Any]:

@@ -39,7 +39,12 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple
         class_path, arguments = known.presets[to]
         target = build(reading, OWN_ENGINES[class_path.rpartition(".")[2]], arguments)
     _raise(target.problems)
-    return _content(reading, target, _name(target, known)), target
+    first: dict[str, Any] = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
+    carried = dict(reading.carried)
+    kept = {key: value for key, value in carried.pop("trainer", {}).items() if key not in first}
+    head = {key: carried.pop(key) for key in ("seed_everything",) if key in carried}
+    trainer = {"strategy": _name(target, known), **first, **kept, **target.trainer}
+    return {**head, "trainer": trainer, **target.top, **carried}, target
 
 
 def _read(paths: Sequence[Path], known: Known) -> Reading:
@@ -77,15 +82,6 @@ def _name(target: Target, known: Known) -> Any:
         if class_path == path and dict(arguments) == target.arguments:
             return name
     return {"class_path": path, "init_args": target.arguments} if target.arguments else {"class_path": path}
-
-
-def _content(reading: Reading, target: Target, strategy: Any) -> dict[str, Any]:
-    carried = dict(reading.carried)
-    trainer: Mapping[str, Any] = carried.pop("trainer", {})
-    first: dict[str, Any] = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
-    kept = {key: value for key, value in trainer.items() if key not in first}
-    head = {key: carried.pop(key) for key in ("seed_everything",) if key in carried}
-    return {**head, "trainer": {"strategy": strategy, **first, **kept, **target.trainer}, **target.top, **carried}
 
 
 _NOT_READ: Mapping[str, str] = {

@@ -40,14 +40,15 @@ def up_to(size: int, multiple: int) -> int:
 
 @dataclass(eq=False)
 class Block:
-    """A part of a segment; its neighbours are the parts below and above it."""
+    """A part of a segment."""
 
     size: int
     address: int
     pool: "Pool"
-    below: "Block | None" = None
-    above: "Block | None" = None
-    free: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size
 
 
 @dataclass(eq=False)
@@ -56,21 +57,29 @@ class Pool:
 
     small: bool
     free: list[tuple[int, int, Block]] = field(default_factory=list)  # Size, address: the order of a search.
-    tail: Block | None = None  # The end of an expandable segment, which grows.
+    begins: dict[int, Block] = field(default_factory=dict)  # The same by where they begin, and by where they end.
+    ends: dict[int, Block] = field(default_factory=dict)
+    end: int = 0  # Of an expandable segment, which grows there.
 
     def put(self, block: Block) -> None:
-        block.free = True
+        """Its neighbours that are free become one with it."""
+        for neighbour in (self.begins.get(block.end), self.ends.get(block.address)):
+            if neighbour is not None:
+                self.take(neighbour)
+                block.size += neighbour.size
+                block.address = min(block.address, neighbour.address)
         insort(self.free, (block.size, block.address, block))
+        self.begins[block.address] = self.ends[block.end] = block
 
     def take(self, block: Block) -> None:
-        block.free = False
         del self.free[bisect_left(self.free, (block.size, block.address))]
+        del self.begins[block.address], self.ends[block.end]
 
     def best(self, size: int) -> Block | None:
         """The smallest free block that is large enough; the end that can grow counts as the largest of all."""
         index = bisect_left(self.free, (size, 0))
-        found = next((block for _, _, block in self.free[index : index + 2] if block is not self.tail), None)
-        return found or (self.free[index][2] if index < len(self.free) else None)
+        large = [block for _, _, block in self.free[index : index + 2]]
+        return min(large, key=lambda block: block.end == self.end, default=None)
 
 
 class Allocator:
@@ -86,68 +95,34 @@ class Allocator:
         size = up_to(max(size, 1), BLOCK)
         small = size <= SMALL
         pool = self._pools.setdefault((stream, small), Pool(small=small))
-        block = pool.best(size)
-        if block is None:
-            block = self._grown(pool, size) if self._expandable else self._segment(pool, size)
-        else:
-            pool.take(block)
+        block = pool.best(size) or self._reserve(pool, size)
+        pool.take(block)
         left = block.size - size
         if left >= BLOCK if small or self._expandable else left > SMALL:
-            self._split(block, size)
+            block.size = size
+            pool.put(Block(left, address=block.end, pool=pool))
         self.allocated += block.size
         self.most_allocated = max(self.most_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
-        """Its neighbours that are free become one with it."""
         self.allocated -= block.size
-        if (above := block.above) is not None and above.free:
-            block.pool.take(above)
-            self._merge(block, above)
-        if (below := block.below) is not None and below.free:
-            block.pool.take(below)
-            self._merge(below, block)
-            block = below
         block.pool.put(block)
 
-    def _segment(self, pool: Pool, size: int) -> Block:
-        made = SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < OWN_SEGMENT else up_to(size, ROUNDING)
+    def _reserve(self, pool: Pool, size: int) -> Block:
+        """A free block of a new segment; or the end of the pool's one segment, lengthened until it has room."""
+        if self._expandable:
+            tail = pool.ends.get(pool.end)
+            made = up_to(size - (tail.size if tail else 0), SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
+            block = Block(made, address=pool.end, pool=pool)
+            pool.end += made
+        else:
+            made = SMALL_SEGMENT if pool.small else LARGE_SEGMENT if size < OWN_SEGMENT else up_to(size, ROUNDING)
+            # Segments do not touch, and addresses rise with every one.
+            block = Block(made, address=2 * self.reserved, pool=pool)
         self.reserved += made
-        # Segments lie apart, so that addresses rise with every one.
-        return Block(made, address=self.reserved - made, pool=pool)
-
-    def _grown(self, pool: Pool, size: int) -> Block:
-        """The end of the pool's one segment, which was lengthened until it has room."""
-        tail = pool.tail
-        room = tail.size if tail is not None and tail.free else 0
-        added = up_to(size - room, SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
-        self.reserved += added
-        if tail is not None and room:
-            pool.take(tail)
-            tail.size += added
-            return tail
-        address = tail.address + tail.size if tail is not None else 0
-        pool.tail = block = Block(added, address=address, pool=pool, below=tail)
-        if tail is not None:
-            tail.above = block
+        pool.put(block)
         return block
-
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.size - size, address=block.address + size, pool=block.pool, below=block, above=block.above)
-        if rest.above is not None:
-            rest.above.below = rest
-        block.size, block.above = size, rest
-        if block.pool.tail is block:
-            block.pool.tail = rest
-        block.pool.put(rest)
-
-    def _merge(self, lower: Block, upper: Block) -> None:
-        lower.size += upper.size
-        lower.above = upper.above
-        if upper.above is not None:
-            upper.above.below = lower
-        if lower.pool.tail is upper:
-            lower.pool.tail = lower
 
 
 Range = tuple[int, int]  # The least and the most, in bytes.
@@ -187,9 +162,9 @@ class DeviceMemory:
     growth: float | None = None
 
     @property
-    def blocks(self) -> int:
-        """At most, of the allocator's blocks."""
-        return self.beside.get(BLOCKS, (0, 0))[1]
+    def blocks(self) -> Range:
+        """Of the allocator's blocks."""
+        return self.beside.get(BLOCKS, (0, 0))
 
     @property
     def low(self) -> int:
@@ -202,7 +177,7 @@ class DeviceMemory:
     def at(self, tensors: int) -> Range:
         """`low` and `high` of another batch or number of devices, where so many bytes are of tensors."""
         more = tensors - self.tensors
-        least, most = (blocks / max(1, self.tensors) for blocks in self.beside.get(BLOCKS, (0, 0)))
+        least, most = (blocks / max(1, self.tensors) for blocks in self.blocks)
         rate = most if more < 0 or self.growth is None else self.growth
         return self.low + more + round(min(least, rate) * more), self.high + more + round(rate * more)
 
@@ -244,7 +219,7 @@ def replay(points: Sequence[Point], trace: Trace, training: Training, *, expanda
         device.hold(point)
     for step in range(2):
         reached = 0
-        device.clear()
+        device.run([(key, 0) for key in device.own])  # What is left of a step, its loss and its batch, goes.
         for point in points:
             if point is points[-1] and not step:
                 for _ in range(slots):
@@ -303,7 +278,3 @@ class _Device:
                 self.allocator.free(block)
             if size:
                 self.own[key] = self.allocator.allocate(size)
-
-    def clear(self) -> None:
-        """What is left of a step, its loss and its batch, goes."""
-        self.run([(key, 0) for key in self.own])

@@ -17,6 +17,7 @@ from lightning_shard.engines.units import Unit, ignored_parameters
 from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explained, unit_names
 from lightning_shard.planning.operators import BytesMoved
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
+from lightning_shard.tensors.tracing import tree_leaves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +114,9 @@ def facts_of(module: nn.Module, engine: Engine, groups: Groups = ()) -> ModelFac
 
 def buffer_bytes(root: nn.Module) -> int:
     """Bytes of the buffers, each once, and of the metrics' states."""
-    tensors: dict[int, Tensor] = {id(b): b for b in root.buffers()}
-    for module in root.modules():
-        if isinstance(module, Metric):
-            for state in module.metric_state.values():
-                tensors.update({id(t): t for t in (state if isinstance(state, list) else [state])})
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    states = [module.metric_state for module in root.modules() if isinstance(module, Metric)]
+    tensors: dict[int, Tensor] = {id(t): t for t in (*root.buffers(), *tree_leaves(states))}
+    return sum(t.nbytes for t in tensors.values())
 
 
 @dataclass(frozen=True, kw_only=True)

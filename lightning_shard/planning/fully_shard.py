@@ -31,8 +31,9 @@ def _gathered_bytes(parameters: Iterable[ParameterFacts], shards: int, compute: 
 
 
 def _reduced_bytes(parameters: Iterable[ParameterFacts], shards: int, dtype: torch.dtype) -> int:
-    """Bytes of the buffer that a unit's gradients are reduced from."""
-    return sum(shards * _shard_elements(p, shards) * dtype.itemsize for p in parameters if _is_reduced(p))
+    """Bytes of the buffer that a unit's gradients are reduced from; with one shard of unsharded gradients."""
+    reduced = (p for p in parameters if p.trainable and p.dtype.is_floating_point and not p.unsharded)
+    return sum(shards * _shard_elements(p, shards) * dtype.itemsize for p in reduced)
 
 
 def _cast_bytes(parameters: Iterable[ParameterFacts], policy: PrecisionPolicy) -> int:
@@ -48,19 +49,11 @@ def _cast_bytes(parameters: Iterable[ParameterFacts], policy: PrecisionPolicy) -
     return most - copied
 
 
-def _unsharded_gradient_bytes(parameters: Iterable[ParameterFacts], dtype: torch.dtype) -> int:
-    return sum(p.numel * dtype.itemsize for p in parameters if _is_reduced(p))
-
-
 def _kept_of(members: Sequence[ParameterFacts], engine: FSDPFacts) -> tuple[bool, float]:
     """Whether a unit stays gathered after forward, and what part of it does."""
     own = members[0].reshard if members else None
     again = engine.reshard_after_forward if own is None else own
     return again is False, 1 if again is False else 0 if again is True else 1 / again
-
-
-def _is_reduced(parameter: ParameterFacts) -> bool:
-    return parameter.trainable and parameter.dtype.is_floating_point and not parameter.unsharded
 
 
 def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
@@ -80,7 +73,7 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
         account = MemoryAccount(device=KindBytes(parameters=unsharded, buffers=model.buffer_bytes), host=host)
     waiting = gradients
     if engine.reduce_at_boundary:
-        waiting = _unsharded_gradient_bytes(model.parameters, policy.reduce)
+        waiting = _reduced_bytes(model.parameters, 1, policy.reduce)
     return StepMemory(step=account, waiting=waiting if training.micro_batches > 1 else 0)
 
 
@@ -125,7 +118,7 @@ class _TracedUnits:
         self.engine, self.memory, self.trace, self.policy, self.manual = engine, memory, trace, policy, training.manual
         self.unsharded = {name: _gathered_bytes(members, shards, policy.compute) for name, members in units.items()}
         self.reduced = {name: _reduced_bytes(members, shards, policy.reduce) for name, members in units.items()}
-        self.waiting = {name: _unsharded_gradient_bytes(members, policy.reduce) for name, members in units.items()}
+        self.waiting = {name: _reduced_bytes(members, 1, policy.reduce) for name, members in units.items()}
         kept = {name: _kept_of(members, engine) for name, members in units.items()}
         self.kept = {name: round(self.unsharded[name] * part) for name, (_, part) in kept.items()}
         # What is gathered again in backward.
@@ -146,11 +139,13 @@ class _TracedUnits:
         for segment in self.trace.segments:
             unit, backward, made = segment.unit, segment.phase == "backward", segment.peak_gradients
             base = self.base + self._gradients(done if reduces else ())
-            full = self._gathered(unit, [name for name in passed if name not in done], done)
+            computes = bool(unit) and unit not in done
+            others = sum(self.kept.get(name, 0) for name in passed if name not in done and name != unit)
+            full = self.unsharded[""] + others + (self.unsharded.get(unit, 0) if computes else 0)
             last = next(reversed(passed), "")
             in_flight = self._all_gather_buffers(segment, last, done)
             reducing = last_reduced * backward
-            if unit and unit not in done:
+            if computes:
                 # The unit is copied out of its all-gather buffer; from a single shard out of casts.
                 own = (self.again if backward else self.unsharded).get(unit, 0)
                 buffers = own
@@ -182,12 +177,6 @@ class _TracedUnits:
         summed = 0 if self.engine.reduce_at_boundary and self.memory.waiting else base.device.gradients
         apart = KindBytes(communication=all_gather, gradients=summed + reduced)
         return Point(name=name, account=account, apart=apart)
-
-    def _gathered(self, unit: str, passed: Sequence[str], done: Sequence[str]) -> int:
-        """Of the root, of the unit that computes, and of those that stay gathered, all or a part of them."""
-        others = sum(self.kept.get(name, 0) for name in passed if name != unit)
-        own = self.unsharded.get(unit, 0) if unit and unit not in done else 0
-        return self.unsharded[""] + own + others
 
     def _all_gather_buffers(self, segment: Segment, last: str, done: Sequence[str]) -> int:
         """In forward the unit's own buffer or the last one's; in backward the next one's, begun by the root."""

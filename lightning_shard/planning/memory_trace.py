@@ -148,8 +148,7 @@ class _UnitHooks:
 
     def _accumulated(self, unit: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self.live.is_gradient(parameter.grad)
-        self.live.first_gradient()
+        self.live.gradient(parameter.grad)
         self.missing[unit].discard(id(parameter))
         if self.missing[unit] or unit in self.complete:
             return
@@ -288,16 +287,6 @@ class LiveBytes(NumbersReadAsOne):
         self.segments.append(Segment(phase=phase, unit=unit, has_gradients=self._has_gradients))
         self.note()
 
-    def first_gradient(self) -> None:
-        """A parameter has its gradient; if none had, a segment begins with it."""
-        if self._has_gradients:
-            return
-        self._has_gradients = True
-        self.finish()
-        last = self.segments[-1]
-        self.segments.append(Segment(phase=last.phase, unit=last.unit, complete=last.complete, has_gradients=True))
-        self.note()
-
     def finish(self) -> None:
         self.segments[-1].end_activations, self.segments[-1].end_gradients = self.activations, self.gradients
 
@@ -322,14 +311,20 @@ class LiveBytes(NumbersReadAsOne):
         else:
             self.activations -= size
 
-    def is_gradient(self, tensor: Tensor) -> None:
-        """Count a tensor as a gradient of a parameter from now on."""
+    def gradient(self, tensor: Tensor) -> None:
+        """Count a tensor as a gradient of a parameter from now on; with the first one a segment begins."""
         key = storage_key(tensor)
         if key in self._alive and key not in self._gradients:
             self._gradients.add(key)
             self._happened(key, 0)
             self.activations -= self._alive[key][0]
             self.gradients += self._alive[key][0]
+        if not self._has_gradients:
+            self._has_gradients = True
+            self.finish()
+            last = self.segments[-1]
+            self.segments.append(Segment(phase=last.phase, unit=last.unit, complete=last.complete, has_gradients=True))
+            self.note()
 
     def note(self) -> None:
         """Compare what is alive now with the most so far."""

@@ -23,7 +23,7 @@ from lightning_shard.planning.step_memory import Point, peak, with_averages
 from lightning_shard.planning.step_time import Rates, StepTime, step_time
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.tensors import fake
-from lightning_shard.text import columns, show_seconds
+from lightning_shard.text import show_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +108,19 @@ class Planner:
         if key not in self._traces and self.training_step is not None:
             size = batch_size_of(self.batch)
             try:
-                self._traces[key] = found = (self._trace(candidate, size),)
+                self._traces[key] = one = (self._trace(candidate, size),)
+                self._traces[key] = (*one, self._trace(candidate, 2 * size))
             except ConfigurationError as error:
-                if self._traces:
+                if key in self._traces:
+                    self.notes.append(f"the largest batch is not known: at twice the batch, {error}")
+                elif self._traces:
                     self._traces[key] = error
                 else:
                     self.without_activations(error)
-            else:
-                try:
-                    self._traces[key] = (*found, self._trace(candidate, 2 * size))
-                except ConfigurationError as error:
-                    self.notes.append(f"the largest batch is not known: at twice the batch, {error}")
-        found_or_error = self._traces.get(key, ())
-        if isinstance(found_or_error, ConfigurationError):
-            raise found_or_error
-        return found_or_error
+        found = self._traces.get(key, ())
+        if isinstance(found, ConfigurationError):
+            raise found
+        return found
 
     def without_activations(self, reason: object) -> None:
         self.training_step = self.batch = None
@@ -171,15 +169,10 @@ class Run:
     cpu: bool = False  # As for `Planner`.
 
     @property
-    def _of_same_parts(self) -> list[Trace]:
-        """The traces with the parts of the first, by batch."""
-        first = self.traces[0].parts
-        return sorted((t for t in self.traces if t.parts == first), key=lambda t: t.batch_size)
-
-    @property
-    def scales(self) -> bool:
-        """Whether other batches than those of the traces are known."""
-        return bool(self.traces) and len(self._of_same_parts) > 1
+    def of_same_parts(self) -> list[Trace]:
+        """The traces with the parts of the first, by batch: with two of them other batches are known."""
+        same = (trace for trace in self.traces if trace.parts == self.traces[0].parts)
+        return sorted(same, key=lambda trace: trace.batch_size)
 
     def at(self, batch: int | None = None) -> Trace:
         """The step at the run's batch or at another: on the line through the two nearest, one on each side if it is."""
@@ -187,7 +180,7 @@ class Run:
             if batch is None or trace.batch_size == batch or len(self.traces) == 1:
                 return trace
         assert batch is not None
-        known = self._of_same_parts
+        known = self.of_same_parts
         above = next((i for i, t in enumerate(known) if t.batch_size > batch), len(known) - 1)
         a, b = known[max(0, above - 1)], known[max(1, above)]
         ratio = (batch - a.batch_size) / (b.batch_size - a.batch_size)
@@ -218,7 +211,7 @@ class Run:
         if len(found) < 2 or larger.tensors <= own.tensors:
             return own
         # Fragments are no steady function of the batch: less than nothing, or more than the tensors, is chance.
-        growth = (larger.blocks - own.blocks) / (larger.tensors - own.tensors)
+        growth = (larger.blocks[1] - own.blocks[1]) / (larger.tensors - own.tensors)
         return replace(own, growth=min(1.0, max(0.0, growth)))
 
 
@@ -226,7 +219,7 @@ def largest_batch(run: Run, memory: int, device: Callable[[int], Range] | None =
     """The most samples per rank and micro-batch that fit into ``memory`` bytes, and that may fit; None: not known.
     ``device``: bytes of a device by those of its tensors; default: by `Run.needs`.
     """
-    if not run.scales:
+    if len(run.of_same_parts) < 2:
         return None
     needs = device or run.needs.at
 
@@ -376,8 +369,3 @@ def ranked(found: Iterable[Form]) -> list[Form]:
     for form in sorted(found, key=lambda form: form.cost):
         best.setdefault(form.name, form)
     return list(best.values())
-
-
-def forms_table(rows: Sequence[Form]) -> str:
-    head = ["strategy", "with", "batch", "accumulated", "step", "bound by", "device"]
-    return columns([head, *(form.cells for form in rows)], numbers=True)

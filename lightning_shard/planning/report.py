@@ -179,7 +179,11 @@ def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | 
     best = min(fitting, key=lambda row: _cost(row, nodes))
     verb, fits = ("may fit",) * 2 if fitting is of["may fit"] else ("fit", "fits")
     without = " without activations" if fitting is of["?"] else ""
-    told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {verb}), {_reason(best)}"
+    reason = "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least"
+    if best.time is not None:
+        step = show_seconds(best.time.expected)
+        reason = f"without offload where that is possible, its step is the shortest, about {step}"
+    told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {verb}), {reason}"
     return best, f"{best.title}, because {told}; it needs {best.shown} of {show_bytes(memory)} per device."
 
 
@@ -191,13 +195,6 @@ def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
     time = row.time.expected if row.time else 0.0
     # What differs by less than a MiB is equal: the first of such rows is the simplest engine.
     return (offloaded, round(time, 6), FORMS.index(row.checkpointing), *sent, most.device.total >> 20)
-
-
-def _reason(best: Row) -> str:
-    if best.time is not None:
-        step = show_seconds(best.time.expected)
-        return f"without offload where that is possible, its step is the shortest, about {step}"
-    return "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least"
 
 
 def require_matplotlib() -> None:
@@ -212,7 +209,6 @@ def require_matplotlib() -> None:
 
 def draw(rows: Sequence[Row], memory: int, path: Path) -> None:
     """Write bars of bytes by kind, one for each row, and a line where the memory ends, as .png, .svg or .pdf."""
-    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -5,7 +5,6 @@ with bf16 parameters and fp32 sums; of stage 3 the files that are named below.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -232,18 +231,19 @@ def persistent_parameters(parameters: Sequence[ParameterFacts], engine: DeepSpee
 
 def _sub_groups(parameters: Sequence[ParameterFacts], engine: DeepSpeedFacts) -> list[int]:
     """Elements of the sub-groups of shards that are stepped one after the other (``_create_fp16_sub_groups``)."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for p in parameters:
-        groups[p.group or 0].append(_shard_elements(p, engine.ranks))
     found: list[int] = []
-    for shards in groups.values():
-        current = 0
-        for index, shard in enumerate(shards):
-            current += shard
-            if current >= engine.sub_group_size or index == len(shards) - 1:
-                found.append(current)
-                current = 0
+    for members in _by_group(parameters):
+        found.append(0)
+        for p in members:
+            if found[-1] >= engine.sub_group_size:
+                found.append(0)
+            found[-1] += _shard_elements(p, engine.ranks)
     return found
+
+
+def _by_group(parameters: Sequence[ParameterFacts]) -> list[list[ParameterFacts]]:
+    groups = dict.fromkeys(p.group or 0 for p in parameters)
+    return [[p for p in parameters if (p.group or 0) == group] for group in groups]
 
 
 def gathered_elements(model: ModelFacts, engine: DeepSpeedFacts, order: Sequence[str]) -> dict[tuple[str, str], int]:
@@ -329,11 +329,9 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
 
 def _flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> tuple[list[int], int]:
     """Elements of a rank's partition of each group, padded to ``2 * ranks``, and, at most, of the parameters in it."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for p in parameters:
-        groups[p.group or 0].append(p.numel)
-    partitions = [-(-sum(sizes) // (2 * ranks)) * 2 for sizes in groups.values()]
-    return partitions, sum(map(_most_overlapping, groups.values(), partitions))
+    groups = [[p.numel for p in members] for members in _by_group(parameters)]
+    partitions = [-(-sum(sizes) // (2 * ranks)) * 2 for sizes in groups]
+    return partitions, sum(map(_most_overlapping, groups, partitions))
 
 
 def _most_overlapping(sizes: Sequence[int], partition: int) -> int:

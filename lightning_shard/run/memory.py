@@ -59,11 +59,7 @@ class Memory:
             return None
         engine = self._engine.facts(self._module, self._run)
         points = step_points(self._training(self._facts, optimizers), engine, None)
-        return with_averages(most(*(point.account for point in points)), self._averages_place)
-
-    @property
-    def _averages_place(self) -> str | None:
-        return None if self.averaging is None else self.averaging.place
+        return with_averages(most(*(point.account for point in points)), getattr(self.averaging, "place", None))
 
     def _training(self, model: ModelFacts, optimizers: Sequence[Optimizer]) -> Training:
         facts = [optimizer_facts(optimizer) for optimizer in optimizers]
@@ -82,8 +78,8 @@ class Memory:
         traces = [trace_step(module, step, policy, mode, batch_size=each) for each in (size, 2 * size)]
         training = self._training(facts_of(module, self._engine), optimizers)
         engine = self._engine.facts(self._module, self._run)
-        cpu = self._device.type == "cpu"
-        run = Run(training=training, engine=engine, traces=tuple(traces), averages=self._averages_place, cpu=cpu)
+        averages, cpu = getattr(self.averaging, "place", None), self._device.type == "cpu"
+        run = Run(training=training, engine=engine, traces=tuple(traces), averages=averages, cpu=cpu)
         found = largest_batch(run, limit)
         return found and found[0]
 

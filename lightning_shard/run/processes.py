@@ -26,7 +26,7 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.distributed import ProcessGroup, Store, destroy_process_group, group
+from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard._lightning import Replacements, loops, processes
@@ -40,7 +40,7 @@ from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
 from lightning_shard.errors import ConfigurationError, chain
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
-from lightning_shard.ranks import forget_made_groups, set_timeout
+from lightning_shard.ranks import beside_default, forget_made_groups, set_timeout
 
 
 class Processes:
@@ -161,15 +161,15 @@ def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu:
 
 _LETTING_GO_SECONDS = 0.05
 
-# The process group of this process, where its ranks met, and how many runs there were on it.
-_met: tuple[ProcessGroup, Place, int] | None = None
+
+def _met() -> list[Any] | None:
+    """Where the ranks of the process group met, and how many runs there were on it; None: not by this package."""
+    return beside_default("met", lambda: None) if dist.is_initialized() else None
 
 
 def remember(place: Place) -> None:
     """Keep where the ranks of the process group met, for later Trainers in the same processes."""
-    global _met
-    assert group.WORLD is not None
-    _met = (group.WORLD, place, 0)
+    beside_default("met", lambda: [place, 0])
     # Lightning's own, for NCCL, would wait after an exception too.
     atexit.unregister(processes.destroy_at_exit)
     atexit.unregister(_leave)
@@ -178,22 +178,19 @@ def remember(place: Place) -> None:
 
 def next_run() -> tuple[Place, int] | None:
     """Where the ranks met, and the number of the run that begins; None: not by this package. All ranks call it."""
-    global _met
-    if _met is None or _met[0] is not group.WORLD:
+    if (met := _met()) is None:
         return None
-    _met = (_met[0], _met[1], _met[2] + 1)
-    return _met[1], _met[2]
+    met[1] += 1
+    return met[0], met[1]
 
 
 def _leave() -> None:
     """Destroy the process group that this package made, while there is an interpreter: a thread that lets go of a
     tensor later aborts the process. After an exception it is left, since that would wait for other ranks.
     """
-    global _met
-    made, _met = _met, None
-    if made is not None and made[0] is group.WORLD and not hasattr(sys, "last_value"):
+    if _met() is not None and not hasattr(sys, "last_value"):
         forget_made_groups()
-        destroy_process_group()
+        dist.destroy_process_group()
         # What is still there keeps the group, and its thread may be letting go of the last collective's tensors.
         time.sleep(_LETTING_GO_SECONDS)
 

@@ -116,7 +116,8 @@ def _with_validation() -> float:
 
 
 def test_a_save_is_timed_whole_whatever_hooks_run_in_it() -> None:
-    clock = ActionClock(trainer := Trainer(logger=False, barebones=True, accelerator="cpu"))
+    clock = ActionClock()
+    clock.start(trainer := Trainer(logger=False, barebones=True, accelerator="cpu"))
     profiler, begun = trainer.profiler, time.perf_counter()
     with profiler.profile("save_checkpoint"):
         time.sleep(0.05)
