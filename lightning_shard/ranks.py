@@ -5,6 +5,7 @@ else sends objects between ranks but the comparison before there is a group (`li
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -18,6 +19,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+_ALONE = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Generator[None, None, None]:
+    """`Ranks.of` has this process alone inside: what it does is its own, whatever the other ranks do meanwhile."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The processes that decide together; one process where there is no process group."""
@@ -29,7 +43,7 @@ class Ranks:
     @staticmethod
     def of(group: dist.ProcessGroup | None = None) -> "Ranks":
         """The ranks of ``group``, with a CPU backend; None: the default one, or gloo over all ranks, made once."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if _ALONE.get() or not (dist.is_available() and dist.is_initialized()):
             return Ranks(group=None, rank=0, size=1)
         if group is None:
             default = dist.group.WORLD
