@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_shard import errors
 from lightning_shard.errors import CheckpointError
@@ -204,6 +205,14 @@ def _summary(doing: str, failures: dict[int, _Failure], size: int) -> _Failure:
     shown = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:8])
     more = f"; and {len(failures) - 8} more ranks" if len(failures) > 8 else ""
     return _Failure(first.kind, f"while {doing}: {shown}{more}")
+
+
+def reachable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """``tensor``, or where ``group`` has no backend for its device, such as NCCL's for the host, a copy on one that it
+    has.
+    """
+    devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return tensor if tensor.device.type in devices else tensor.to(devices[0])
 
 
 def _has_cpu_backend(group: dist.ProcessGroup) -> bool:

@@ -25,7 +25,7 @@ from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaler, LossScaling, state_from_dict
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
-from lightning_shard.ranks import Ranks
+from lightning_shard.ranks import Ranks, reachable
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
 from lightning_shard.strategies.refusals import refuse_loss, refuse_plugin
 from lightning_shard.strategies.settings import CommonSettings
@@ -359,10 +359,10 @@ def _mean(loss: Any) -> Any:
     """The mean of a loss over all ranks, which step by it; what is no number is given back. All ranks call it."""
     if not isinstance(loss, Tensor | float):
         return loss
-    mean = torch.as_tensor(loss).detach().to(torch.float32, copy=True)
+    mean = reachable(torch.as_tensor(loss).detach().to(torch.float32, copy=True))
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
-    return mean if isinstance(loss, Tensor) else float(mean)
+    return mean.to(loss.device) if isinstance(loss, Tensor) else float(mean)
 
 
 def _refuse_own(given: Mapping[str, Any], optimizer: Optimizer) -> None:
