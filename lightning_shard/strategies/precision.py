@@ -134,7 +134,7 @@ class ShardPrecision(Precision):
             )
         self._engine, self._run, self._module, self._settings = engine, run, module, settings
         self._weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
-        self._watch = None
+        self._watch, self._backward_after = None, -1
         if run.fitting and isinstance(settings.nonfinite, NonFinite):
             self._watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
@@ -234,6 +234,12 @@ class ShardPrecision(Precision):
 
         def closure_with_reduction() -> Any:
             result = closure()
+            needed = engine.steps_itself or self._scale is not None
+            if needed and self._backward_after < 0 and not self._run.automatic:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} is to step, but {type(model).__name__} has run no manual_backward, by "
+                    "which gradients are scaled and reduced. Call self.manual_backward(loss), not loss.backward()."
+                )
             engine.finish_gradients()
             self.backward_pending = False
             return _mean(result) if needs.loss else result
