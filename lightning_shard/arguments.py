@@ -176,6 +176,14 @@ def _words(kind: Any) -> list[str]:
     return [_NAMED.get(origin, getattr(origin, "__name__", str(origin)))]
 
 
+def _takes(kind: Any, value: Any) -> bool:
+    try:
+        _converted(_members(kind), value)
+    except (_Mismatch, ConfigurationError):
+        return False
+    return True
+
+
 _NAMED: dict[Any, str] = {
     bool: "True or False", int: "an integer", float: "a number", str: "a string", type: "a class",
     dict: "a mapping", NoneType: "None", None: "None", Callable: "a function or its import path",
@@ -192,20 +200,25 @@ def _fix(kinds: Sequence[Any], value: Any, name: str) -> str:
         written = _SWITCHES[str(value).lower()]
     elif value is False and NoneType in kinds:
         return f" Write {name}=None."
+    elif isinstance(value, type) and value in kinds:
+        return f" Write {name}={value.__name__}()."
     elif groups and isinstance(value, str | bool):
         written = {groups[0][0].name: value} if isinstance(value, str) else {}
+    elif groups and isinstance(value, int | float):
+        if taking := " or ".join(field.name for field in groups[0] if _takes(field.type, value)):
+            return f" Write {name}={{NAME: {value!r}}}, where NAME is {taking}."
     elif groups and isinstance(value, list | tuple) and len(value) == len(groups[0]):
         written = dict(zip((field.name for field in groups[0]), value, strict=True))
     elif tuple(kinds) == (bool,):
         return f" Write {name}=True to turn it on."
-    elif value is True and words:
+    elif (value is True or value is None) and words:
         written = words[0]
     elif isinstance(value, float) and value.is_integer() and int in kinds:
         written = int(value)
     elif isinstance(value, timedelta) and float in kinds:
         written = value.total_seconds()
-    elif listed and isinstance(value, type):
-        written = [value.__name__]
+    elif listed and isinstance(value, type | Mapping):
+        written = [value.__name__ if isinstance(value, type) else value]
     elif isinstance(text := _DTYPES.get(str(value), value), str):
         if near := did_you_mean(text, words):
             return near

@@ -5,17 +5,32 @@ else sends objects between ranks but the comparison before there is a group (`li
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_shard import errors
 from lightning_shard.errors import CheckpointError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+_ALONE = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Generator[None, None, None]:
+    """`Ranks.of` has this process alone inside: what it does is its own, whatever the other ranks do meanwhile."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +44,7 @@ class Ranks:
     @staticmethod
     def of(group: dist.ProcessGroup | None = None) -> "Ranks":
         """The ranks of ``group``, with a CPU backend; None: the default one, or gloo over all ranks, made once."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if _ALONE.get() or not (dist.is_available() and dist.is_initialized()):
             return Ranks(group=None, rank=0, size=1)
         if group is None:
             default = dist.group.WORLD
@@ -190,6 +205,14 @@ def _summary(doing: str, failures: dict[int, _Failure], size: int) -> _Failure:
     shown = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:8])
     more = f"; and {len(failures) - 8} more ranks" if len(failures) > 8 else ""
     return _Failure(first.kind, f"while {doing}: {shown}{more}")
+
+
+def reachable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """``tensor``, or where ``group`` has no backend for its device, such as NCCL's for the host, a copy on one that it
+    has.
+    """
+    devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return tensor if tensor.device.type in devices else tensor.to(devices[0])
 
 
 def _has_cpu_backend(group: dist.ProcessGroup) -> bool:

@@ -1,20 +1,21 @@
 """The strategy names: one table of presets, each a class and a few of its constructor arguments, and its way into
-Lightning's registry.
+Lightning's registry; and the way of this package's checkpoints into Lightning's ``load_from_checkpoint``.
 """
 
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.text import did_you_mean
 
 ALIGNED_SUFFIX = "_aligned"
@@ -88,12 +89,20 @@ _OTHERS = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "Fabric; use the Trainer, or Fabric's own strategies"),
 }
 """Modules with registries in which a name says why it is of no use there."""
+_READERS = {
+    "lightning.pytorch.core.module": ("LightningModule", "load_from_checkpoint"),
+    "lightning.pytorch.core.datamodule": ("LightningDataModule", "load_from_checkpoint"),
+    "lightning.fabric.plugins.io.torch_io": ("TorchCheckpointIO", "load_checkpoint"),
+}
+"""Modules with classes and what of them reads a checkpoint, which they take for one file."""
 
 
 def register() -> None:
-    """Put factories for all names into Lightning's ``StrategyRegistry``, once it is imported; may be repeated."""
+    """Put factories for all names into Lightning's ``StrategyRegistry``, once it is imported, and `_Reader` into its
+    classes; may be repeated.
+    """
     waiting = set()
-    for module in (_STRATEGIES, *_OTHERS):
+    for module in (_STRATEGIES, *_OTHERS, *_READERS):
         if module in sys.modules:
             _register_in(sys.modules[module])
         else:
@@ -131,6 +140,12 @@ def _register_in(module: ModuleType) -> None:
         for name in PRESETS:
             getattr(module, registry).register(name, partial(_refuse, name, where), description="", override=True)
         return
+    if module.__name__ in _READERS:
+        name, method = _READERS[module.__name__]
+        owner = getattr(module, name)
+        if not isinstance(stock := vars(owner)[method], _Reader):
+            setattr(owner, method, _Reader(stock))
+        return
     strategies: Any = module.StrategyRegistry
     for preset in PRESETS.values():
         strategies.register(preset.name, partial(build, preset.name), description=preset.description, override=True)
@@ -141,13 +156,77 @@ def _refuse(name: str, where: str) -> None:
     raise ConfigurationError(f"{name} is a strategy of lightning.pytorch's Trainer, and this is {where}.")
 
 
+class _Reader:
+    """A method of Lightning's that reads a checkpoint, and knows a directory of this package."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        stock = self._stock.__get__(instance, owner)
+
+        @wraps(stock)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(("path", "map_location", "hparams_file", "strict", "weights_only"), args, strict=False))
+            path = given.pop("path", kwargs.get("checkpoint_path", kwargs.get("path")))
+            if not _is_directory(path) or (instance is not None and hasattr(owner, "forward")):
+                return stock(*args, **kwargs)
+            if not hasattr(owner, "forward"):
+                raise CheckpointError(
+                    f"{path} is a directory, and stock strategies and data modules read one file. Write it with "
+                    f"`lightning-shard checkpoint convert {path} FILE`, or run with a strategy of this package."
+                )
+            given |= {name: value for name, value in kwargs.items() if name != "checkpoint_path"}
+            given.pop("weights_only", None)  # no code of it is run in any case
+            location = given.pop("map_location", None)
+            ours = importlib.import_module("lightning_shard.run.full_tensors").load_from_checkpoint
+            module = ours(owner, path, **given)
+            return (
+                module if location is None or callable(location) or isinstance(location, dict) else module.to(location)
+            )
+
+        return read
+
+
+def _is_directory(path: Any) -> bool:
+    """Whether Lightning, which reads one file, can't read what is at ``path``."""
+    if not isinstance(path, str | os.PathLike) or str(path).startswith("http"):
+        return False
+    if "://" not in str(path):
+        return os.path.isdir(path)
+    from lightning_shard.checkpoint.files import layout, place
+
+    return (place.place(path) / layout.MANIFEST).is_file()
+
+
 def _available(strategies: Any) -> list[str]:
     """Lightning's list of names; to the Trainer it explains a name that is not there."""
     names: list[str] = type(strategies).available_strategies(strategies)
     frame = inspect.currentframe()
     frame = frame and frame.f_back  # Its own frame in a variable would be a cycle, which keeps the Trainer.
-    caller = frame.f_globals["__name__"] if frame else ""
-    return _Names(names) if caller == "lightning.pytorch.trainer.connectors.accelerator_connector" else names
+    if frame is None or frame.f_globals["__name__"] != "lightning.pytorch.trainer.connectors.accelerator_connector":
+        return names
+    # Those of the connector's constructor, and those of the Trainer's, which calls it.
+    _check_arguments({**(frame.f_back.f_locals if frame.f_back else {}), **frame.f_locals})
+    return _Names(names)
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse what Lightning fails over in words that do not say what to write (ConfigurationError)."""
+    for name in ("plugins", "callbacks", "logger"):
+        values = given.get(name)
+        for value in values if isinstance(values, list | tuple) else [values]:
+            if isinstance(value, type | str):
+                kind, word = ("name", value) if isinstance(value, str) else ("class", value.__name__)
+                raise ConfigurationError(
+                    f"{name} has the {kind} {word}, but must have objects. Write {name}=[{word}()]."
+                )
+    if isinstance(precision := given.get("precision"), sys.modules["lightning.pytorch.plugins"].Precision):
+        kind = type(precision).__name__
+        raise ConfigurationError(
+            f"precision is a {kind}, but must be a string such as {precision.precision!r}. Write "
+            f"plugins=[{kind}(...)], without precision."
+        )
 
 
 class _Names(list[str]):

@@ -15,17 +15,19 @@ import pytest
 from lightning_shard import __version__
 from tests.harness import ROOT
 
-setuptools = pytest.importorskip("setuptools", "77")
-BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+pytest.importorskip("flit_core", "3.12")
+BUILD = "from flit_core import buildapi as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+FOLDERS = (".ci", ".github", "configs", "examples", "tests")  # what README.md and the guides name
+FILES = ("README.md", "LICENSE", "CHANGELOG.md")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The wheel and the sdist, built from a copy of what git knows."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("lightning_shard", "tests", "examples", "configs"):
+    for name in ("lightning_shard", *FOLDERS):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+    for name in ("pyproject.toml", *FILES):
         shutil.copy(ROOT / name, source / name)
     folder = tmp_path_factory.mktemp("dist")
     made = []
@@ -45,7 +47,10 @@ def test_wheel_and_sdist_hold_the_package_and_its_license(built: list[Path]) -> 
     assert f"lightning_shard-{__version__}.dist-info/licenses/LICENSE" in wheel
     with tarfile.open(built[1]) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*expected, "lightning_shard/py.typed", "pyproject.toml", "README.md", "LICENSE"} <= sdist
+    assert {*expected, "lightning_shard/py.typed", "pyproject.toml", *FILES} <= sdist
+    beside = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
+    kept = {path.relative_to(ROOT).as_posix() for path in beside if "__pycache__" not in path.parts}
+    assert kept <= sdist
 
 
 @pytest.mark.matrix

@@ -2,7 +2,8 @@
 
 All names are required here, so that a version of Lightning that lacks one fails on import of any of the modules. What
 is replaced, on what and why is the table `REPLACED`; the run's `Replacements` put it back when the run ends. Beside
-these, `registry` answers for ``StrategyRegistry.available_strategies`` as long as the process lives.
+these, `registry` answers for ``StrategyRegistry.available_strategies`` and ``load_from_checkpoint`` as long as the
+process lives.
 """
 
 from typing import Any

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.devices import in_use
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.ranks import Ranks
+from lightning_shard.ranks import Ranks, reachable
 from lightning_shard.tensors.names import is_persistent
 
 
@@ -24,7 +24,7 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
         if isinstance(tensor, DTensor) or tensor.is_meta or tensor.numel() == 0:
             continue
         data = tensor.detach()
-        sent = data.contiguous()
+        sent = reachable(data.contiguous())  # it is on the host after a fit
         # As bytes: NCCL has no int16 and no unsigned integers (ProcessGroupNCCL's ``ncclDataType``).
         dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
         if sent is not data:
@@ -113,7 +113,7 @@ def parted(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
     if not sums:
         return []
     # The largest, and less than the smallest: ~x is -x - 1.
-    sent = torch.stack([torch.stack(sums), ~torch.stack(sums)])
+    sent = reachable(torch.stack([torch.stack(sums), ~torch.stack(sums)]), group)  # what is offloaded is on the host
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
     return (sent[0] != ~sent[1]).nonzero().flatten().tolist()
 

@@ -56,9 +56,10 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace | None) ->
 
 
 def start_points(training: Training, engine: EngineFacts) -> list[Point]:
-    """The start of a fit, where it is known: other engines than FSDP2 have the module whole, and in a step more."""
+    """The start of a fit, of engines that may have less in a step; of others nothing."""
     module, engine = _arithmetic(engine)
-    return [module.start_of_fit(training, engine)] if isinstance(engine, FSDPFacts) else []
+    start = module.start_of_fit(training, engine) if isinstance(engine, FSDPFacts | DeepSpeedFacts) else None
+    return [] if start is None else [start]
 
 
 def padding_note(training: Training, engine: EngineFacts) -> str | None:

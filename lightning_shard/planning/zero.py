@@ -15,7 +15,7 @@ from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import Point, ZeroMemory, compute_bytes, gradient_elements, on_device
+from lightning_shard.planning.step_memory import START, Point, ZeroMemory, compute_bytes, gradient_elements, on_device
 from lightning_shard.planning.traffic import Collective
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -45,6 +45,19 @@ def step_memory(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     rounded = [p for p in frozen if p.dtype.is_floating_point and torch.promote_types(p.dtype, compute) != compute]
     copies = sum(_shard_elements(p, engine.ranks) * p.dtype.itemsize for p in rounded)
     return _beside(memory, gradients + MemoryAccount(host=KindBytes(masters=copies)))
+
+
+def start_of_fit(training: Training, engine: DeepSpeedFacts) -> Point | None:
+    """Below stage 3 the whole module comes onto the device in the dtypes that it was loaded in
+    (`engines.torch_ddp.prepare_replica`) before it is cast; None: in a step there is no less.
+    """
+    model = training.model
+    cast = compute_bytes(model.parameters, training.policy.compute)
+    loaded = sum(p.numel * p.dtype.itemsize for p in model.parameters)
+    if engine.stage == 3 or loaded <= cast:
+        return None
+    kinds = KindBytes(parameters=cast, gathered=loaded - cast, buffers=model.buffer_bytes)
+    return Point(name=START, account=MemoryAccount(device=kinds))
 
 
 def _beside(memory: ZeroMemory, other: MemoryAccount) -> ZeroMemory:

@@ -226,6 +226,7 @@ class Checkpoints(CheckpointIO):
     def end_of_training(self) -> None:
         """Have everything saved; CheckpointError: a save in the background has failed. All ranks call it."""
         self._training = False
+        self._engine.before_reading()  # what hooks have written since the last step
         self._settle()
         self.saver.finish()
 

@@ -17,6 +17,7 @@ from lightning_shard.checkpoint.state_dict import follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import alone
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.full import gather_full, optimizer_slot, scatter_full
@@ -113,10 +114,11 @@ class FullTensors:
 M = TypeVar("M", bound=LightningModule)
 
 
+@alone()
 def load_from_checkpoint(module_class: type[M], path: StrPath, *, strict: bool | None = None, **kwargs: Any) -> M:
     """Build a module as ``module_class.load_from_checkpoint`` does and fill it from the directory ``path``.
 
-    For one process: every tensor is whole and on the host. A module that ``configure_model`` builds on the meta
+    Each process by itself: every tensor is whole and on the host. A module that ``configure_model`` builds on the meta
     device is given memory first, and needs every tensor to be in the checkpoint.
 
     Args:

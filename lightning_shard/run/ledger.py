@@ -24,7 +24,7 @@ _COMPARED = 3
 _PARTED = (
     "Ranks have other values of {}, of which each has a replica: what enters a step or is written to a parameter "
     "(a loss, a learning rate, gradients that a hook changes, random numbers) must be the same on every rank. Reduce "
-    "it over ranks first, as self.all_gather(loss).mean() does."
+    "it over ranks first, as self.all_gather(loss).mean() does, and run backward by self.manual_backward(loss)."
 )
 
 

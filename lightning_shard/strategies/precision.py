@@ -25,7 +25,7 @@ from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaler, LossScaling, state_from_dict
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
-from lightning_shard.ranks import Ranks
+from lightning_shard.ranks import Ranks, reachable
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
 from lightning_shard.strategies.refusals import refuse_loss, refuse_plugin
 from lightning_shard.strategies.settings import CommonSettings
@@ -134,7 +134,7 @@ class ShardPrecision(Precision):
             )
         self._engine, self._run, self._module, self._settings = engine, run, module, settings
         self._weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
-        self._watch = None
+        self._watch, self._backward_after = None, -1
         if run.fitting and isinstance(settings.nonfinite, NonFinite):
             self._watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
@@ -234,6 +234,12 @@ class ShardPrecision(Precision):
 
         def closure_with_reduction() -> Any:
             result = closure()
+            needed = engine.steps_itself or self._scale is not None
+            if needed and self._backward_after < 0 and not self._run.automatic:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} is to step, but {type(model).__name__} has run no manual_backward, by "
+                    "which gradients are scaled and reduced. Call self.manual_backward(loss), not loss.backward()."
+                )
             engine.finish_gradients()
             self.backward_pending = False
             return _mean(result) if needs.loss else result
@@ -359,10 +365,10 @@ def _mean(loss: Any) -> Any:
     """The mean of a loss over all ranks, which step by it; what is no number is given back. All ranks call it."""
     if not isinstance(loss, Tensor | float):
         return loss
-    mean = torch.as_tensor(loss).detach().to(torch.float32, copy=True)
+    mean = reachable(torch.as_tensor(loss).detach().to(torch.float32, copy=True))
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
-    return mean if isinstance(loss, Tensor) else float(mean)
+    return mean.to(loss.device) if isinstance(loss, Tensor) else float(mean)
 
 
 def _refuse_own(given: Mapping[str, Any], optimizer: Optimizer) -> None:

@@ -265,6 +265,9 @@ _MORE = {
     "Trying to backward through the graph a second time": "Lightning calls backward on what training_step returns: "
     "call neither backward nor an optimizer's step there, or set self.automatic_optimization = False in __init__. Of "
     "what is kept from an earlier batch, keep its .detach().",
+    "cannot pickle 'torch._C._distributed_c10d.ProcessGroup'": "A module is copied or pickled whose parameters "
+    "ZeRO-3 has sharded: they hold their process groups. Copy it before, in __init__, setup or configure_model, or let "
+    "EMAWeightAveraging keep averages; save by trainer.save_checkpoint.",
     "Torch not compiled with CUDA enabled": "Batches, parameters and buffers come on the run's device: leave .cuda() "
     "out, and make further tensors with device=self.device.",
 }
@@ -291,7 +294,7 @@ def explain(error: BaseException, memory: Memory | None) -> None:
     """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do."""
     explain_out_of_memory(error, memory)
     for said, more in _MORE.items():
-        if isinstance(error, RuntimeError | ValueError | AssertionError) and said in str(error):
+        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError) and said in str(error):
             append_to_message(error, more)
     if isinstance(error, RuntimeError | ValueError) and _SIXTEEN_BITS.search(str(error)):
         append_to_message(error, _CAST)

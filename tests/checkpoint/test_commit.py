@@ -166,6 +166,8 @@ def test_no_checkpoint_is_said_so(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
         read_manifest(tmp_path / "a.ckpt")
     (tmp_path / "file.ckpt").write_text("")
+    with pytest.raises(CheckpointNotFoundError, match=r"files\.ckpt\. Did you mean file\.ckpt"):
+        read_manifest(tmp_path / "files.ckpt")
     with pytest.raises(CheckpointNotFoundError, match="is a file"):
         read_manifest(tmp_path / "file.ckpt")
     (tmp_path / "folder").mkdir()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from lightning_shard import CheckpointMismatchError, CheckpointNotFoundError, load_from_checkpoint
+from lightning_shard import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, load_from_checkpoint
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any
 from tests.harness import run_distributed
@@ -67,6 +67,8 @@ def trained(
     trainer = quiet_trainer(strategy=strategy, max_epochs=epochs)
     trainer.fit(module, DataLoader(ROWS, 4), ckpt_path=ckpt_path)
     trainer.save_checkpoint(path)
+    if trainer.is_global_zero:  # alone, in the processes that trained
+        assert Regression.load_from_checkpoint(path, map_location="cpu").hparams.width == 6
     return whole_parameters(module) | dict(module.named_buffers())
 
 
@@ -97,7 +99,7 @@ def test_a_module_is_built_and_filled(tmp_path: Path, strategy: str, ranks: int)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert load_from_checkpoint(Regression, path, note="mine").note == "mine"
-    on_meta = load_from_checkpoint(Regression, path, meta=True)
+    on_meta = Regression.load_from_checkpoint(path, strict=True, meta=True)
     assert torch.equal(on_meta.norm.running_mean, expected["norm.running_mean"])
     assert torch.equal(on_meta.second.weight, expected["second.weight"])
 
@@ -127,6 +129,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert load_from_checkpoint(Lenient, path).first.weight.shape == (6, 5)
     with pytest.raises(CheckpointNotFoundError):
         load_from_checkpoint(Regression, tmp_path / "nothing")
+    with pytest.raises(CheckpointNotFoundError, match="no manifest"):
+        Regression.load_from_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{path} is a directory, .* read one file.*checkpoint convert {path} "):
+        stock(1, path)
 
 
 def test_plain_lightning_goes_on_from_the_full_form(tmp_path: Path) -> None:

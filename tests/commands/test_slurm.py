@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_shard import ConfigurationError
 from lightning_shard.commands import doctor, slurm
@@ -325,14 +326,28 @@ def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pyt
     assert path.read_bytes() == before
 
 
-def _gathers(nodes: list[str]) -> tuple[float, float]:
-    return doctor._gathers(torch.device("cpu"), 1, nodes)
+def _gathers(nodes: list[str]) -> tuple[tuple[float, float], list[tuple[int, int]]]:
+    """The speeds, and of each all-gather the bytes that a rank has afterwards and the number of ranks."""
+    gathered, name = [], "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    all_gather = getattr(dist, name)
+
+    def recorded(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        gathered.append((full.nbytes, dist.get_world_size(group)))
+        return all_gather(full, part, group)
+
+    setattr(dist, name, recorded)
+    try:
+        return doctor._gathers(torch.device("cpu"), 1, nodes), gathered
+    finally:
+        setattr(dist, name, all_gather)
 
 
 @pytest.mark.parametrize(("nodes", "measured"), [(["n0", "n0"], (True, False)), (["n0", "n1"], (False, True))])
 def test_all_gathers_are_measured_inside_nodes_and_between_them(nodes: list[str], measured: tuple[bool, bool]) -> None:
-    for speeds in run_distributed(_gathers, 2, nodes):
+    inside = 2 if measured[0] else 1
+    for speeds, gathered in run_distributed(_gathers, 2, nodes):
         assert tuple(speed > 0 for speed in speeds) == measured
+        assert gathered == [(1 << 20, inside)] * 4 + [(1 << 20, 2)] * 4
 
 
 def test_a_node_with_fewer_ranks() -> None:

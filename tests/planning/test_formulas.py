@@ -133,6 +133,11 @@ def test_start_of_a_fit_and_a_save() -> None:
     (start,) = start_points(training, engine)
     assert start.account.device == KindBytes(parameters=28 * 10, gathered=16 * 40)
     assert start_points(training, TorchDDPFacts(ranks=4)) == []
+    # Loaded in fp32 and cast to bf16 on the device.
+    (start,) = start_points(training, DeepSpeedFacts(ranks=4, stage=2))
+    assert start.account.device == KindBytes(parameters=28 * 20, gathered=28 * 20)
+    assert start_points(training, DeepSpeedFacts(ranks=4, stage=3)) == []
+    assert start_points(replace(training, policy=FP32), DeepSpeedFacts(ranks=4, stage=2)) == []
     # Masters, and two slots with a step count for each tensor.
     assert training.saved == 28 * 40 * 3 + 3 * 4
 

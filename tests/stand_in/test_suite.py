@@ -12,7 +12,7 @@ import pytest
 from tests.harness import ROOT
 
 SUITES = [
-    ["tests/stand_in/test_device.py"],
+    ["tests/stand_in/test_device.py", "tests/stand_in/test_groups.py"],
     ["tests/strategies"],
     ["tests/checkpoint", "tests/resume"],
     ["tests/run", "tests/callbacks", "tests/engines", "tests/precision", "tests/meters", "tests/tensors"],

@@ -78,6 +78,26 @@ class Copies(Changes):
 
 
 GROUP, NEW = "add_param_group is called in a fit", "head.weight, head.bias came after the model was set up"
+
+
+class Clips(Indexed):
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.01, 0.01)
+
+
+def _clipped(strategy: str) -> tuple[float, float]:
+    """The largest weight as the fit leaves the module, and as it would be saved."""
+    module, trainer = Clips(), quiet_trainer(strategy=strategy, max_steps=2)
+    trainer.fit(module, data(count=8))
+    return module.head.weight.abs().max().item(), full_tensor(trainer, "head.weight").abs().max().item()
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_deepspeed_stage_2"])
+def test_what_a_hook_writes_after_the_last_step_stays(strategy: str) -> None:
+    assert run_distributed(_clipped, 1, strategy) == [(pytest.approx(0.01),) * 2]
+
+
 CASES: list[tuple[str, type[Changes], str]] = [
     ("shard_deepspeed_stage_1", AddsGroup, GROUP),
     ("shard_deepspeed_stage_3", AddsGroup, GROUP),

@@ -85,7 +85,7 @@ def test_the_device_has_no_loaded_values_while_deepspeed_makes_its_copies() -> N
     assert values.loaded.keys() == dict(module.named_parameters()).keys()
 
 
-def test_doctor_uses_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
@@ -93,15 +93,42 @@ def test_doctor_uses_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.accelerator, "set_device_index", seen.append)
     monkeypatch.setattr(doctor, "connect", lambda place, seconds: dist.HashStore())
     monkeypatch.setattr(doctor, "compare", lambda *args: [])
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
+    for name in ("_adds_up", "_link", "_reached"):
+        monkeypatch.setattr(doctor, name, lambda device: 0)
+    monkeypatch.setattr(doctor, "_gather_over_gloo", lambda own, seconds: [own])
 
-    def init(*args: Any, **kwargs: Any) -> None:
+    def gathers(device: torch.device, megabytes: int, nodes: list[str]) -> None:
+        seen.append((device, megabytes, len(nodes)))
         raise KeyboardInterrupt  # further than this there is no way without GPUs
 
-    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(doctor, "_gathers", gathers)
     place = Place(address="127.0.0.1", port=free_port(), rank=2, world_size=4)
     with pytest.raises(KeyboardInterrupt):
-        doctor.examine(place, 2, folder=None, seconds=1.0, megabytes=1, backend=None)
-    assert seen == [torch.device("cuda", 2)]
+        doctor.examine(place, 2, folder=None, seconds=1.0, megabytes=None, backend=None)
+    assert seen == [torch.device("cuda", 2), (torch.device("cuda", 2), 256, 1)]
+
+
+def test_doctor_times_a_device_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host goes on while a device works."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+            assert (device.type, enable_timing) == ("cuda", True)
+
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 250.0 if done == ["record", "act", "record", "wait"] and other is not self else 0.0
+
+    monkeypatch.setattr(torch, "Event", Event)
+    assert doctor._seconds(torch.device("cuda"), lambda: done.append("act")) == 0.25
 
 
 def timeouts(name: str, options: dict[str, Any]) -> dict[str, float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -83,3 +85,10 @@ def test_a_gradient_that_is_none_is_told_where_it_lies() -> None:
         parameter.names.x  # type: ignore[attr-defined]  # noqa: B018
     explain(caught.value, None)
     assert "full_tensor" not in str(caught.value)
+
+
+def test_a_copy_of_what_zero_has_sharded_is_told_what_to_copy() -> None:
+    with pytest.raises(TypeError) as caught:
+        copy.deepcopy(dist.ProcessGroup(0, 1))
+    explain(caught.value, None)
+    assert "Copy it before, in __init__, setup or configure_model" in str(caught.value)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from lightning_shard import ConfigurationError, ShardPrecision
 from tests.groups import sampled
-from tests.models import whole
+from tests.harness import run_distributed
+from tests.models import quiet_trainer, whole
 from tests.strategies.everywhere import same_everywhere
 from tests.strategies.indexed import PRECISIONS, Indexed, samples
 
@@ -253,3 +255,28 @@ class CallsItself(Indexed):
 @PRECISIONS
 def test_units_that_call_themselves(precision: str) -> None:
     same_everywhere(CallsItself, precision, strategies=("ddp", "full", "grad_op"))
+
+
+class OwnBackward(Indexed):
+    """Manual optimization without ``manual_backward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch, "train").backward()
+        self.optimizers().step()
+
+
+def backward_by_itself(name: str, precision: str) -> str:
+    trainer = quiet_trainer(strategy=name, plugins=[ShardPrecision(precision)], max_steps=2)
+    with pytest.raises(ConfigurationError) as refused:
+        trainer.fit(OwnBackward(), DataLoader(samples(), batch_size=2))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("shard_deepspeed_stage_2", "32-true"), ("shard_fsdp", "16-mixed")])
+def test_a_step_after_a_backward_of_the_modules_own_is_refused(name: str, precision: str) -> None:
+    (said,) = run_distributed(backward_by_itself, 1, name, precision)
+    assert "Call self.manual_backward(loss), not loss.backward()." in said

@@ -33,6 +33,7 @@ from lightning_shard.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
 )
+from lightning_shard.text import did_you_mean
 
 FORMAT = "lightning_shard.checkpoint"
 FORMAT_VERSION = 7
@@ -272,7 +273,8 @@ def _why_not_found(directory: Path) -> str | None:
     except NotADirectoryError:
         return f"{directory} is a file; a checkpoint of this form is a directory with a {layout.MANIFEST}"
     except FileNotFoundError:
-        return f"there is no checkpoint at {directory}"
+        beside = os.listdir(directory.parent) if directory.parent.is_dir() else []
+        return f"there is no checkpoint at {directory}.{did_you_mean(directory.name, beside)}"
 
 
 def damaged(directory: Place, damage: Mapping[str, str]) -> CheckpointCorruptError:

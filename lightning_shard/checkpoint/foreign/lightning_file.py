@@ -132,7 +132,10 @@ def open_full(path: str | os.PathLike[str], names: ModuleNames | None = None, *,
     """
     tree = read_archive(Path(path))
     if not isinstance(tree, dict) or not isinstance(tree.get("state_dict"), dict):
-        raise CheckpointError(f"{path} is no Lightning checkpoint: there is no state_dict in it")
+        raise CheckpointError(
+            f"{path} is no Lightning checkpoint: there is no state_dict in it. If it has weights alone, load them "
+            f"before the fit (module.load_state_dict(torch.load({str(path)!r}))), in place of ckpt_path."
+        )
     with layout.damaged_if(f"{path} is no Lightning checkpoint"):
         return _stored(path, tree, names, number)
 
