@@ -110,6 +110,7 @@ class Data:
         }
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
+        kept["frozen"] = _frozen(trainer)
         return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, own
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
@@ -139,8 +140,10 @@ class Data:
         """
         resumed, self._resumed = self._resumed, None
         accumulate_as_scheduled(trainer)
-        if resumed is not None and (warning := other_batch(resumed.get("batch"), _factors(trainer))) is not None:
-            rank_zero_warn(warning)
+        if resumed is not None:
+            other = other_batch(resumed.get("batch"), _factors(trainer))
+            for warning in filter(None, (other, other_frozen(resumed.get("frozen"), _frozen(trainer)))):
+                rank_zero_warn(warning)
         # Ahead of what says that the loops do not resume any more.
         loaders.recount_batches(trainer, (resumed or {}).get("reloaded"))
         if resumed is not None:
@@ -180,6 +183,23 @@ def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
         f"A step took {prod(saved)} samples before the checkpoint ({_RULE.format(*saved)}) and takes {prod(now)} now "
         f"({_RULE.format(*now)}), which the learning rate may not be meant for. "
         + (f"accumulate_grad_batches: {keeps} keeps it." if not rest else "No accumulate_grad_batches keeps it.")
+    )
+
+
+def _frozen(trainer: Trainer) -> list[str]:
+    return [name for name, parameter in trainer.lightning_module.named_parameters() if not parameter.requires_grad]
+
+
+def other_frozen(saved: list[str] | None, now: list[str]) -> str | None:
+    """What to say of parameters that were frozen before and are trained now, or the other way round."""
+    if saved is None or not (other := sorted({*saved} ^ {*now})):
+        return None
+    thawed = [name for name in other if name in saved]
+    was, now_are, shown = ("frozen", "trained", thawed) if thawed else ("trained", "frozen", other)
+    return (
+        f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''} (parameters: {len(shown)}) were {was} when the "
+        f"checkpoint was saved, and are {now_are} here. What a hook freezes or thaws at some epoch is not done again on resuming: "
+        "where it is to go on, do it in on_train_start too, or with a callback of BaseFinetuning."
     )
 
 
