@@ -198,8 +198,8 @@ def other_frozen(saved: list[str] | None, now: list[str]) -> str | None:
     was, now_are, shown = ("frozen", "trained", thawed) if thawed else ("trained", "frozen", other)
     return (
         f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''} (parameters: {len(shown)}) were {was} when the "
-        f"checkpoint was saved, and are {now_are} here. What a hook freezes or thaws at some epoch is not done again on "
-        "resuming: where it is to go on, do it in on_train_start too, or with a callback of BaseFinetuning."
+        f"checkpoint was saved, and are {now_are} here. What a hook freezes or thaws at some epoch is not done again "
+        "on resuming: where it is to go on, do it in on_train_start too, or with a callback of BaseFinetuning."
     )
 
 
