@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from lightning_shard.resume import rng
-from lightning_shard.resume.shape import length_of
 from lightning_shard.tensors.names import unwrapped_modules
 
 _MOST_HELD, _OF_EACH = 10_000, 100
@@ -204,10 +203,10 @@ class Numbers:
                 held.update(now)
             elif isinstance(held, list):
                 held[:] = now
-            elif isinstance(held, torch.Tensor | np.ndarray):
+            elif isinstance(held, torch.Tensor | np.ndarray) and held.shape == now.shape:
                 held[...] = now
             else:
-                setattr(owner, name, now)
+                object.__setattr__(owner, name, now)  # whatever the class makes of it, or refuses
 
     def _noted(self) -> Iterator[tuple[str, Any, dict[str, tuple[str, Any]]]]:
         """Path, owner, and path to kind and value of what it holds itself, of each object and function."""
@@ -237,7 +236,7 @@ def _noted(value: Any) -> tuple[str, Any]:
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         if all(isinstance(part, _SCALARS) for part in parts):
             return type(value).__name__, repr(value)
-    return _OTHER, (id(value), length_of(value))
+    return _OTHER, (id(value), len(value) if isinstance(value, list | dict | set | deque) else None)
 
 
 def _last(path: str) -> str:

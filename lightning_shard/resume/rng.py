@@ -89,22 +89,25 @@ def encoded(value: Any) -> Any:
     """``value`` with numpy's arrays and scalars as what ``torch.load(weights_only=True)`` accepts."""
 
     def plain(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            data = torch.from_numpy(np.frombuffer(leaf.tobytes(), np.uint8).copy())
-            return {_ARRAY: leaf.dtype.str, "shape": list(leaf.shape), "bytes": data}
-        return leaf.item() if isinstance(leaf, np.generic) else leaf
+        if not isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        data = torch.from_numpy(np.frombuffer(leaf.tobytes(), np.uint8).copy())
+        # A scalar has no shape here: it stays one, since numbers of other types overflow otherwise.
+        shape = list(leaf.shape) if isinstance(leaf, np.ndarray) else None
+        return {_ARRAY: leaf.dtype.str, "shape": shape, "bytes": data}
 
     return tree_map(plain, value)
 
 
 def decoded(value: Any) -> Any:
-    """What `encoded` was given, but for numpy's scalars."""
+    """What `encoded` was given."""
 
     def array(leaf: Any) -> Any:
         if not isinstance(leaf, dict):
             return leaf
         data = leaf["bytes"].numpy().tobytes()
-        return np.frombuffer(data, dtype=np.dtype(leaf[_ARRAY])).reshape(leaf["shape"]).copy()
+        found = np.frombuffer(data, dtype=np.dtype(leaf[_ARRAY]))
+        return found[0] if leaf["shape"] is None else found.reshape(leaf["shape"]).copy()
 
     return tree_map(array, value, is_leaf=lambda part: isinstance(part, dict) and _ARRAY in part)
 

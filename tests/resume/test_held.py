@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import types
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_shard.resume.loader import Draws
+from lightning_shard.resume.rng import decoded, encoded
 from lightning_shard.resume.wrap import resumable
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
@@ -129,6 +131,39 @@ def test_counters_of_the_training_process_go_on(seeded: bool, batches: int) -> N
     assert resume(resumed, state) == []
     assert len({row[2] for row in first}) == len(first)
     assert (rest or rows(make(Counting(), seeded=seeded))) == ([] if rest else first) + rows(resumed)
+
+
+class Awkward(Numbers):
+    """Numbers whose type counts, of an object that takes none, beside one that has no length after all."""
+
+    @dataclasses.dataclass(frozen=True)
+    class State:
+        value: Any
+
+    class Closed:
+        def __len__(self) -> int:
+            raise ValueError("closed")
+
+    def __init__(self) -> None:
+        super().__init__(LENGTH)
+        self.state, self.closed = self.State(np.uint64(2**63)), self.Closed()
+
+    def __getitem__(self, index: int) -> Any:
+        with np.errstate(over="ignore"):
+            value = self.state.value * np.uint64(6364136223846793005) + np.uint64(1)
+        object.__setattr__(self.state, "value", value)
+        return torch.tensor([index, int(value) >> 32])
+
+
+def test_numbers_keep_their_type() -> None:
+    loader = make(Awkward())
+    first = rows(itertools.islice(loader, 3))
+    resumed = make(Awkward())
+    assert resume(resumed, loader.state_dict()) == []
+    assert type(resumed.dataset.state.value) is np.uint64
+    assert first + rows(resumed) == rows(make(Awkward()))
+    # So do those of samplers, on the way into a checkpoint and out of it.
+    assert type(decoded(through_file(encoded({"state": np.uint64(5)})))["state"]) is np.uint64
 
 
 @pytest.mark.parametrize(
