@@ -47,9 +47,10 @@ def reachable(roots: Iterable[tuple[str, Any]], apart: Iterable[Any] = ()) -> It
             continue
         seen.add(id(value))
         yield path, value
-        leaf = isinstance(value, type | ModuleType | str | bytes | torch.Tensor | np.ndarray)
-        if not leaf and rng.generator_kind(value) is None:
-            todo += reversed(list(itertools.islice(_held(path, value), _OF_EACH)))
+        with suppress(Exception):  # of code of what it is, which a save must not depend on
+            leaf = isinstance(value, type | ModuleType | str | bytes | torch.Tensor | np.ndarray)
+            if not leaf and rng.generator_kind(value) is None:
+                todo += reversed(list(itertools.islice(_held(path, value), _OF_EACH)))
 
 
 def generators_of(*owners: Any) -> list[Any]:
@@ -59,7 +60,7 @@ def generators_of(*owners: Any) -> list[Any]:
 
 def _held(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(owner, dict):
-        held = owner
+        held = dict.copy(owner)  # at once: another thread may change it
     elif isinstance(owner, partial):
         held = {"func": owner.func, **dict(enumerate(owner.args)), **owner.keywords}
     elif isinstance(owner, list | tuple | set | frozenset | deque):
@@ -211,8 +212,12 @@ class Numbers:
     def _noted(self) -> Iterator[tuple[str, Any, dict[str, tuple[str, Any]]]]:
         """Path, owner, and path to kind and value of what it holds itself, of each object and function."""
         for path, owner in reachable(self._owners.items()):
-            if isinstance(owner, FunctionType) or (attributes(owner) and not isinstance(owner, _APART)):
-                yield path, owner, {name: _noted(value) for name, value in _held(path, owner)}
+            noted: dict[str, tuple[str, Any]] = {}
+            with suppress(Exception):  # as there
+                if isinstance(owner, FunctionType) or (attributes(owner) and not isinstance(owner, _APART)):
+                    noted = {name: _noted(value) for name, value in _held(path, owner)}
+            if noted:
+                yield path, owner, noted
 
 
 _NUMBER, _OTHER = "number", "other"

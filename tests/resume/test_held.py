@@ -43,6 +43,14 @@ class Congruential:
         return int(self.state)
 
 
+class Unbound:
+    """As proxies of what is not there yet."""
+
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("nothing is bound")
+
+
 class Counting(Numbers):
     """Has numbers of what it holds, and how many samples it has given."""
 
@@ -50,6 +58,7 @@ class Counting(Numbers):
 
     def __init__(self) -> None:
         super().__init__(LENGTH)
+        self.proxy = Unbound()
         states: list[Any] = [5, 5.0, np.uint64(5), (5, 0), [5, 0], {"now": 5}, torch.tensor(5), np.array(5)]
         self.parts = [Congruential(state) for state in states]
 
@@ -238,6 +247,7 @@ class Net(pl.LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.jitters = [Jitter(5)]
+        self.proxy = Unbound()
         self.events: list[float] = []
 
     @property
