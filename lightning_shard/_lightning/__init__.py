@@ -45,7 +45,7 @@ _REQUIRED = (
     (_CheckpointConnector, "resume_start"),
     (_DataConnector, "_prepare_dataloader _requires_distributed_sampler"),
     (_DatasetSamplerWrapper, "_sampler"),
-    (_EvaluationLoop, "inference_mode _results"),
+    (_EvaluationLoop, "_data_source inference_mode _results"),
     (_FitLoop, "_can_stop_early _combined_loader_states_to_load _data_fetcher _data_source _should_accumulate"),
     (_FitLoop, "_combined_loader _last_train_dl_reload_epoch _skip_backward"),
     (_LoggerConnector, "_callback_metrics _first_loop_iter"),

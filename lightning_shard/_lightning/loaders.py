@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_shard._lightning import DatasetSamplerWrapper, Replacements, update_dataloader
 from lightning_shard._lightning.loops import settle_progress
+from lightning_shard.resume.held import generators_of, module_generators
 from lightning_shard.resume.loader import Draws, ResumableLoader
 from lightning_shard.resume.shape import KINDS, has_state, stock_type
 from lightning_shard.resume.wrap import resumable
@@ -118,6 +119,22 @@ def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, 
         return list(states)
     goes_on = not loop.epoch_loop.batch_progress.is_last_batch
     return [{**state, "spent": goes_on and state.get("finished", False)} for state in states]
+
+
+def generators(trainer: Trainer) -> dict[str, Any]:
+    """Name to generator of those that the module, the datamodule, callbacks and the validation's loaders draw from, and
+    that no training loader saves.
+    """
+    held: dict[str, Any] = {"validation": trainer.fit_loop.epoch_loop.val_loop._data_source.instance}
+    held["datamodule"] = getattr(trainer, "datamodule", None)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        held.setdefault(type(callback).__name__, []).append(callback)
+    apart = [trainer, trainer.strategy]
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        partly = isinstance(loader, ResumableLoader)
+        owners = [loader.batch_sampler, loader.sampler, loader.drawers] if partly else [loader]
+        apart += generators_of(*owners)
+    return module_generators(trainer.lightning_module, held, apart)
 
 
 def reload_epoch(trainer: Trainer) -> int | None:

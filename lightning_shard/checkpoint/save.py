@@ -191,6 +191,6 @@ def _write_file(target: Path, parts: Path, ranks: Ranks) -> None:
         try:
             write_full(target, open_portable(parts))
         finally:
-            commit.remove(parts)
+            commit.delete_tree(parts)  # Whatever still reads them.
 
     ranks.first(f"writing {target}", write)

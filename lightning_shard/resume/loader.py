@@ -14,6 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
+from lightning_shard.resume.draws import DrawingDataset
+from lightning_shard.resume.held import Numbers, generators_of
 from lightning_shard.resume.samplers import Generators, IndexSource, Snapshot, States
 from lightning_shard.resume.shape import DelegatingLoader
 
@@ -53,7 +55,7 @@ class ResumableLoader(DelegatingLoader):
     """
 
     _own = frozenset(
-        {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_drawn_from"}
+        {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_drawn_from", "_numbers"}
         | {"_world_size", "_rank", "_pending", "_run"}
     )
 
@@ -70,7 +72,7 @@ class ResumableLoader(DelegatingLoader):
         # A DataLoader refuses to have its samplers set; this copy is this object's own.
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
         samples = inner.dataset
-        drawing = rng.DrawingDataset(samples, inner.collate_fn, seeded=draws is not None, workers=inner.num_workers > 0)
+        drawing = DrawingDataset(samples, inner.collate_fn, seeded=draws is not None, workers=inner.num_workers > 0)
         if draws is not None or inner.num_workers > 0:
             inner.__dict__["dataset"] = drawing
         super().__init__(inner)
@@ -78,7 +80,9 @@ class ResumableLoader(DelegatingLoader):
         self._source, self._states = source, states
         self._generators = Generators(inner, samplers, samples)
         self.lookahead = int(shapes.length_of(inner) is None)
-        self._drawn_from: deque[list[Any]] = deque(maxlen=2)  # States of `_drawers` after the last batches.
+        kept = {} if inner.num_workers else {"dataset": samples, "collate_fn": inner.collate_fn}
+        self._numbers = Numbers(kept)
+        self._drawn_from: deque[dict[str, Any]] = deque(maxlen=2)  # `_drawn_states` after the last batches.
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
@@ -135,7 +139,8 @@ class ResumableLoader(DelegatingLoader):
             "attributes_now": attributes_now,
             "states": self._states.saved(ahead),
             "drawn": self._drawing.drawn,
-            "drawers": self._drawn_from[0] if ahead else self._drawer_states(),
+            "counted": self._drawing.counted,
+            **(self._drawn_from[0] if ahead else self._drawn_states()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,7 +159,8 @@ class ResumableLoader(DelegatingLoader):
             rng.set_rng_state(before)
         attributes = state.get("attributes_now", {})
         self._generators.set_states(state["generators_now"], attributes)
-        drawers, saved = self._drawers(), state.get("drawers", [])
+        drawers, saved = self.drawers, state.get("drawers", [])
+        self._numbers.write(state.get("numbers", {}))
         set_back = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
         begun_anew = "drawers" in state and (len(drawers) != len(saved) or not all(set_back))
         # Of an epoch that is drawn again what changed in it is lost too: it may be drawn more than once.
@@ -165,17 +171,20 @@ class ResumableLoader(DelegatingLoader):
                 warnings.warn(message, stacklevel=2)
         self._pending, self._run = dict(state), None
 
-    def _drawers(self) -> list[Any]:
+    @property
+    def drawers(self) -> list[Any]:
         """The generators that samples and their collating draw from in this process, and that nothing seeds."""
         held = [self._inner.collate_fn, *[self._samples] * (self._draws is None)]
-        return [] if self._inner.num_workers else rng.generators_of(held)
+        return [] if self._inner.num_workers else generators_of(*held)
 
     def _ahead(self, run: _Run) -> int:
         """How many of the batches given out are not trained on."""
         return 0 if run.ended else min(self.lookahead, run.batches)
 
-    def _drawer_states(self) -> list[Any]:
-        return [rng.generator_state(generator) for generator in self._drawers()]
+    def _drawn_states(self) -> dict[str, Any]:
+        """Of what samples of this process are drawn from beside the global generators."""
+        drawers = [rng.generator_state(generator) for generator in self.drawers]
+        return {"drawers": drawers, "numbers": self._numbers.read()}
 
     def _differences(self, state: dict[str, Any], lost: list[str], begun_anew: bool) -> Iterator[str]:
         """What does not go on as if the run had not been interrupted."""
@@ -200,6 +209,15 @@ class ResumableLoader(DelegatingLoader):
                 " the checkpoint: after resuming, its samples have others. Set sample_seeds: true on the strategy to"
                 " seed them by epoch and sample."
             )
+        kept = state.get("numbers", {})
+        counted = ["numbers in its worker processes"] * (goes_on and state.get("counted", False))
+        if state["world_size"] != self._world_size:
+            counted += list(kept.keys() - {"lost"})
+        if counted := [*counted, *kept.get("lost", [])]:
+            yield (
+                f"the dataset or its collate_fn changes {', '.join(counted)} as samples are loaded, which does not go"
+                " on after resuming. If samples depend on it, they are others than without the interruption."
+            )
         if lost:
             yield (
                 f"these attributes of samplers change between epochs and are not in the checkpoint: {', '.join(lost)}."
@@ -209,11 +227,11 @@ class ResumableLoader(DelegatingLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         run, batches = self._begin()
-        self._drawn_from.append(self._drawer_states())
+        self._drawn_from.append(self._drawn_states())
         for batch in batches:
             run.batches += 1
             if self.lookahead or run.batches == 1:
-                self._drawn_from.append(self._drawer_states())
+                self._drawn_from.append(self._drawn_states())
             self._states.consume()
             yield batch
         run.ended = True

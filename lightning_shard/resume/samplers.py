@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_shard.resume import rng
+from lightning_shard.resume.held import attributes, class_attributes, closure, generators_of, is_plain
 from lightning_shard.resume.shape import Delegating, has_state
 
 LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint.
@@ -51,7 +52,7 @@ class Attributes:
             elif not isinstance(value, _VALUES):
                 values["lost"].append(path)  # an iterator
             elif (now := _pickled(value)) != self._first.get(path):
-                if len(now) > LARGEST or not _is_plain(value):
+                if len(now) > LARGEST or not is_plain(value):
                     values["lost"].append(path)
                 else:
                     values[path] = {"value": rng.encoded(copy.deepcopy(value))}
@@ -97,8 +98,8 @@ class Attributes:
             seen.add(id(owner))
             owners[path] = owner
             if self._is_sampler(owner):
-                held = [(f"{path}.{name}", value) for name, value in rng.attributes(owner).items()]
-                todo += [(name, value) for name, value in held if rng.attributes(value) and not _is_kept(value)]
+                held = [(f"{path}.{name}", value) for name, value in attributes(owner).items()]
+                todo += [(name, value) for name, value in held if attributes(value) and not _is_kept(value)]
         return owners
 
     def _digests(self) -> dict[str, bytes]:
@@ -109,7 +110,7 @@ class Attributes:
         return {
             f"{path}.{name}": _Digest(apart).of(value)
             for path, owner in samplers.items()
-            for name, value in {**rng.class_attributes(owner), **rng.attributes(owner)}.items()
+            for name, value in {**class_attributes(owner), **attributes(owner)}.items()
             if f"{path}.{name}" not in {each[0] for each in found} and not _is_lightnings(owner, name)
         }
 
@@ -121,7 +122,7 @@ class Attributes:
         """Path, owner, name and value of each attribute that counts: of what is no sampler generators alone."""
         for path, owner in self._owners().items():
             sampler = self._is_sampler(owner)
-            for name, value in list(rng.attributes(owner).items()):
+            for name, value in list(attributes(owner).items()):
                 if value is self._dataset or _is_lightnings(owner, name):
                     continue
                 counts = isinstance(value, _VALUES) or hasattr(value, "__next__")
@@ -158,7 +159,7 @@ class _Digest(pickle.Pickler):
             return str, ("apart",)
         if type(value) is FunctionType:
             self._apart.add(id(value))  # It may name itself.
-            return str, ([*rng.generators_of(value), *rng.closure(value)],)
+            return str, ([*generators_of(value), *closure(value).values()],)
         try:
             value.__reduce_ex__(4)
         except Exception:
@@ -169,14 +170,6 @@ class _Digest(pickle.Pickler):
 
 def _is_kept(value: Any) -> bool:
     return isinstance(value, (*_VALUES, *_SKIPPED)) or has_state(value) or hasattr(value, "__getitem__")
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return not value.dtype.hasobject
-    if type(value) is dict:
-        return all(map(_is_plain, itertools.chain(value, value.values())))
-    return all(map(_is_plain, value)) if type(value) in (list, tuple) else isinstance(value, (*_PLAIN, np.generic))
 
 
 def _pickled(value: Any) -> bytes:

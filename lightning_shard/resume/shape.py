@@ -6,6 +6,7 @@ from its own on, as with ``DistributedSampler``: k samples on each rank are the 
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -167,4 +168,12 @@ class DelegatingLoader(Delegating, DataLoader[Any]):
 
 
 def has_state(thing: Any) -> bool:
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+    """Whether it has ``load_state_dict`` and ``state_dict()``; MosaicML's StreamingDataset takes arguments for that."""
+    own = getattr(thing, "state_dict", None)
+    if not callable(own) or not callable(getattr(thing, "load_state_dict", None)):
+        return False
+    try:
+        inspect.signature(own).bind()
+    except TypeError:
+        return False
+    return True

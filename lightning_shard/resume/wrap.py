@@ -140,8 +140,9 @@ def order_warning(loader: Any) -> str | None:
             " or use a loader with state_dict and load_state_dict (such as torchdata's StatefulDataLoader)."
         )
     return (
-        f"{name} is iterable and has no state_dict: on resume its order is not restored, it starts from its"
-        " beginning. Give the dataset or the loader state_dict() and load_state_dict() to go on where it was."
+        f"{name} is iterable and has no state_dict(): on resume its order is not restored, it starts from its"
+        " beginning. Give the dataset or the loader state_dict() and load_state_dict() to go on where it was"
+        " (MosaicML's StreamingDataLoader and torchdata's StatefulDataLoader have them)."
     )
 
 

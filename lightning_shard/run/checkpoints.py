@@ -10,7 +10,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.background import Saver
@@ -34,7 +35,7 @@ from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.ledger import RunLedger
-from lightning_shard.tensors.flat import Accumulated
+from lightning_shard.tensors.flat import Accumulated, LiveTensor
 from lightning_shard.tensors.names import fqns, persistent_buffers
 
 ACCUMULATION = "accumulation"
@@ -65,6 +66,7 @@ class Checkpoints(CheckpointIO):
     def attach(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, root: str) -> None:
         """Save and load a module that ``engine`` prepared; in the folder ``root`` what others wrote is converted."""
         self._module, self._engine, self._policy, self._ledger = module, engine, policy, ledger
+        self._given: Mapping[str, LiveTensor] = {}  # `state_dict`, of which hooks make what is to be saved.
         self._root = root
         self.averaging: Averaging | None = None
         self.saved = []
@@ -97,7 +99,8 @@ class Checkpoints(CheckpointIO):
         names = sharded_names(self._module)
         own = {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
         without = left_out(self._module, names)
-        return {name: t for name, t in {**own, **self._engine.tensors.masters()}.items() if name not in without}
+        self._given = {name: t for name, t in {**own, **self._engine.tensors.masters()}.items() if name not in without}
+        return dict(self._given)
 
     def save_checkpoint(
         self,
@@ -197,14 +200,26 @@ class Checkpoints(CheckpointIO):
         broadcast_from_rank_0(dict.fromkeys(b for *_, b in persistent_buffers(self._module) if b is not None))
 
     def _left_out(self, kept: Mapping[str, Any]) -> set[str]:
-        """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says."""
-        names = fqns(self._module).tensors
-        if added := sorted(set(kept) - set(self.state_dict())):
-            raise CheckpointError(
-                f"on_save_checkpoint added {', '.join(added[:5])} to the state_dict, but a checkpoint has the module's "
-                "own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
-            )
-        return set(Ranks.of().broadcast(sorted(set(names) - set(kept))))
+        """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says. All ranks call it."""
+        names, given, self._given = fqns(self._module).tensors, self._given, {}
+
+        def look() -> list[str]:
+            if added := sorted(set(kept) - set(given)):
+                raise CheckpointError(
+                    f"on_save_checkpoint added {', '.join(added[:5])} to the state_dict, but a checkpoint has the "
+                    "module's own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
+                )
+            if changed := [name for name in kept if not _is_the_same(kept[name], given[name])]:
+                raise CheckpointError(
+                    f"on_save_checkpoint replaced {', '.join(changed[:5])} in the state_dict, but a checkpoint has the "
+                    "values of the module's own tensors. Change those, or put yours under a key of their own: "
+                    "checkpoint['my_key'] = ..."
+                )
+            return sorted(set(names) - set(kept))
+
+        ranks = Ranks.of()
+        doing = "reading what on_save_checkpoint made of the state_dict"
+        return set(ranks.exchange(doing, look, lambda found: [found[0]] * ranks.size))
 
     def _frozen(self, leave_out: set[str]) -> dict[str, Any]:
         """FQN to live tensor of each parameter that is not trained."""
@@ -375,3 +390,12 @@ def _warn_of(report: load.LoadReport, differing: Sequence[str], *, strict: bool,
             else f"The checkpoint's hyperparameters win: {'; '.join(differing)} as configured. Set "
             "resume_hyperparameters: configuration on the strategy for those."
         )
+
+
+def _is_the_same(now: Any, given: LiveTensor) -> bool:
+    """Whether it is, or has the values of, what it takes the place of."""
+    if now is given or not (isinstance(now, Tensor) and isinstance(given, Tensor)):
+        return now is given
+    ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (now, given))
+    alike = type(now.detach()) is type(given.detach()) and ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    return alike and torch.equal(ours.detach(), theirs.detach().to(ours.device))

@@ -20,6 +20,7 @@ from lightning_shard._lightning.callbacks import accumulate_as_scheduled, thaw_a
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
+from lightning_shard.resume.held import generator_states, load_generator_states
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
@@ -155,9 +156,10 @@ class Data:
             logged = [r["logged"] for r in ranks]
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
             own = ranks[rank if rank < len(ranks) else 0]
-            if lost := rng.load_module_rng_states(trainer.lightning_module, own.get("generators", {})):
+            if lost := load_generator_states(loaders.generators(trainer), own.get("generators", {})):
                 rank_zero_warn(
-                    f"Generators of the checkpoint that the module does not have any more: {', '.join(lost)}."
+                    "Generators of the checkpoint that the module, the datamodule and callbacks do not have any more: "
+                    f"{', '.join(lost)}."
                 )
             if rank < len(ranks):
                 rng.set_rng_state(ranks[rank]["rng"])
@@ -205,8 +207,8 @@ def other_frozen(saved: list[str] | None, now: list[str]) -> str | None:
 
 def changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:
     """The parts of this rank's state that validation changes, copied."""
-    module = trainer.lightning_module
-    return {"rng": rng.rng_state(), "generators": rng.module_rng_states(module), "metrics": metric_states(module)}
+    states = generator_states(loaders.generators(trainer))
+    return {"rng": rng.rng_state(), "generators": states, "metrics": metric_states(trainer.lightning_module)}
 
 
 # An optimizer step that a checkpoint is saved in the middle of. It averages the gradients of ranks x micro-batches x

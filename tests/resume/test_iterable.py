@@ -16,12 +16,22 @@ from lightning_shard.resume.wrap import order_warning, resumable
 from tests.resume.support import Numbers, StatefulStream, Stream, ids, through_file
 
 
+class Asking(StatefulStream):
+    """As MosaicML's StreamingDataset, whose loader knows what to say."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # type: ignore[override]
+        return {"at": num_samples}
+
+
 def test_iterable_without_state_is_left_alone_and_warned_of() -> None:
     stock = DataLoader(Stream(5), 2)
     assert resumable(stock, world_size=1, rank=0) is stock
     warning = order_warning(stock)
     assert warning is not None
     assert "Stream is iterable and has no state_dict" in warning
+    asking = DataLoader(Asking(5), 2)
+    assert resumable(asking, world_size=1, rank=0) is asking
+    assert "Asking is iterable and has no state_dict()" in str(order_warning(asking))
     in_workers = DataLoader(StatefulStream(5), 2, num_workers=1)
     assert resumable(in_workers, world_size=1, rank=0) is in_workers
     assert "num_workers=0" in str(order_warning(in_workers))

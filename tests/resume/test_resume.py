@@ -291,6 +291,34 @@ def test_what_on_save_checkpoint_takes_out_is_left_out(tmp_path: Path) -> None:
         assert right
 
 
+class _Replacing(TinyLM):
+    """What it puts into the place of a tensor is another object, with its values or with others."""
+
+    added = 0.0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weight = checkpoint["state_dict"]["head.weight"]
+        if isinstance(weight, torch.Tensor):
+            checkpoint["state_dict"]["head.weight"] = weight.detach().clone() + self.added
+        elif self.added:
+            checkpoint["state_dict"]["head.weight"] = torch.zeros(())
+
+
+def _save_replaced(strategy: str, path: str) -> None:
+    module = _Replacing()
+    trainer = quiet_trainer(strategy=strategy, max_steps=1)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    module.added = float(trainer.global_rank == 0)
+    with pytest.raises(CheckpointError, match=r"on_save_checkpoint replaced head\.weight in the state_dict"):
+        trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("strategy", sampled(["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_3"], 1))
+def test_what_on_save_checkpoint_replaces_is_refused_on_all_ranks(strategy: str, tmp_path: Path) -> None:
+    run_distributed(_save_replaced, 2, strategy, str(tmp_path / "a.ckpt"))
+
+
 class _Filtered(TinyLM):
     """Its state_dict() has no embedding, and takes no arguments."""
 

@@ -126,8 +126,10 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 def _delete_leftovers(path: Path, own: Path) -> None:
     """Delete what saves to ``path`` left: ``own``, this save's, and what is not locked; without locks what is old."""
+    name = re.escape(path.name)
     with contextlib.suppress(OSError):
-        for leftover in layout.leftovers(path.parent, re.escape(path.name)):
+        # Those with two dots and tokens are of the parts of a `.full.ckpt` or `.hf` save.
+        for leftover in layout.leftovers(path.parent, rf"({name}|\.{name}\.{layout.TEMPORARY}-[0-9a-f]+)"):
             if leftover == own or layout.has_locks(path.parent) or _idle_seconds(leftover) >= _IDLE_SECONDS:
                 _delete_unless_locked(leftover, path)
 

@@ -53,7 +53,7 @@ EXTRA_STATE = "module_extra_state"  # Key in ``trainer.pt`` of what the module k
 AVERAGING_STATE = "averaging_state"
 """Key in ``trainer.pt``, Lightning's own, of how many updates (``n_averaged``) are in the averages of weights."""
 
-_TEMPORARY, ASIDE = "tmp", "old"
+TEMPORARY, ASIDE = "tmp", "old"
 
 
 class SlotName(NamedTuple):
@@ -72,7 +72,7 @@ def other_form(path: StrPath) -> str | None:
     """What a checkpoint of this path is by its name if no directory of this form: ``"full"`` (``*.full.ckpt``), one
     stock Lightning file; ``"hf"`` (``*.hf.ckpt``, or ModelCheckpoint's ``.hf-v1.ckpt``), a folder for Hugging Face.
     """
-    found = re.search(rf"\.(full|hf)(-v\d+)?\.ckpt(\.{_TEMPORARY}-\w+)?$", os.fspath(path))
+    found = re.search(rf"\.(full|hf)(-v\d+)?\.ckpt(\.{TEMPORARY}-\w+)?$", os.fspath(path))
     return found[1] if found else None
 
 
@@ -145,12 +145,12 @@ def new_token() -> str:
     return secrets.token_hex(6)
 
 
-def temporary_sibling(path: Path, token: str, kind: str = _TEMPORARY) -> Path:
+def temporary_sibling(path: Path, token: str, kind: str = TEMPORARY) -> Path:
     """``.NAME.tmp-TOKEN``, which a save writes into or deletes; `ASIDE`: the old one, if names can't be exchanged."""
     return path.with_name(f".{path.name}.{kind}-{token}")
 
 
-def leftovers(folder: Path, name: str = r".+\.ckpt(\..+)?", kinds: Iterable[str] = (_TEMPORARY, ASIDE)) -> list[Path]:
+def leftovers(folder: Path, name: str = r".+\.ckpt(\..+)?", kinds: Iterable[str] = (TEMPORARY, ASIDE)) -> list[Path]:
     """What unfinished saves and removals of what has such a ``name`` in ``folder`` have, or left behind."""
     pattern = re.compile(rf"\.{name}\.({'|'.join(kinds)})-[0-9a-f]{{4,12}}")
     return sorted(entry for entry in folder.iterdir() if pattern.fullmatch(entry.name)) if folder.is_dir() else []

@@ -275,7 +275,7 @@ def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton
             ranks.first(f"completing {target}", complete)
     finally:
         if ranks.is_first:
-            commit.remove(parts)
+            commit.delete_tree(parts)  # Whatever still reads them.
 
 
 def _write_share(ranks: Ranks, temporary: Path, parts: Path, wanted: Skeleton) -> dict[str, FileEntry]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, other_form
+from lightning_shard.checkpoint.foreign import lightning_file
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.load import open_portable
@@ -21,6 +25,7 @@ from lightning_shard.errors import (
 )
 from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.nets import build, save_trained, step
+from tests.checkpoint.test_commit import save_number
 from tests.harness import run_distributed
 
 # The full form
@@ -106,3 +111,19 @@ def test_a_full_file_replaces_what_is_there_only_when_it_is_whole(tmp_path: Path
     (tmp_path / "folder" / "mine.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="files that no checkpoint has"):
         write_full(tmp_path / "folder", checkpoint)
+
+
+def test_a_save_that_fails_or_was_killed_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its parts are a checkpoint of their own, which the failing write has open."""
+
+    def full_disk(path: Path, tree: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lightning_file, "write_archive", full_disk)
+        with pytest.raises(CheckpointError, match="no space left"):
+            save_number(tmp_path / "a.full.ckpt", 1.0, saver=Saver())
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "..a.full.ckpt.tmp-0123456789ab.tmp-ab0123456789").mkdir()
+    save_number(tmp_path / "a.full.ckpt", 1.0, saver=Saver())
+    assert os.listdir(tmp_path) == ["a.full.ckpt"]

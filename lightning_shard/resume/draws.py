@@ -1,0 +1,125 @@
+"""Samples whose random numbers are seeded by the sample, or of which it is seen that workers draw or count for them."""
+
+import hashlib
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, get_worker_info
+
+from lightning_shard.resume.held import Numbers, generators_of
+from lightning_shard.resume.rng import GENERATORS, generator_kind, generator_state, rng_state, set_rng_state
+from lightning_shard.resume.shape import Delegating
+
+_LOOKS = 64  # Samples of a worker process after which numbers that were drawn are not looked for any more.
+
+
+class DrawingDataset(Delegating, Dataset[Any]):
+    """In a DataLoader's place of a map-style dataset: the same, but for the random numbers that it draws.
+
+    With `seeded`, the global generators (Python's, numpy's and torch's on the CPU) and the dataset's own are seeded
+    ahead of each sample by run's seed, epoch and index; with ``__getitems__``, by the batch's indices. In a worker that
+    holds for collating too; in the training process the global generators are as if nothing had been drawn. Without it,
+    it is noted whether workers (where `workers` load samples) draw any; there `collate` may have generators too. Of
+    workers it is always noted whether numbers change that these keep.
+    """
+
+    _own = frozenset({"_seeded", "_now", "_drawers", "_generators", "_looks", "_before", "_numbers"})
+
+    def __init__(self, samples: Any, collate: Any, *, seeded: bool, workers: bool) -> None:
+        super().__init__(samples)
+        self._seeded, self._drawers = seeded, [samples, collate] if workers else [samples]
+        # Seed, epoch, iteration in the epoch, whether random numbers were drawn, and whether kept ones have changed.
+        now = torch.zeros(5, dtype=torch.int64)
+        self._now = now.share_memory_() if workers else now
+        self._generators: list[Any] | None = None
+        self._looks, self._before = 0, b""
+        self._numbers: Numbers | None = None
+
+    def begin(self, seed: int, epoch: int, cycle: int) -> None:
+        """Samples are of the ``cycle``-th iteration in an epoch from here on."""
+        self._now[:3] = torch.tensor([seed, epoch, cycle])
+
+    @property
+    def drawn(self) -> bool:
+        """Whether random numbers of worker processes are neither seeded nor saved."""
+        return bool(self._now[3])
+
+    @property
+    def counted(self) -> bool:
+        """Whether numbers have changed that are kept in worker processes."""
+        return bool(self._now[4])
+
+    def __getitem__(self, index: Any) -> Any:
+        with self._apart():
+            return self._get(self._inner.__getitem__, index)
+
+    def __getitems__(self, indices: Any) -> Any:
+        """A batch's samples; what a DataLoader asks for, also of a dataset that loads them one by one."""
+        with self._apart():
+            if _loads_batches(self._inner):
+                return self._get(self._inner.__getitems__, indices)
+            return [self._get(self._inner.__getitem__, index) for index in indices]
+
+    def _get(self, get: Callable[[Any], Any], index: Any) -> Any:
+        first = self._generators is None
+        generators = self._generators = generators_of(*self._drawers) if self._generators is None else self._generators
+        if self._seeded:
+            key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
+            digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
+            _seed(digest, generators)
+        if self._looks < _LOOKS and get_worker_info() is not None:
+            self._look(generators)
+        sample = get(index)
+        if first and self._seeded and len(late := generators_of(*self._drawers)) > len(generators):
+            # Made when the first sample was asked for, which is drawn again.
+            self._generators = late
+            return self._get(get, index)
+        return sample
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Leave the generators of the training process as they are; in a worker, collating follows the samples too."""
+        if not self._seeded or get_worker_info() is not None:
+            yield
+            return
+        before = rng_state(device=False)
+        try:
+            yield
+        finally:
+            set_rng_state(before)
+
+    def _look(self, generators: list[Any]) -> None:
+        """Compare the generators with those at this process' first sample, and kept numbers with those after it."""
+        self._looks += 1
+        if not self._seeded:
+            own = [generator_state(generator) for generator in generators]
+            state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
+            self._before = self._before or state
+            self._now[3] |= state != self._before
+        if self._looks == 2:
+            self._numbers = Numbers(dict(zip(("dataset", "collate_fn"), self._drawers, strict=True)))
+        elif self._numbers is not None and self._looks & (self._looks - 1) == 0:  # The more seldom the later.
+            self._now[4] |= self._numbers.read() != {"lost": []}
+
+
+def _loads_batches(dataset: Any) -> bool:
+    # A Subset does if its dataset does, whatever it says.
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _seed(digest: bytes, generators: list[Any]) -> None:
+    seed = int.from_bytes(digest[:8], "little")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # torch.manual_seed seeds CUDA too, which no worker may touch.
+    torch.default_generator.manual_seed(seed)
+    for number, generator in enumerate(generators, 1):
+        own = int.from_bytes(hashlib.sha256(digest + bytes([number % 256])).digest()[:8], "little")
+        GENERATORS[str(generator_kind(generator))][3](generator, own)
