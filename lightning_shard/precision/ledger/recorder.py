@@ -57,7 +57,9 @@ class Recorder:
             entry = self._entries.setdefault(name, Entry(kind=kind))
             if stage != "loaded" and kind in ("trainable", "frozen") and steps_masters:
                 continue
-            entry.kind = kind
+            # A step of several optimizers switches the parameters of the others off for a while.
+            if stage != "step" or kind == "trainable":
+                entry.kind = kind
             entry.add(stage, tensor.dtype)
 
     def groups(self, optimizers: Iterable[Optimizer]) -> None:

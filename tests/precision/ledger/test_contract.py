@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError, PrecisionContractError
-from lightning_shard.precision.ledger.record import Ledger
+from lightning_shard.precision.ledger.record import Ledger, violations
+from lightning_shard.precision.ledger.recorder import Recorder
+from lightning_shard.precision.policy import policy_from
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -194,3 +196,18 @@ def failing() -> bool:
 
 def test_an_exception_leaves_no_hook() -> None:
     assert run_distributed(failing, 2) == [True, True]
+
+
+def test_parameters_that_a_step_switches_off_are_trained_ones() -> None:
+    module = nn.Linear(2, 2, dtype=torch.bfloat16)
+    recorder = Recorder(module)
+    recorder.tensors("loaded")
+    module.float()
+    recorder.tensors("prepared")
+    module.requires_grad_(False)  # as toggle_optimizer in the turn of another optimizer
+    recorder.tensors("step")
+    policy = policy_from("bf16-mixed", aligned=True)
+    assert violations(recorder.ledger(), policy) == []
+    module.bfloat16()
+    recorder.tensors("step")
+    assert {found.name for found in violations(recorder.ledger(), policy)} == {"weight", "bias"}
