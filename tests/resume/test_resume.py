@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_shard import PreemptionConfig, full_tensor
 from lightning_shard.errors import CheckpointError, DataError
 from lightning_shard.registry import build
-from lightning_shard.run.data import other_batch, other_frozen
+from lightning_shard.run.data import other_batch
 from tests.groups import sampled
 from tests.harness import DistributedError, run_distributed
 from tests.models import Final, TinyLM, Tokens, loader, quiet_trainer, whole
@@ -384,32 +384,3 @@ def test_a_step_of_another_number_of_samples_is_said() -> None:
     assert "took 64 samples before the checkpoint (8 ranks x batch size 4 x accumulate_grad_batches 2)" in said
     assert "accumulate_grad_batches: 4 keeps it" in said
     assert other_batch([8, 4, 2], [4, 4, 4]) is other_batch([], [1, 1, 1]) is other_batch(None, [1, 1, 1]) is None
-
-
-class FreezesLater(TinyLM):
-    """A hook freezes the head after the first epoch."""
-
-    def on_train_epoch_end(self) -> None:
-        self.head.requires_grad_(False)
-
-
-def _frozen_before(strategy: str) -> list[str]:
-    for steps, path in ((3, None), (5, "half.ckpt")):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer = quiet_trainer(strategy=strategy, max_steps=steps)
-            trainer.fit(FreezesLater(), loader(count=4 * trainer.world_size * 2), ckpt_path=path)
-        trainer.save_checkpoint("half.ckpt")
-    return [said for each in caught if "when the checkpoint was saved" in (said := str(each.message))]
-
-
-def test_parameters_that_a_hook_froze_before_are_told() -> None:
-    (said,) = run_distributed(_frozen_before, 1, "shard_fsdp")[0]
-    assert said.startswith("head.weight (parameters: 1) were frozen when the checkpoint was saved, and are trained")
-
-
-def test_parameters_that_were_trained_are_told_too() -> None:
-    said = other_frozen([], ["a", "b", "c", "d", "e"])
-    assert said is not None
-    assert said.startswith("a, b, c, d, ... (parameters: 5) were trained when the checkpoint was saved, and are frozen")
-    assert other_frozen(None, ["a"]) is other_frozen(["a"], ["a"]) is None
