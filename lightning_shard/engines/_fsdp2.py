@@ -2,7 +2,7 @@
 torch 2.11 to 2.13, has master weights and a reduction dtype, as torch's DistributedDataParallel has not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import Any
 
@@ -127,8 +127,7 @@ def accumulated_gradients(
             if reduced:
                 shard.grad = torch.zeros_like(shard)
             elif full is not None:
-                dtype = parameter.reduce_dtype or full.dtype
-                parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
+                _begin_sum(parameter, full)
         if shard.grad is not None:
             yield owner, name, shard.grad, True
         gradient = parameter.unsharded_accumulated_grad
@@ -136,6 +135,24 @@ def accumulated_gradients(
             gradient = full.grad
         if gradient is not None:
             yield owner, name, gradient, False
+
+
+def begin_sums(module: FSDPModule, wanted: Set[nn.Parameter]) -> None:
+    """Begin the sums over micro-batches of ``wanted`` shards' gradients with zeros where ``module``'s unit has others:
+    torch reduces a unit's gradients in one dtype, and those of the last micro-batch alone are not in that of sums.
+    """
+    parameters = _parameters_of(module)
+    if all(parameter.unsharded_accumulated_grad is None for parameter in parameters):
+        return
+    for parameter in parameters:
+        full = _unsharded(parameter)
+        if parameter.unsharded_accumulated_grad is None and full is not None and parameter.sharded_param in wanted:
+            _begin_sum(parameter, full)
+
+
+def _begin_sum(parameter: Any, full: Tensor) -> None:
+    dtype = parameter.reduce_dtype or full.dtype
+    parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
 
 
 def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:

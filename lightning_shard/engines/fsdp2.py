@@ -287,6 +287,8 @@ class FSDP2Engine(StepsOwnParameters):
         assert isinstance(self._module, FSDPModule)
         if self._at_boundary:
             self._module.set_requires_gradient_sync(enabled)
+            if enabled and self._usage is not None:
+                self._usage.after_micro_batch()
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         if begin:

@@ -19,7 +19,7 @@ from torch._C import _functorch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines._fsdp2 import gathered_parameters, gathered_tensors
+from lightning_shard.engines._fsdp2 import begin_sums, gathered_parameters, gathered_tensors
 from lightning_shard.engines.refusals import different_branches
 from lightning_shard.errors import ConfigurationError, WrappingError
 from lightning_shard.private_names import require
@@ -64,6 +64,11 @@ class Usage:
     def settled(self) -> bool:
         """Whether all ranks are known to use the same parameters in each step."""
         return self._steps >= _COMPARED and not self.varies
+
+    @property
+    def never(self) -> Set[str]:
+        """What is known to be used in no step."""
+        return self._last[0] if self.settled else frozenset()
 
     def finish(self, used: Iterable[str] = ()) -> Set[str]:
         """End a step; returns what of ``used``, or of what was noted, no rank used. All ranks call it and communicate
@@ -182,6 +187,13 @@ class UnitUsage:
     def after_backward(self) -> None:
         """Note which parameters have a gradient, ahead of the user's hooks, which may drop it."""
         self._reached |= {fqn for parameter, fqn in self._names.items() if parameter.grad is not None}
+
+    def after_micro_batch(self) -> None:
+        """Between two micro-batches whose gradients are reduced once: the next one may use what this one did not."""
+        never = self.usage.never
+        wanted = {parameter for parameter, fqn in self._names.items() if fqn not in never}
+        for unit in self._units:
+            begin_sums(unit, wanted)
 
     def finish(self) -> None:
         """End a step whose gradients are reduced: those that no rank used are None. All ranks call it. WrappingError:

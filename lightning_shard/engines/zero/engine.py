@@ -333,6 +333,8 @@ class Zero(Engine):
             with refusals.explained(self._called), self._uses.paused():
                 running.backward(self._started, loss, **kwargs)
         self._note_gathered()
+        if self._unstepped is not None and self._run.automatic:
+            self._unstepped.after_micro_batch()
 
     def sync_gradients(self, enabled: bool) -> None:
         running.set_boundary(self._started, enabled)

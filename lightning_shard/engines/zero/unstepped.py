@@ -34,6 +34,14 @@ class Unstepped:
         self._closing = ExitStack()
         for fqn, parameter in parameters.items():
             self._closing.callback(self.usage.watch(fqn, parameter))
+        # Sums over micro-batches that lie on the host go into the step with the gradient of the last one, and keep the
+        # last step's where the first has none (``async_accumulate_grad_in_cpu_via_gpu``).
+        self._first: Set[str] | None = None  # What the first micro-batch of this step has used.
+        self._now: set[str] = set()  # What the present one has.
+        self._sums_on_host = layout.is_offloaded(running.zero)
+        for fqn, parameter in parameters.items() if self._sums_on_host else ():
+            handle: Any = parameter.register_hook(lambda _, fqn=fqn: self._now.add(fqn))
+            self._closing.callback(handle.remove)
         # Without it all gradients are reduced, zeros where there is none.
         self._compares = reduce = getattr(running.zero, "independent_gradient_partition_epilogue", None)
         if reduce:
@@ -44,8 +52,20 @@ class Unstepped:
 
             running.zero.independent_gradient_partition_epilogue = reduce_equal
 
+    def after_micro_batch(self) -> None:
+        """ConfigurationError: with the optimizer on the host, micro-batches of a step use different parameters."""
+        now, self._now = self._now, set()
+        self._first = now if self._first is None else self._first
+        if other := self._first ^ now:
+            raise ConfigurationError(
+                f"Not all micro-batches of a step use {', '.join(sorted(other)[:4])}, but with the optimizer on the "
+                "host DeepSpeed steps parameters with what the last micro-batch adds to their sums. Use "
+                "shard_fsdp_offload, leave out offload_optimizer, or accumulate no gradients."
+            )
+
     def finish(self, running: Running) -> None:
         """End a step whose gradients are reduced. ConfigurationError: ranks or steps use different parameters."""
+        self._first = None
         before, self._unused = self._unused, self.usage.finish()
         if self._unused == self._parameters.keys():  # no backward pass has run: nothing is stepped
             self._unused = before
