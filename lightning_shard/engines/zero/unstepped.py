@@ -38,7 +38,7 @@ class Unstepped:
         # last step's where the first has none (``async_accumulate_grad_in_cpu_via_gpu``).
         self._first: Set[str] | None = None  # What the first micro-batch of this step has used.
         self._now: set[str] = set()  # What the present one has.
-        self._sums_on_host = layout.is_offloaded(running.zero)
+        self._sums_on_host = running.stage > 0 and layout.is_offloaded(running.zero)
         for fqn, parameter in parameters.items() if self._sums_on_host else ():
             handle: Any = parameter.register_hook(lambda _, fqn=fqn: self._now.add(fqn))
             self._closing.callback(handle.remove)
