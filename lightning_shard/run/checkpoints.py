@@ -397,5 +397,5 @@ def _is_the_same(now: Any, given: LiveTensor) -> bool:
     if now is given or not (isinstance(now, Tensor) and isinstance(given, Tensor)):
         return now is given
     ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (now, given))
-    alike = type(now.detach()) is type(given.detach()) and ours.shape == theirs.shape and ours.dtype == theirs.dtype
-    return alike and torch.equal(ours.detach(), theirs.detach().to(ours.device))
+    same_kind = type(now.detach()) is type(given.detach()) and ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    return same_kind and torch.equal(ours.detach(), theirs.detach().to(ours.device))

@@ -111,7 +111,7 @@ class Data:
         }
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
-        kept["frozen"] = _frozen(trainer)
+        kept["frozen"] = [name for name, frozen in _frozen(trainer).items() if frozen]
         return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, own
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
@@ -188,20 +188,21 @@ def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
     )
 
 
-def _frozen(trainer: Trainer) -> list[str]:
-    return [name for name, parameter in trainer.lightning_module.named_parameters() if not parameter.requires_grad]
+def _frozen(trainer: Trainer) -> dict[str, bool]:
+    return {name: not parameter.requires_grad for name, parameter in trainer.lightning_module.named_parameters()}
 
 
-def other_frozen(saved: list[str] | None, now: list[str]) -> str | None:
-    """What to say of parameters that were frozen before and are trained now, or the other way round."""
-    if saved is None or not (other := sorted({*saved} ^ {*now})):
+def other_frozen(saved: list[str] | None, frozen: Mapping[str, bool]) -> str | None:
+    """What to say of parameters, by name whether ``frozen``, that were not so where the ``saved`` ones were frozen."""
+    other = [name for name, here in frozen.items() if here != (name in saved)] if saved is not None else []
+    if not other:
         return None
-    thawed = [name for name in other if name in saved]
-    was, now_are, shown = ("frozen", "trained", thawed) if thawed else ("trained", "frozen", other)
+    thawed = [name for name in other if not frozen[name]]
+    shown, was, here = (thawed, "frozen", "trained") if thawed else (other, "not frozen", "frozen")
     return (
         f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''} (parameters: {len(shown)}) were {was} when the "
-        f"checkpoint was saved, and are {now_are} here. What a hook freezes or thaws at some epoch is not done again "
-        "on resuming: where it is to go on, do it in on_train_start too, or with a callback of BaseFinetuning."
+        f"checkpoint was saved, and are {here} here. What a hook freezes or thaws at some epoch is not done again on "
+        "resuming: where it is to go on, do it in on_train_start too, or with a callback of BaseFinetuning."
     )
 
 

@@ -66,6 +66,18 @@ class Unused(TinyLM):
         return self.head(x)
 
 
+class Running(TinyLM):
+    """Weighs its loss by a mean over batches, of which each rank has its own within a step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.mean.mul_(0.5).add_(batch[0].float().mean())
+        return super().training_step(batch, batch_idx) * self.mean
+
+
 def fit(
     strategy: str,
     *,
@@ -120,7 +132,8 @@ def test_what_is_saved_within_a_step_goes_on_bit_by_bit(tmp_path: Path) -> None:
     # Epochs of 8 batches, the save after the second of the second.
     scheduled = {"callbacks": [GradientAccumulationScheduler({0: 2, 1: EVERY})], "accumulate_grad_batches": 1}
     by_epoch = {"strategy": "full", "limit_train_batches": 8, "max_steps": 6, **scheduled}
-    check(tmp_path, [boundary, {"strategy": "zero_2", "options": {"async_save": True}}, by_epoch])
+    stateful = {"strategy": "zero_2", "options": {"async_save": True}, "module": Running}
+    check(tmp_path, [boundary, stateful, by_epoch])
 
 
 FP32, BF16, FP16 = ({"precision": p} for p in ("32-true", "bf16-mixed", "16-mixed"))

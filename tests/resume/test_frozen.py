@@ -32,7 +32,10 @@ def test_parameters_that_a_hook_froze_before_are_told() -> None:
 
 
 def test_parameters_that_were_trained_are_told_too() -> None:
-    said = other_frozen([], ["a", "b", "c", "d", "e"])
+    said = other_frozen([], dict.fromkeys("abcde", True))
     assert said is not None
-    assert said.startswith("a, b, c, d, ... (parameters: 5) were trained when the checkpoint was saved, and are frozen")
-    assert other_frozen(None, ["a"]) is other_frozen(["a"], ["a"]) is None
+    assert said.startswith(
+        "a, b, c, d, ... (parameters: 5) were not frozen when the checkpoint was saved, and are frozen"
+    )
+    gone = other_frozen(["gone", "a"], {"a": True, "b": False})
+    assert gone is other_frozen(None, {"a": True}) is None

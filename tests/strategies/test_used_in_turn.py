@@ -14,11 +14,12 @@ from tests.strategies.indexed import Indexed, data
 
 
 class InTurn(Indexed):
-    """Every second batch uses a layer more."""
+    """Every second batch uses a layer more, and none another."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.extra = nn.Linear(8, 8)
+        self.extra, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+        nn.init.ones_(self.never.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x)
@@ -27,7 +28,9 @@ class InTurn(Indexed):
 
 def test_sums_of_a_step_that_is_reduced_once_begin_late() -> None:
     options = {"accumulate_sync": "boundary"}
-    same_everywhere(InTurn, "bf16-mixed", strategies=("ddp", "full"), options=options, accumulate_grad_batches=2)
+    run = same_everywhere(InTurn, "bf16-mixed", strategies=("ddp", "full"), options=options, accumulate_grad_batches=2)
+    assert run["steps"] > 3  # after which ranks do not tell each other any more what they use
+    assert run["parameters"]["never.weight"].eq(1).all()  # no weight decay
 
 
 def _refused(stage: int) -> str:
