@@ -166,6 +166,8 @@ class Checkpoints(CheckpointIO):
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
         with nullcontext() if averaging is None else averaging.out_of_module():
             self.saver.save(where, collect, background=background and self._training, wanted=self._skeleton)
+        # A save changes no run: a step has buffers of each rank's own batches, and rank 0's were saved.
+        restore_buffers(self._module, (own or {}).get(ACCUMULATION, {}).get("buffers", {}))
 
     def _gradients(self, step: Mapping[str, Any] | None, target: str) -> Mapping[str, Accumulated]:
         """The gradients of a ``step`` in the middle of which a checkpoint is saved; None: between steps."""
@@ -390,6 +392,14 @@ def _warn_of(report: load.LoadReport, differing: Sequence[str], *, strict: bool,
             else f"The checkpoint's hyperparameters win: {'; '.join(differing)} as configured. Set "
             "resume_hyperparameters: configuration on the strategy for those."
         )
+
+
+@torch.no_grad()
+def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Write the values of ``saved``, by key, into the persistent buffers of ``module``."""
+    for key, _, buffer in persistent_buffers(module):
+        if buffer is not None and key in saved and saved[key].shape == buffer.shape:
+            buffer.copy_(saved[key])
 
 
 def _is_the_same(now: Any, given: LiveTensor) -> bool:

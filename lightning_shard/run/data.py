@@ -13,7 +13,6 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
 
 from lightning_shard._lightning import Replacements, loaders, loops, results
 from lightning_shard._lightning.callbacks import accumulate_as_scheduled, thaw_again, thawed
@@ -23,7 +22,7 @@ from lightning_shard.resume import rng
 from lightning_shard.resume.held import generator_states, load_generator_states
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
+from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints, restore_buffers
 from lightning_shard.tensors.names import persistent_buffers
 
 Stage = Literal["training", "validation", "predict"]
@@ -233,13 +232,6 @@ def accumulation_state(trainer: Trainer) -> dict[str, Any]:
     return {ACCUMULATION: {**kept, **plugin.accumulation(trainer)}}
 
 
-@torch.no_grad()
-def _restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    for name, _, buffer in persistent_buffers(module):
-        if buffer is not None and name in saved and saved[name].shape == buffer.shape:
-            buffer.copy_(saved[name])
-
-
 def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], checkpoints: Checkpoints) -> None:
     """Go on in the middle of a step, if the checkpoint is of one; ``ranks``: its state of each. All ranks call it; a
     warning says where gradients are lacking, or are of no part of the step here.
@@ -258,7 +250,7 @@ def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], ch
         factor = plugin.resume_accumulation([rank[ACCUMULATION] for rank in ranks])
         checkpoints.load_gradients(factor * prod(saved["factors"]) / prod(here))
         if len(ranks) == trainer.world_size:
-            _restore_buffers(trainer.lightning_module, ranks[trainer.global_rank][ACCUMULATION].get("buffers", {}))
+            restore_buffers(trainer.lightning_module, ranks[trainer.global_rank][ACCUMULATION].get("buffers", {}))
         return
     rank_zero_warn(
         f"The checkpoint was saved after {saved['batches']} of the {saved['factors'][2]} batches that one step "
