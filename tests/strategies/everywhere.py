@@ -21,8 +21,10 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "ddp_unused": lambda **kwargs: ShardDDPStrategy(find_unused_parameters=True, **kwargs),
     "full": ShardFSDPStrategy,
     "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
-    "zero_2": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(stage=2, **kwargs),
-    "zero_3": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(stage=3, **kwargs),
+    **{
+        f"zero_{stage}": lambda accumulate_sync, stage=stage, **kwargs: ShardDeepSpeedStrategy(stage=stage, **kwargs)
+        for stage in (0, 1, 2, 3)
+    },
     "zero_3_offload": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(
         stage=3, offload_optimizer={"device": "cpu"}, **kwargs
     ),

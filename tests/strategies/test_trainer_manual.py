@@ -257,6 +257,34 @@ def test_units_that_call_themselves(precision: str) -> None:
     same_everywhere(CallsItself, precision, strategies=("ddp", "full", "grad_op"))
 
 
+class Halved(Indexed):
+    """A backward of its own, which `manual_backward` calls too."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss / 2).backward(*args, **kwargs)
+
+
+class HalvedByHand(Halved):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch, "train"))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Halved, HalvedByHand])
+@PRECISIONS
+def test_a_backward_of_the_modules_own(kind: type[Halved], precision: str) -> None:
+    stages = ("zero_0",) * (precision == "32-true") + ("zero_1", "zero_2", "zero_3")
+    run = same_everywhere(kind, precision, strategies=("ddp", "full", *stages))
+    torch.manual_seed(1)
+    assert not torch.equal(run["parameters"]["head.bias"], kind().head.bias)
+
+
 class OwnBackward(Indexed):
     """Manual optimization without ``manual_backward``."""
 

@@ -325,13 +325,8 @@ class Zero(Engine):
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         self._stepping.check()
-        if overridden:
-            running.begin_backward(self._started)
-            call(loss)
-            running.end_backward(self._started)
-        else:
-            with refusals.explained(self._called), self._uses.paused():
-                running.backward(self._started, loss, **kwargs)
+        with refusals.explained(self._called), self._uses.paused():
+            running.backward(self._started, loss, call if overridden else None, **kwargs)
         self._note_gathered()
         if self._unstepped is not None and self._run.automatic:
             self._unstepped.after_micro_batch()

@@ -186,28 +186,29 @@ def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     return output
 
 
-def begin_backward(running: Running) -> None:
-    """Let DeepSpeed see a backward pass inside of `run`, also a second one, as one after a forward."""
-    if not running.inside:
-        return
-    if running.stage > 0:
-        running.zero.clear_backward_seen_flag()
-    running.engine._backward_prologue()
-
-
-def backward(running: Running, loss: Tensor, **kwargs: Any) -> None:
-    """Run backward from ``loss``, which is scaled already, inside of `run` too. All ranks call it."""
+def backward(running: Running, loss: Tensor, call: Callable[[Tensor], None] | None, **kwargs: Any) -> None:
+    """Run backward from ``loss``, which is scaled already, inside of `run` too; by ``call`` where the module has a
+    backward of its own. All ranks call it.
+    """
+    engine = running.engine
+    # Else it takes a backward of the module's own for one that its hooks are to end, which those of stage 0 and of
+    # 16 bits in stage 1 never do.
+    engine._running_engine_backward = True
     if running.inside:
         # DeepSpeed learns of a backward pass from the outputs of its forward, which do not exist yet.
-        running.engine._running_engine_backward = True
-        begin_backward(running)
-    running.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-    end_backward(running)
-
-
-def end_backward(running: Running) -> None:
-    """Note that a backward pass has run, and whether it ended an accumulation."""
-    running.pending, running.complete = True, running.engine.is_gradient_accumulation_boundary()
+        if running.stage > 0:
+            running.zero.clear_backward_seen_flag()
+        engine._backward_prologue()
+    if call is None:
+        engine.backward(loss, scale_wrt_gas=False, **kwargs)
+    else:
+        try:
+            call(loss)
+            engine._backward_epilogue()
+        finally:
+            engine._running_engine_backward = False
+    # Whether it ended an accumulation.
+    running.pending, running.complete = True, engine.is_gradient_accumulation_boundary()
 
 
 def set_boundary(running: Running, enabled: bool) -> None:
