@@ -102,7 +102,7 @@ USES = {
     ),
     "engines/zero/running.py": (
         "backward and refresh",
-        "_backward_prologue _backward_prologue_per_tensor _get_norm_groups _partition_all_parameters"
+        "_backward_epilogue _backward_prologue _backward_prologue_per_tensor _get_norm_groups _partition_all_parameters"
         " _reassign_or_swap_out_partitioned_parameters _running_engine_backward",
     ),
     "engines/usage.py": ("whether a transform of torch.func is under way", "_C _functorch"),

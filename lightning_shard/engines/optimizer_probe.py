@@ -231,6 +231,9 @@ def _stepped(
     """A copy of ``optimizer`` over ``values``, stepped with each of ``gradients``, by closures that give ``losses``."""
     tensors: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
     copy = copy_of(optimizer, [_group_over(tensors, group)])
+    if callable(train := getattr(copy, "train", None)):
+        # schedulefree's step only so. Users call it at the start of training, which comes later.
+        train()
     # Of the class: the instance's own may count calls for a schedule.
     step: Any = type(copy).step
     again = False

@@ -286,6 +286,25 @@ class TwoKinds(optim.SGD):
     def eval(self) -> None: ...
 
 
+class TrainsFirst(TwoKinds):
+    """As schedulefree's, made for evaluation; the user calls ``train`` when training begins."""
+
+    trains = False
+
+    def train(self) -> None:
+        self.trains = True
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.trains, "not in train mode"
+        return super().step(closure)
+
+
+def test_an_optimizer_that_steps_in_its_train_mode_alone_is_tried_in_that() -> None:
+    optimizer = TrainsFirst(parameters(), lr=0.1)
+    assert not probed(optimizer)
+    assert not optimizer.trains
+
+
 def test_values_for_evaluation_of_what_owners_step_are_refused() -> None:
     optimizer: Any = TwoKinds(parameters())
     with pytest.raises(ConfigurationError, match="TwoKinds writes values for training and for evaluation"):

@@ -25,9 +25,8 @@ class Averaging(torch.optim.SGD):
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         for group in self.param_groups:
-            group["train_mode"] = factor > 1
             for parameter in group["params"]:
-                # As ScheduleFree writes; torch counts no such write.
+                # As some optimizers write; torch counts no such write.
                 parameter.data.mul_(factor)
 
 
@@ -93,6 +92,20 @@ class WeighedByLoss(SteppedByLoss):
 )
 def test_ranks_step_by_the_mean_of_their_losses(kind: Any, precision: str) -> None:
     same_everywhere(kind, precision, strategies=("ddp", "full", "zero_2", "zero_3"))
+
+
+class DecaysByHand(Indexed):
+    """Weight decay of its own, over the optimizer's groups, after the step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.9)
+
+
+@PRECISIONS
+def test_what_is_written_to_the_optimizers_parameters_is_taken_over(precision: str) -> None:
+    same_everywhere(DecaysByHand, precision, strategies=("ddp", "full", "zero_1", "zero_2", "zero_3", "zero_3_offload"))
 
 
 class Drawing(Indexed):

@@ -74,6 +74,7 @@ class Zero(Engine):
         self.gathers_in_forward = self._stage == 3
         self._running: Running | None = None
         self._written: Written | None = None
+        self._gradient_uses: GradientUses | None = None
         self._unstepped: Unstepped | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self.upcast: Mapping[str, torch.dtype] = {}
@@ -179,7 +180,8 @@ class Zero(Engine):
         if running.groups:
             stepped = layout.masters(running.groups)
             names = {parameter: fqn for parameter, fqn in self._names.items() if fqn in stepped}
-            self._closing.callback(GradientUses(self._called, names, self._stepping.drop).watch())
+            self._gradient_uses = GradientUses(self._called, names, running.groups, self._stepping.drop)
+            self._closing.enter_context(self._gradient_uses.watched())
             self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
         self._register_masters()
         return list(self._optimizers), running.scheduler
@@ -359,7 +361,8 @@ class Zero(Engine):
             # Each backward pass is over a part of the model.
             self._finish_step()
         replicated = self._stage == 0 and self.needs(optimizer).draws
-        with self._uses.paused(), common_random_numbers() if replicated else nullcontext():
+        gradients = nullcontext() if self._gradient_uses is None else self._gradient_uses.stepping()
+        with self._uses.paused(), gradients, common_random_numbers() if replicated else nullcontext():
             self._stepping.step(optimizer, skip=skip, **kwargs)
         if self._written is not None:
             self._written.stepped()

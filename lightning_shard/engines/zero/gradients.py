@@ -1,13 +1,14 @@
 """What users do to ``parameter.grad`` in a fit of stages 1 to 3, where it is None and DeepSpeed has the gradients.
 
 Dropping them (``zero_grad``, ``parameter.grad = None``) is followed or refused, changes are refused, and what only
-reads is told so. The class of parameters has a property for it while a fit lasts.
+reads is told so. The class of parameters has a property for it while a fit lasts, and that of the flat masters, which
+the optimizer's groups show.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from lightning_shard.cluster.traces import package_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import warn_on_first_rank
+from lightning_shard.tensors.flat import FlatGroup
 
-_GRAD: Any = Tensor.grad  # the descriptor
+_GRAD: Any = Tensor.grad  # the descriptors
+_DATA: Any = Tensor.data
 
 # An assignment to a gradient, or a method of it that works in place.
 _CHANGE = re.compile(r"\.grad\b(\.data)?\s*([-+*/]?=(?!=)(?!\s*None\b)|\.\w+_\()")
@@ -26,34 +29,74 @@ _CHANGE = re.compile(r"\.grad\b(\.data)?\s*([-+*/]?=(?!=)(?!\s*None\b)|\.\w+_\()
 class GradientUses:
     """Looks at the uses of gradients from `watch` on."""
 
-    def __init__(self, strategy: str, names: Mapping[Tensor, str], dropped: Callable[[str], None]) -> None:
-        """``strategy`` is for messages; ``names`` has what is stepped; ``dropped`` is told whose gradient goes."""
+    def __init__(
+        self,
+        strategy: str,
+        names: Mapping[Tensor, str],
+        groups: Sequence[FlatGroup],
+        dropped: Callable[[str], None],
+    ) -> None:
+        """``strategy`` is for messages; ``names`` has what is stepped, and ``groups`` the masters; ``dropped`` is told
+        whose gradient goes.
+        """
         self._strategy, self._dropped = strategy, dropped
+        self._masters = [group.flat for group in groups]
         self._parameters = list(names)  # Else an id could become another's.
-        self._fqns = {id(parameter): fqn for parameter, fqn in names.items()}
+        self._fqns = {id(parameter): [fqn] for parameter, fqn in names.items()}
+        self._fqns |= {id(group.flat): [m.fqn for m in group.members if m.stepped] for group in groups}
         self._readers: set[CodeType] = set()
+        self._stepping = False
 
-    def watch(self) -> Callable[[], None]:
-        """Look at every use until the returned function is called."""
-        nn.Parameter.grad = property(self._read, self._write, lambda p: self._write(p, None))  # type: ignore[assignment]
-        return partial(delattr, nn.Parameter, "grad")
+    @contextmanager
+    def watched(self) -> Generator[None, None, None]:
+        """Look at every use."""
+        grad: Any = property(self._read, self._write, lambda p: self._write(p, None))
+        nn.Parameter.grad = grad
+        shown = type("Master", (nn.Parameter,), {"data": property(_read_data, _write_data)})
+        kinds = [type(master) for master in self._masters]
+        for master in self._masters:
+            master.__class__ = shown
+        try:
+            yield
+        finally:
+            for master, kind in zip(self._masters, kinds, strict=True):
+                master.__class__ = kind
+            del nn.Parameter.grad
+
+    @contextmanager
+    def stepping(self) -> Generator[None, None, None]:
+        """The optimizer is at work, whose own the masters' gradients are."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     def _read(self, parameter: Tensor) -> Tensor | None:
-        if (fqn := self._fqns.get(id(parameter))) is not None:
-            frame, through = user()
-            if frame is not None and "zero_grad" in through:
-                self._dropped(fqn)
-            elif frame is not None and frame.f_code not in self._readers:
-                self._refuse_change(fqn, frame, through)
         gradient: Tensor | None = _GRAD.__get__(parameter)
-        return gradient
+        if self._stepping or (fqns := self._fqns.get(id(parameter))) is None:
+            return gradient
+        frame, through = user()
+        if frame is None:
+            return gradient
+        if "zero_grad" in through:
+            self._drop(fqns)
+        elif frame.f_code not in self._readers:
+            self._refuse_change(fqns[0], frame, through)
+        # A master may have one, of this rank's part.
+        return None
 
     def _write(self, parameter: Tensor, value: Tensor | None) -> None:
-        if (fqn := self._fqns.get(id(parameter))) is not None and (frame := user()[0]) is not None:
+        fqns = None if self._stepping else self._fqns.get(id(parameter))
+        if fqns is not None and (frame := user()[0]) is not None:
             if value is not None:
-                raise self._lost(fqn, frame)
-            self._dropped(fqn)
+                raise self._lost(fqns[0], frame)
+            self._drop(fqns)
         _GRAD.__set__(parameter, value)
+
+    def _drop(self, fqns: Iterable[str]) -> None:
+        for fqn in fqns:
+            self._dropped(fqn)
 
     def _refuse_change(self, fqn: str, frame: FrameType, through: set[str]) -> None:
         if any("clip_grad" in function for function in through) or _changes_gradients(frame):
@@ -72,6 +115,20 @@ class GradientUses:
             f'{self._use(fqn, frame)}, and what is written to it is lost. Use full_tensor(trainer, name, "gradient") '
             "and set_full_tensor, Trainer(gradient_clip_val) or self.clip_gradients; or shard_ddp or shard_fsdp."
         )
+
+
+def _read_data(master: Tensor) -> Tensor:
+    """``master.data``, whose changes are counted, so that forward gets to see them (`Written.take_over`)."""
+    data: Tensor = _DATA.__get__(master)
+    return data if user()[0] is None else master.detach()
+
+
+def _write_data(master: Tensor, value: Tensor) -> None:
+    if user()[0] is None:
+        _DATA.__set__(master, value)
+    else:
+        # DeepSpeed and the checkpoint know it by its memory.
+        master.detach().copy_(value)
 
 
 def user() -> tuple[FrameType | None, set[str]]:

@@ -100,7 +100,7 @@ def _require_private_names() -> None:
     from deepspeed.utils import groups
 
     tested, engine = ", ".join(TESTED), deepspeed.DeepSpeedEngine
-    require(engine, "_backward_prologue _backward_prologue_per_tensor", tested=tested)
+    require(engine, "_backward_epilogue _backward_prologue _backward_prologue_per_tensor", tested=tested)
     require(engine, "_broadcast_model _running_engine_backward", tested=tested)
     require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear", tested=tested)
     require(OpBuilder, "_loaded_ops", tested=tested)

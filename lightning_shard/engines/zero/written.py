@@ -51,13 +51,8 @@ class Written:
         self._noted = {fqn: (version(p), _memory(p)) for fqn, p in self._parameters.items()}
 
     def _versions(self) -> list[int]:
-        """What changes with an optimizer's writes to masters; those to ``.data`` are not counted, but the flags change
-        that it sets with them (``train_mode`` of ScheduleFree).
-        """
-        optimizer: Any = self._running.optimizer
-        flags = [value for of in (vars(optimizer), *optimizer.param_groups) for value in of.values()]
-        versions = [version(group.flat) for group in self._running.groups]
-        return versions + [value for value in flags if isinstance(value, bool)]
+        """What changes with writes to masters; those to ``.data`` are counted too (`GradientUses`)."""
+        return [version(group.flat) for group in self._running.groups]
 
     def stepped(self) -> None:
         self._steps += 1

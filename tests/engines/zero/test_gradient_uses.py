@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_shard.engines.zero.gradients import GradientUses, SteppedOnce
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.flat import FlatGroup, FlatMember
 
 
 def halves(parameter: Tensor) -> None:
@@ -60,9 +61,8 @@ def watched() -> Iterator[tuple[nn.Parameter, list[str]]]:
     """A parameter whose gradients are looked at, and the names of those that were dropped."""
     dropped: list[str] = []
     parameter = nn.Parameter(torch.ones(2))
-    stop = GradientUses("zero(stage=1)", {parameter: "net.weight"}, dropped.append).watch()
-    yield parameter, dropped
-    stop()
+    with GradientUses("zero(stage=1)", {parameter: "net.weight"}, [], dropped.append).watched():
+        yield parameter, dropped
     assert "grad" not in vars(nn.Parameter)
 
 
@@ -101,6 +101,34 @@ def test_other_tensors_have_gradients(watched: Watched) -> None:
     other.grad = None
     assert other.grad is None
     assert watched[1] == []
+
+
+def test_masters_have_no_gradients_for_users_and_count_their_writes() -> None:
+    flat = torch.ones(2)
+    flat.grad = torch.ones(2)  # as where it lies on the host
+    member = FlatMember(fqn="net.weight", shape=torch.Size([2]), start=0, length=2, offset=0)
+    group = FlatGroup(flat=flat, members=(member,), group={})
+    dropped: list[str] = []
+    uses = GradientUses("zero(stage=1)", {}, [group], dropped.append)
+    memory = flat.data_ptr()
+    with uses.watched():
+        for change in (halves, divides, assigns, clips):
+            with pytest.raises(ConfigurationError, match=r"uses \.grad of net\.weight"):
+                change(flat)
+        with pytest.warns(UserWarning, match=r"uses \.grad of net\.weight, but under zero"):
+            assert measures(flat) is False
+        zeroes(flat)
+        before = flat._version
+        flat.data.mul_(3)
+        flat.data = flat.data * 2
+        assert flat._version > before
+        with uses.stepping():
+            halves(flat)
+        assert dropped == ["net.weight"]
+    assert type(flat) is Tensor
+    assert flat.data_ptr() == memory
+    assert torch.equal(flat, torch.full((2,), 6.0))
+    assert torch.equal(flat.grad, torch.full((2,), 0.5))
 
 
 def test_gradients_of_a_step_are_dropped_before_the_next() -> None:
