@@ -80,7 +80,7 @@ USES = {
         "the parameters of FSDP2's units, replicate",
         "_composable _fsdp_common _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _module_info"
         " _modules_to_run_forward _mp_policy _orig_dtype _post_forward_hook_handle _pre_forward_hook_handle"
-        " _reduce_dtype _register_post_backward_hook _register_pre_backward_hook _sharded_post_forward_param_data"
+        " _reduce_dtype _register_post_backward_hook _register_pre_backward_hook _sharded_post_forward_param"
         " _state_ctx _training_state _unsharded_param",
     ),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
@@ -169,7 +169,7 @@ NOT_REQUIRED = {
     "_make": "documented; named tuples have it",
     "_no_split_modules": "Hugging Face's models have it, others need not",
     "_schema": "higher-order operators have none",
-    "_sharded_post_forward_param_data": "there with an integer reshard_after_forward alone",
+    "_sharded_post_forward_param": "there with an integer reshard_after_forward alone",
     "_val_check_time_interval": "Lightning sets it on the Trainer outside of its class",
     "_torchdynamo_orig_callable": "compiled functions have it",
     "_cache": "metrics of every version that may be installed",

@@ -25,7 +25,7 @@ require(FSDPState, "_modules_to_run_forward _training_state _state_ctx", tested=
 require(FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle", tested="torch 2.11 to 2.13")
 require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook", tested="torch 2.11 to 2.13")
 require(Tensor, "_backward_hooks _post_accumulate_grad_hooks", tested="torch 2.11 to 2.13")
-require(FSDPParam, "_module_info _sharded_post_forward_param_data _unsharded_param", tested="torch 2.11 to 2.13")
+require(FSDPParam, "_module_info _sharded_post_forward_param _unsharded_param", tested="torch 2.11 to 2.13")
 
 
 def gather(module: FSDPModule) -> None:
@@ -162,8 +162,8 @@ def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:
         if (full := _unsharded(parameter)) is not None:
             yield full
         # With an integer `reshard_after_forward` the shard over fewer ranks after forward.
-        if (data := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
-            yield data
+        if (shard := getattr(parameter, "_sharded_post_forward_param", None)) is not None:
+            yield shard
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tensor]]:

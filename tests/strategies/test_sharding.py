@@ -278,8 +278,8 @@ def _check_refusals(cases: list[tuple[dict[str, Any], type[Exception], str]]) ->
     for settings, kind, message in cases:
         with pytest.raises(kind, match=message):
             fit(ShardFSDPStrategy(**settings))
-    # The ranks are still together.
-    fit(ShardFSDPStrategy(), max_steps=1)
+    # The ranks are still together; shards of fewer ranks stand in the module between forward and backward.
+    fit(ShardFSDPStrategy(reshard_after_forward=2), max_steps=1)
 
 
 def test_settings_that_cannot_work() -> None:
