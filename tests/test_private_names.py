@@ -73,8 +73,9 @@ USES = {
         " _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
     ),
     "engines/_dtensors.py": (
-        "random numbers of DTensors, and numbers that are read from them",
-        "_custom_op_handlers _local_scalar_dense _op_dispatcher _pytree",
+        "random numbers of DTensors, numbers that are read from them, and parts that are written to",
+        "_C _custom_op_handlers _disabled_torch_function_impl _local_scalar_dense _make_wrapper_subclass _op_dispatcher"
+        " _pytree _schema _unique2 _version",
     ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",

@@ -2,22 +2,30 @@
 
 torch draws random numbers of each shard by itself: on CPUs every rank the same ones for another part, and on GPUs
 others than those of a tensor that is not sharded. So `nn.init` in a hook, or noise that is added to gradients, would
-train another model. And the number that is read from a sum, a norm or ``any()`` of a DTensor is of this rank's shard.
+train another model. The number that is read from a sum, a norm or ``any()`` of a DTensor is of this rank's shard. And
+``weight[0]`` of a sharded row is a copy: what is written to it (``weight[0].zero_()``, ``weight[3, 2] = 1``) is lost.
 """
 
+import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.private_names import require
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
 require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
-require(torch.ops.aten, "_local_scalar_dense", tested="torch 2.11 to 2.13")
+require(torch.ops.aten, "_local_scalar_dense _unique2", tested="torch 2.11 to 2.13")
+require(torch, "_C", tested="torch 2.11 to 2.13")
+require(torch._C, "_disabled_torch_function_impl", tested="torch 2.11 to 2.13")
+require(Tensor, "_make_wrapper_subclass _version", tested="torch 2.11 to 2.13")
 
 _aten = torch.ops.aten
 # Their values depend on the shape alone. `torch.Tensor.random_` and `nn.init` end in these.
@@ -37,16 +45,47 @@ _OF_VALUES: tuple[Any, ...] = (
     *(_aten.argmax.default, _aten.argmin.default, _aten.aminmax.default, _aten._local_scalar_dense.default),
 )
 
+# torch has no strategy for these, or none for a sharded dimension.
+_IN_FULL: tuple[Any, ...] = (
+    *(_aten.fill_.Tensor, _aten.triu_.default, _aten.tril_.default, _aten.renorm.default, _aten.renorm_.default),
+    *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.index_copy_.default, _aten.index_add_.default),
+    *(_aten.index_put_.default, _aten.index.Tensor, _aten.masked_select.default, _aten.fill_diagonal_.default),
+    *(_aten.scatter_.value, _aten.scatter_.src, _aten.scatter_add_.default, _aten.nonzero.default),
+    *(_aten._unique2.default, _aten.kthvalue.default, _aten.allclose.default),
+)
+_HOOK = re.compile(r"\[(LightningModule|Callback)\].*\.(on_\w+|configure_gradient_clipping|lr_scheduler_step)$")
+# torch changes no shards of a dimension of one row by what is on every rank.
+_IN_PLACE: tuple[Any, ...] = (
+    *(_aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
+    *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
+    *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.clamp_.Tensor),
+)
+# Views, with the index of the argument that is their dimension.
+_OF_DIM = {
+    _aten.select.int: 1,
+    _aten.slice.Tensor: 1,
+    _aten.unbind.int: 1,
+    _aten.split.Tensor: 2,
+    _aten.split_with_sizes.default: 2,
+}
+
 
 def answer_in_full() -> Callable[[], None]:
-    """Draw random numbers of DTensors, and read numbers from them, as of full tensors, until the result is called. Of
-    what is drawn, with generators in the same state on all ranks, each rank keeps its part; the full tensor is there
-    for the moment. To read a number (``item``, ``float``, ``if``) from what is not on every rank in full is a
-    collective.
+    """Draw random numbers of DTensors, read numbers from them, and write to parts of them, as of full tensors, until
+    the result is called. Of what is drawn, with generators in the same state on all ranks, each rank keeps its part;
+    the full tensor is there for the moment. To read a number (``item``, ``float``, ``if``) from what is not on every
+    rank in full, and to read or write a part of a sharded dimension, is a collective.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
     own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
     own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye}
+    own |= dict.fromkeys(_IN_FULL, _in_full) | dict.fromkeys((*_OF_DIM, _aten.diagonal.default), _part_of)
+    own[_aten.view.default] = _reshaped
+    return _handle(own)
+
+
+def _handle(own: dict[Any, Callable[..., Any]]) -> Callable[[], None]:
+    """Call ``own`` for these operators, until the result is called."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
     own = {op: handler for op, handler in own.items() if handlers.get(op) is not handler}  # Another fit's are there.
     # torch's own for argmin and argmax fails on the ranks whose shards are empty.
     replaced = {op: handlers[op] for op in own if op in handlers}
@@ -62,8 +101,7 @@ def answer_in_full() -> Callable[[], None]:
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, *rest = args
-    with torch.no_grad():
-        tensor.to_local().copy_(_part(op(_empty(tensor, kwargs), *rest, **kwargs), tensor))
+    _keep(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
     return tensor
 
 
@@ -74,7 +112,181 @@ def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _of_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
-    return tree_map_only(Tensor, lambda full: _placed(full, tensor), op(tensor.full_tensor(), *rest, **kwargs))
+    return tree_map_only(Tensor, lambda full: _placed(full, tensor), op(_full(tensor), *rest, **kwargs))
+
+
+def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    full, full_kwargs = tree_map_only(DTensor, _full, (args, kwargs))
+    out = op(*full, **full_kwargs)
+    tensor = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
+    if not op._schema.is_mutable:
+        return tree_map_only(Tensor, lambda value: _placed(value, tensor), out)
+    if isinstance(args[0], DTensor) and _sharded_dims(args[0]):
+        _keep(full[0], args[0])
+    return args[0]
+
+
+def _with_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *rest = args
+    if isinstance(tensor, DTensor) and _sharded_dims(tensor):
+        rest = [
+            _placed(each.expand(tensor.shape), tensor)
+            if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.ndim
+            else each
+            for each in rest
+        ]
+    return _own(op, (tensor, *rest), kwargs)
+
+
+def _part_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view; of a sharded dimension one of the full tensor, which writes through."""
+    tensor, *rest = args
+    sharded = _sharded_dims(tensor)
+    if op is _aten.diagonal.default:
+        touched = bool(sharded)
+    else:
+        dim = (args[_OF_DIM[op]] if len(args) > _OF_DIM[op] else 0) % tensor.ndim
+        everything = (
+            op is _aten.slice.Tensor and op(torch.empty(tensor.shape, device="meta"), *rest).shape == tensor.shape
+        )
+        touched = dim in sharded and not everything
+    return _of_full(op, args, kwargs) if touched else _own(op, args, kwargs)
+
+
+def _reshaped(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return _own(op, args, kwargs)
+    except RuntimeError:  # It would mix rows of two ranks; on all ranks alike.
+        if not _sharded_dims(args[0]):
+            raise
+        return _of_full(op, args, kwargs)
+
+
+def _own(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch does without a handler."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
+
+
+def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *rest = args
+    source = _Source(tensor)
+    mesh = tensor.device_mesh
+
+    def shown(part: Tensor) -> DTensor:
+        return DTensor.from_local(_Part(part, source), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    return tree_map_only(Tensor, shown, op(source.full, *rest, **kwargs))
+
+
+class PlainTensorsInHooks:
+    """Takes plain tensors that meet DTensors in the user's hooks for what they are there: full, equal on all ranks."""
+
+    def __init__(self) -> None:
+        self._depth, self._allowed = 0, ExitStack()
+
+    def begins(self, action: str) -> None:
+        """``action`` is Lightning's name for it."""
+        if _HOOK.match(action):
+            self._depth += 1
+            if self._depth == 1:
+                self._allowed.enter_context(implicit_replication())
+                self._allowed.callback(_handle(dict.fromkeys(_IN_PLACE, _with_shards)))
+
+    def ends(self, action: str) -> None:
+        if _HOOK.match(action):
+            self._depth -= 1
+            if not self._depth:
+                self._allowed.close()
+
+
+class _Source:
+    """A sharded tensor, and all of it on this rank for the parts that were taken of it. All ranks call its methods."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._tensor, self._seen = tensor, tensor._version
+        with torch.no_grad():
+            self.full = _full(tensor).clone()
+
+    def refresh(self) -> None:
+        """Follow what was written to the tensor since."""
+        if self._seen != self._tensor._version:
+            self.full.copy_(_full(self._tensor))
+            self._seen = self._tensor._version
+
+    def write(self, part: Tensor) -> None:
+        """Write ``part``, which is one of ``full``, to the tensor too."""
+        if self._seen != self._tensor._version:  # The same operator wrote to a part that was taken apart from this one.
+            mine = part.clone()
+            self.refresh()
+            part.copy_(mine)
+        _keep(self.full, self._tensor)
+        self._seen = self._tensor._version
+
+
+class _Part(Tensor):
+    """A view of a `_Source`'s full tensor; in-place operators change the sharded tensor too."""
+
+    part: Tensor
+    source: _Source
+
+    @staticmethod
+    def __new__(cls, part: Tensor, source: _Source) -> "_Part":
+        made: _Part = Tensor._make_wrapper_subclass(
+            *(cls, part.shape, part.stride(), part.storage_offset()), dtype=part.dtype, device=part.device
+        )
+        made.part, made.source = part, source
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        given = (args, kwargs or {})
+        sources = {id(each.source): each.source for each in tree_leaves(given) if isinstance(each, _Part)}
+        for source in sources.values():
+            source.refresh()
+        own, own_kwargs = tree_map_only(_Part, lambda each: each.part, given)
+        out = func(*own, **own_kwargs)
+        if not func._schema.is_mutable:
+            (source, *_) = sources.values()
+            return tree_map_only(Tensor, lambda part: _Part(part, source), out) if func.is_view else out
+        changed = [i for i, of in enumerate(func._schema.arguments) if of.alias_info and of.alias_info.is_write]
+        names = [of.name for of in func._schema.arguments]
+        for each in tree_leaves([args[i] if i < len(args) else given[1].get(names[i]) for i in changed]):
+            if isinstance(each, _Part):
+                each.source.write(each.part)
+        return args[0] if isinstance(out, Tensor) and isinstance(args[0], _Part) else out
+
+    def numpy(self, **kwargs: Any) -> Any:
+        return self.part.numpy(**kwargs)
+
+    def tolist(self) -> Any:
+        return self.part.tolist()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.part)
+
+
+def _full(tensor: DTensor) -> Tensor:
+    # A shard that is kept on the host is gathered by the device.
+    moved: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+    return moved.full_tensor()
+
+
+def _sharded_dims(tensor: DTensor) -> set[int]:
+    return {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
+
+
+@torch.no_grad()
+def _keep(full: Tensor, tensor: DTensor) -> None:
+    """Write this rank's part of ``full`` to it."""
+    tensor.to_local().copy_(_part(full, tensor))
+    increment_version(tensor)
 
 
 def _placed(full: Tensor, tensor: DTensor) -> DTensor:

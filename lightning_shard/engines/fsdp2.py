@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters, forward, refusals
-from lightning_shard.engines._dtensors import answer_in_full
+from lightning_shard.engines._dtensors import PlainTensorsInHooks, answer_in_full
 from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, leave_inputs_alone, put_hooks
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
@@ -76,6 +76,8 @@ class FSDP2Engine(StepsOwnParameters):
         super().__init__(options, forward, at_boundary=at_boundary)
         self._units: UnitOptions = units or options
         self._usage: UnitUsage | None = None
+        plain = PlainTensorsInHooks()
+        self.hooks = plain.begins, plain.ends
 
     @abstractmethod
     def _applier(self, run: Run) -> ApplyUnit:

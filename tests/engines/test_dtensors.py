@@ -1,0 +1,136 @@
+"""What is written to parts of a sharded tensor, and what is asked of it, is as of the full one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_shard.engines._dtensors import PlainTensorsInHooks, answer_in_full
+from tests.harness import run_distributed
+
+ROWS, COLUMNS = 11, 8  # Rows that ranks do not divide.
+INDEX, MASK = torch.tensor([0, ROWS - 2]), torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) % 3 > 0
+HOOK = "[LightningModule]Net.on_before_optimizer_step"
+
+
+def _stale(p: Tensor) -> None:
+    first = p[0]
+    p.mul_(2)  # A view sees it.
+    first.add_(1)
+    p.add_(first.sum())
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "row": lambda p: p[0].zero_(),
+    "last row": lambda p: p[-1].mul_(0.5),
+    "rows": lambda p: p[2:9].mul_(0.5),
+    "every second row": lambda p: p[::2].add_(1),
+    "all rows": lambda p: p[:].mul_(0.5),
+    "column": lambda p: p[:, 0].mul_(0.5),
+    "element": lambda p: p[3, 2].fill_(1.0),
+    "set row": lambda p: p.__setitem__(0, 0.0),
+    "set rows": lambda p: p.__setitem__(slice(0, 3), torch.ones(3, COLUMNS)),
+    "set element": lambda p: p.__setitem__((3, 2), 1.0),
+    "set column": lambda p: p.__setitem__((slice(None), 0), 0.0),
+    "set all": lambda p: p.__setitem__(..., 0.5),
+    "set list": lambda p: p.__setitem__([0, ROWS - 1], 0.0),
+    "set mask": lambda p: p.__setitem__(p > 0, 0.0),
+    "set of data": lambda p: p.data.__setitem__(0, 0.0),
+    "select": lambda p: p.select(0, 1).fill_(0.3),
+    "narrow": lambda p: p.narrow(0, 1, 4).mul_(2),
+    "part of a part": lambda p: p[1:7][2][3:5].zero_(),
+    "chunk": lambda p: p.chunk(2)[0].mul_(0.5),
+    "split": lambda p: p.split(3)[1].mul_(0.5),
+    "split sizes": lambda p: p.split([4, ROWS - 4])[1].mul_(0.5),
+    "unbind": lambda p: p.unbind(0)[2].mul_(0.5),
+    "iterate": lambda p: [row.mul_(0.5) for row in p],
+    "diagonal": lambda p: p.diagonal().zero_(),
+    "flat": lambda p: p.view(-1)[3:5].zero_(),
+    "flatten": lambda p: p.flatten().mul_(0.5),
+    "transposed row": lambda p: p.T[0].mul_(0.5),
+    "foreach of rows": lambda p: torch._foreach_mul_([p[0], p[5]], 0.5),
+    "out": lambda p: torch.mul(p[1], 2, out=p[0]),
+    "clip of a row": lambda p: p[0].clamp_(-0.1, 0.1),
+    "stale view": _stale,
+    "index fill": lambda p: p.index_fill_(0, INDEX, 0.0),
+    "index copy": lambda p: p.index_copy_(0, INDEX, torch.zeros(2, COLUMNS)),
+    "index add": lambda p: p.index_add_(0, INDEX, torch.ones(2, COLUMNS)),
+    "scatter": lambda p: p.scatter_(1, torch.zeros(ROWS, 1, dtype=torch.long), 0.0),
+    "masked fill": lambda p: p.masked_fill_(MASK, 0.0),
+    "triangle": lambda p: p.triu_(),
+    "renorm": lambda p: p.renorm_(2, 0, 0.5),
+    "copy": lambda p: p.copy_(torch.ones(ROWS, COLUMNS)),
+    "mask": lambda p: p.mul_(MASK),
+    "a row of plain numbers": lambda p: p.mul_(torch.linspace(0, 1, COLUMNS)),
+    "lerp": lambda p: p.lerp_(torch.ones(ROWS, COLUMNS), 0.1),
+    "read element": lambda p: p.mul_(float(p[3, 2])),
+    "read rows": lambda p: p.mul_(p[:4].sum()),
+    "reversed rows": lambda p: p.copy_(p[torch.arange(ROWS - 1, -1, -1)]),
+    "chosen": lambda p: p.mul_(float(p[p > 0].min())),
+    "unique": lambda p: p.mul_(len(p.unique())),
+    "nonzero": lambda p: p.mul_(len(p.nonzero())),
+    "quantile": lambda p: p.clamp_(max=float(p.quantile(0.5))),
+    "kth": lambda p: p.mul_(float(p.flatten().kthvalue(5)[0])),
+    "close": lambda p: p.mul_(2.0 if torch.allclose(p, p) else 0.0),
+}
+
+
+@torch.no_grad()
+def _different(*, as_full: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = PlainTensorsInHooks()
+    undo = answer_in_full() if as_full else nullcontext
+    plain.begins(HOOK)
+    found = []
+    for name, write in WRITES.items():
+        expected = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+        sharded = distribute_tensor(expected, mesh, [Shard(0)])
+        expected = expected.clone()
+        write(expected)
+        try:
+            write(sharded)
+        except RuntimeError:
+            assert not as_full, name
+        if not torch.equal(sharded.full_tensor(), expected):
+            found.append(name)
+    plain.ends(HOOK)
+    undo()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
+def test_parts_of_shards_are_parts_of_the_full_tensor(ranks: int) -> None:
+    assert run_distributed(_different, ranks, as_full=True) == [[]] * ranks
+
+
+def test_torch_alone_loses_them() -> None:
+    for lost in run_distributed(_different, 2, as_full=False):
+        assert {"row", "rows", "element", "set element", "narrow", "chunk", "diagonal", "iterate"} <= {*lost}
+
+
+def _meets_plain(action: str) -> str:
+    sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    plain = PlainTensorsInHooks()
+    plain.begins(action)
+    try:
+        sharded.mul_(torch.ones(4))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        plain.ends(action)
+    return "taken"
+
+
+@pytest.mark.parametrize("action", ["[Strategy]ShardFSDPStrategy.training_step", "optimizer_step"])
+def test_plain_tensors_are_taken_in_hooks_alone(action: str) -> None:
+    assert "mixed torch.Tensor and DTensor" in run_distributed(_meets_plain, 1, action)[0]
+    assert run_distributed(_meets_plain, 1, HOOK) == ["taken"]
+    assert "mixed torch.Tensor and DTensor" in run_distributed(_meets_plain, 1, action)[0]
