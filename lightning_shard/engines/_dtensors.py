@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard.private_names import require
+from lightning_shard.tensors.full import own_part
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
 require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
@@ -63,7 +64,7 @@ def answer_in_full() -> Callable[[], None]:
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, *rest = args
     with torch.no_grad():
-        tensor.to_local().copy_(_part(op(_empty(tensor, kwargs), *rest, **kwargs), tensor))
+        tensor.to_local().copy_(own_part(op(_empty(tensor, kwargs), *rest, **kwargs), tensor))
     return tensor
 
 
@@ -82,7 +83,7 @@ def _placed(full: Tensor, tensor: DTensor) -> DTensor:
     mesh, placements = tensor.device_mesh, list(tensor.placements)
     if full.shape != tensor.shape:
         return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    part = _part(full, tensor).to(tensor.to_local().device)
+    part = own_part(full, tensor).to(tensor.to_local().device)
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
@@ -96,8 +97,3 @@ def _empty(tensor: DTensor, kwargs: dict[str, Any]) -> Tensor:
     generator = kwargs.get("generator")
     device = tensor.device_mesh.device_type if generator is None else generator.device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _part(full: Tensor, tensor: DTensor) -> Tensor:
-    # Without a source each rank cuts what it has.
-    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters, forward, refusals
 from lightning_shard.engines._dtensors import answer_in_full
-from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, leave_inputs_alone, put_hooks
+from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, leave_inputs_alone, put_hooks, units_of
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
@@ -36,7 +36,7 @@ from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
-from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.names import parameter_names
 
 FORWARD_METHODS = ("encode", "generate")  # Methods that run a model without ``forward``, by the names that are common.
 
@@ -147,7 +147,7 @@ class FSDP2Engine(StepsOwnParameters):
         # Read after it, because it replaces parameters.
         self.upcast = casting.cast_trainable_parameters(root, policy.master)
         forward.gather_on_read(root)
-        made: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        made = units_of(root)
         for unit in made:
             vars(unit)["__deepcopy__"] = partial(refusals.refuse_copy, self.strategy)
         for below_root in made[1:]:
@@ -331,7 +331,7 @@ def _cast(
 
 
 def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:
-    names: dict[Tensor, str] = {p: fqn for fqn, p in named_parameters(root).items()}
+    names = parameter_names(root)
     stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return WholeSteps(
         optimizer,

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from lightning_shard.engines._fsdp2 import reduce_over
+from lightning_shard.engines._fsdp2 import reduce_over, units_of
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
@@ -84,11 +84,11 @@ class FullyShard(FSDP2Engine):
         prepared = super().prepare(module, run)
         if self._options.separate_reduce_scatter:
             reduce_over(module, shard_group_of_its_own(run.mesh, "reduce-scatter"))
-        for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
+        for unit in units_of(module):
             if self._options.symmetric_memory:
                 unit.set_symm_mem_for_comm()
             if self._options.custom_all_gather is not None:
-                unit.set_custom_all_gather(cast(Any, self._options.custom_all_gather))
+                unit.set_custom_all_gather(self._options.custom_all_gather)
         return prepared
 
     def _applier(self, run: Run) -> ApplyUnit:
