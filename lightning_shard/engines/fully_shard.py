@@ -12,7 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from lightning_shard.engines._fsdp2 import reduce_over, units_of
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
-from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
+from lightning_shard.engines.fsdp2 import FSDP2Engine
+from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.units import unit_rules
 from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError
 from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh, shard_group_of_its_own
