@@ -131,7 +131,7 @@ class Stepped:
 
     def view(self, fqn: str, slot: Tensor) -> LiveTensor:
         """The part of a slot tensor that belongs to one parameter, in place; a scalar belongs to each."""
-        if self.flat is None or slot.ndim == 0:
+        if self.flat is None or slot.shape != self.tensor.shape:
             return slot
         return self.flat[fqn].view(slot)
 
@@ -212,37 +212,48 @@ def optimizer_states(
         _refuse_inner(live)
         groups = groups_of(index, optimizer, names)
         plain: dict[str, Values] = {}
-        if isinstance(optimizer, OwnedOptimizer):
-            tensors.update(_owned_slots(index, optimizer, names))
-            plain = {names.aliases.get(fqn, fqn): dict(values) for fqn, values in optimizer.values.items()}
-            groups_with_state: list[Group] = []
-        else:
-            groups_with_state = groups
-        for part in (p for group in groups_with_state for p in group.stepped if p.tensor in live.state):
-            slots = live.state[part.tensor]
-            for slot, value in flat.plain_slots(slots if part.flat is None else _with_tensor_step(slots)).items():
-                for fqn in part.shapes:
-                    name = SlotName(index, fqn, slot)
-                    if isinstance(value, Tensor):
-                        if part.is_sharded and value.shape not in ((), part.tensor.shape):
-                            raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
-                        tensors[name] = part.view(fqn, value)
-                    else:
-                        plain.setdefault(fqn, {})[slot] = _checked_value(name, value, is_sharded=part.is_sharded)
+        for part, fqn, slot, value in _live_slots(optimizer, groups):
+            name = SlotName(index, fqn, slot)
+            if part.flat is not None and slot == "step":
+                value = _tensor_step(value)
+            if isinstance(value, Tensor) and part.is_sharded and value.shape not in ((), part.tensor.shape):
+                raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
+            if isinstance(value, LiveTensor):
+                tensors[name] = value
+            else:
+                plain.setdefault(fqn, {})[slot] = _checked_value(name, value, is_sharded=part.is_sharded)
         settings = [{k: _plain(v) for k, v in hyperparameters(group.settings).items()} for group in groups]
         with_names = [{"params": group.names, **each} for group, each in zip(groups, settings, strict=True)]
         described.append({"class": kind_of(live), "groups": with_names, "slots": plain})
     return tensors, described
 
 
-def _owned_slots(index: int, optimizer: OwnedOptimizer, names: Names) -> Iterator[tuple[SlotName, LiveTensor]]:
-    for parameter in optimizer.parameters:
-        for name, slot in optimizer.slots.get(parameter.fqn, {}).items():
-            own = [] if parameter.tensor is None else [optimizer.optimizer.state[parameter.tensor]]
-            tensors = (flat.plain_slots(state)[name] for state in own)
-            slices = [flat.FlatSlice(data=tensor.detach().reshape(-1), start=0) for tensor in tensors]
-            fqn = names.aliases.get(parameter.fqn, parameter.fqn)
-            yield SlotName(index, fqn, name), flat.FlatTensor(slot.shape, slot.dtype, slices)
+def _live_slots(
+    optimizer: AnyOptimizer, groups: Sequence[Group], only: str | None = None
+) -> Iterator[tuple[Stepped, str, str, Any]]:
+    """What is stepped, FQN, name and value of each slot, of ``only`` one parameter; tensors are live, maybe slices."""
+    live = flat.torch_optimizer(optimizer)
+    for part in (p for group in groups for p in group.stepped if only is None or only in p.shapes):
+        state = flat.plain_slots(live.state.get(part.tensor, {}))
+        if isinstance(optimizer, OwnedOptimizer):
+            (fqn,) = part.names
+            for slot, facts in optimizer.slots.get(fqn, {}).items():
+                slices = [flat.FlatSlice(data=state[slot].detach().reshape(-1), start=0)] if state else []
+                yield part, fqn, slot, flat.FlatTensor(facts.shape, facts.dtype, slices)
+            yield from ((part, fqn, slot, value) for slot, value in optimizer.values.get(fqn, {}).items())
+            continue
+        for slot, value in state.items():
+            for fqn in part.shapes if only is None else [only]:
+                yield part, fqn, slot, part.view(fqn, value) if isinstance(value, Tensor) else value
+
+
+def optimizer_slot(optimizers: Sequence[AnyOptimizer], names: Names, fqn: str, slot: str) -> LiveTensor | None:
+    """The state that an optimizer keeps of a parameter in ``slot`` ("exp_avg"); None where no optimizer has it."""
+    for index, optimizer in enumerate(optimizers):
+        for _, _, name, value in _live_slots(optimizer, groups_of(index, optimizer, names), only=fqn):
+            if name == slot:
+                return value if isinstance(value, LiveTensor) else torch.as_tensor(value)
+    return None
 
 
 def _checked_value(name: SlotName, value: Any, *, is_sharded: bool) -> Any:
@@ -254,14 +265,11 @@ def _checked_value(name: SlotName, value: Any, *, is_sharded: bool) -> Any:
     return value
 
 
-def _with_tensor_step(slots: Mapping[str, Any]) -> dict[str, Any]:
+def _tensor_step(step: Any) -> Any:
     # Optimizers made for flat tensors count steps in a number; torch's own keep a scalar of this dtype for each
     # parameter (torch.optim.optimizer._get_scalar_dtype), and those read what is written here.
-    step = slots.get("step")
-    if isinstance(step, (int, float)):
-        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        return {**slots, "step": torch.tensor(step, dtype=dtype)}
-    return dict(slots)
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    return torch.tensor(step, dtype=dtype) if isinstance(step, (int, float)) else step
 
 
 def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...]) -> str:

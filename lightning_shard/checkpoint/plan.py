@@ -24,6 +24,7 @@ from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.checkpoint.files.tensor_files import Values, chunks_of
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.flat import INTEGERS
 
 Integers = NDArray[np.int64]
 
@@ -240,7 +241,6 @@ def _boxes_of(tensor: Any) -> list[dcp.ChunkStorageMetadata]:
     return [chunk for chunk in chunks_of(tensor) if chunk.sizes.numel() > 0 or 0 in tensor.shape]
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ELEMENTS = 1 << 20  # in memory as int64 at a time
 
 
@@ -274,7 +274,7 @@ def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
 def _sum(box: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
     if box.is_complex():
         box, offsets, shape = torch.view_as_real(box.resolve_conj()), (*offsets, 0), (*shape, 2)
-    bits = (box.reshape(1) if box.ndim == 0 else box.contiguous()).view(_INTEGERS[box.element_size()])
+    bits = (box.reshape(1) if box.ndim == 0 else box.contiguous()).view(INTEGERS[box.element_size()])
     offsets, shape = offsets or (0,), shape or (1,)
     rows = max(1, _ELEMENTS // max(1, bits[:1].numel()))
     found = 0

@@ -1,6 +1,6 @@
-"""The ``state_dict`` of a checkpoint as a module's own code sees and changes it before it is loaded. For each tensor
-stands a `StoredValues`, so that nothing is read for a name that is changed or deleted. What code computes from one
-takes its place, in full on the host of every rank.
+"""The ``state_dict`` of a checkpoint as a module's own code sees and changes it, before it is saved and before it is
+loaded. There stands a `StoredValues` for each tensor, so that nothing is read for a name that is changed or deleted.
+What code computes from one takes its place, in full on the host of every rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,60 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.checkpoint.files.layout import MODEL_PREFIX, without_prefix
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.tensor_files import fill
-from lightning_shard.checkpoint.optimizer_state import sharded_names
+from lightning_shard.checkpoint.optimizer_state import left_out, sharded_names
 from lightning_shard.errors import CheckpointError
-from lightning_shard.tensors.names import Names
+from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.flat import LiveTensor, local
+from lightning_shard.tensors.names import Names, fqns
 from lightning_shard.tensors.tracing import storage_key, tree_map_only
+
+
+class OfferedState:
+    """What a checkpoint is to be saved of, from which code takes out names; it adds none, and changes no values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._given: Mapping[str, LiveTensor] = {}
+
+    def offer(self, masters: Mapping[str, LiveTensor]) -> dict[str, LiveTensor]:
+        """The live tensors by name, tied ones too, that the module's ``state_dict()`` has; ``masters`` come first."""
+        names = sharded_names(self._module)
+        own = {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
+        without = left_out(self._module, names)
+        self._given = {name: tensor for name, tensor in {**own, **masters}.items() if name not in without}
+        return dict(self._given)
+
+    def left_out(self, kept: Mapping[str, Any]) -> set[str]:
+        """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says. All ranks call it."""
+        names, given, self._given = fqns(self._module).tensors, self._given, {}
+
+        def look() -> list[str]:
+            if added := sorted(set(kept) - set(given)):
+                raise CheckpointError(
+                    f"on_save_checkpoint added {', '.join(added[:5])} to the state_dict, but a checkpoint has the "
+                    "module's own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
+                )
+            if changed := [name for name in kept if not _is_the_same(kept[name], given[name])]:
+                raise CheckpointError(
+                    f"on_save_checkpoint replaced {', '.join(changed[:5])} in the state_dict, but a checkpoint has the "
+                    "values of the module's own tensors. Change those, or put yours under a key of their own: "
+                    "checkpoint['my_key'] = ..."
+                )
+            return sorted(set(names) - set(kept))
+
+        ranks = Ranks.of()
+        doing = "reading what on_save_checkpoint made of the state_dict"
+        return set(ranks.exchange(doing, look, lambda found: [found[0]] * ranks.size))
+
+
+def _is_the_same(now: Any, given: LiveTensor) -> bool:
+    """Whether it is, or has the values of, what it takes the place of."""
+    if now is given or not (isinstance(now, Tensor) and isinstance(given, Tensor)):
+        return now is given
+    ours, theirs = local(now), local(given)
+    same_kind = type(now.detach()) is type(given.detach()) and ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    return same_kind and torch.equal(ours.detach(), theirs.detach().to(ours.device))
+
 
 _FACTS = {
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "element_size", "is_floating_point", "__len__")),
@@ -114,8 +164,7 @@ def _is_live(tensor: Tensor, live: Tensor | None) -> bool:
     """Whether it is ``live``, or what ``state_dict()`` gives for it."""
     if isinstance(tensor, StoredValues) or live is None:
         return False
-    one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, live))
-    where = [(storage_key(t), t.storage_offset(), t.shape) for t in (one, other)]
+    where = [(storage_key(t), t.storage_offset(), t.shape) for t in (local(tensor), local(live))]
     return where[0] == where[1]
 
 

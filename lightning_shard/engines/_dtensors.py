@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.private_names import require
+from lightning_shard.tensors.full import own_part
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
 require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
@@ -285,7 +286,7 @@ def _sharded_dims(tensor: DTensor) -> set[int]:
 @torch.no_grad()
 def _keep(full: Tensor, tensor: DTensor) -> None:
     """Write this rank's part of ``full`` to it."""
-    tensor.to_local().copy_(_part(full, tensor))
+    tensor.to_local().copy_(own_part(full, tensor))
     increment_version(tensor)
 
 
@@ -294,7 +295,7 @@ def _placed(full: Tensor, tensor: DTensor) -> DTensor:
     mesh, placements = tensor.device_mesh, list(tensor.placements)
     if full.shape != tensor.shape:
         return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    part = _part(full, tensor).to(tensor.to_local().device)
+    part = own_part(full, tensor).to(tensor.to_local().device)
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
@@ -308,8 +309,3 @@ def _empty(tensor: DTensor, kwargs: dict[str, Any]) -> Tensor:
     generator = kwargs.get("generator")
     device = tensor.device_mesh.device_type if generator is None else generator.device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _part(full: Tensor, tensor: DTensor) -> Tensor:
-    # Without a source each rank cuts what it has.
-    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()

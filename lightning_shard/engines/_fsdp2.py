@@ -28,6 +28,11 @@ require(Tensor, "_backward_hooks _post_accumulate_grad_hooks", tested="torch 2.1
 require(FSDPParam, "_module_info _sharded_post_forward_param _unsharded_param", tested="torch 2.11 to 2.13")
 
 
+def units_of(root: nn.Module) -> list[Any]:
+    """The FSDP modules of ``root``, itself first if it is one, in the order of registration."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
 def gather(module: FSDPModule) -> None:
     """Gather ``module``'s own unit as ``unshard`` does, which forgets gradients' dtype if nothing is trainable now."""
     if (group := _group_of(module)) is not None:
@@ -68,21 +73,17 @@ def _unless(nested: Callable[[], bool], hook: Callable[..., Any], *arguments: An
 
 def expect_gradients(root: nn.Module) -> None:
     """Tell units whose parameters were all frozen at first in which dtypes to reduce, should they be thawed."""
-    for module in root.modules():
-        group = _group_of(module) if isinstance(module, FSDPModule) else None
-        if group is None or group._orig_dtype is not None:
-            continue
+    for group in filter(None, map(_group_of, units_of(root))):
         dtypes = {parameter.orig_dtype for parameter in group.fsdp_params}
-        if len(dtypes) == 1:
+        if group._orig_dtype is None and len(dtypes) == 1:
             group._orig_dtype = dtypes.pop()
             group._reduce_dtype = group.mp_policy.reduce_dtype
 
 
 def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
     """Reduce all units' gradients over ``group``: torch's own way makes a group in each run, with torch's timeout."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule) and (unit := _group_of(module)) is not None:
-            unit.mesh_info.reduce_scatter_process_group = group
+    for unit in filter(None, map(_group_of, units_of(root))):
+        unit.mesh_info.reduce_scatter_process_group = group
 
 
 def leave_inputs_alone(module: FSDPModule) -> None:
@@ -114,13 +115,13 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
 
 
 def accumulated_gradients(
-    module: FSDPModule, begins: Callable[[nn.Module, str], bool] = lambda owner, name: False, *, reduced: bool = True
+    root: nn.Module, begins: Callable[[nn.Module, str], bool] = lambda owner, name: False, *, reduced: bool = True
 ) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:
-    """Owner, attribute, tensor and whether it is reduced, of each gradient of ``module``'s unit that waits for others:
+    """Owner, attribute, tensor and whether it is reduced, of each gradient of ``root``'s units that waits for others:
     full ones of a gathered unit, and shards in which reduced ones are added up, at the sharded parameters. Where one
     ``begins``, by owner and attribute, it is put there as zeros first.
     """
-    for parameter in _parameters_of(module):
+    for parameter in _parameters_below(root):
         owner, name, shard = parameter._module_info.module, parameter._module_info.param_name, parameter.sharded_param
         full = _unsharded(parameter)
         if shard.requires_grad and begins(owner, name):
@@ -137,17 +138,15 @@ def accumulated_gradients(
             yield owner, name, gradient, False
 
 
-def begin_sums(module: FSDPModule, wanted: Set[nn.Parameter]) -> None:
-    """Begin the sums over micro-batches of ``wanted`` shards' gradients with zeros where ``module``'s unit has others:
-    torch reduces a unit's gradients in one dtype, and those of the last micro-batch alone are not in that of sums.
+def begin_sums(root: nn.Module, wanted: Set[nn.Parameter]) -> None:
+    """Begin the sums over micro-batches of ``wanted`` shards' gradients with zeros in each unit that has others: torch
+    reduces a unit's gradients in one dtype, and those of the last micro-batch alone are not in that of sums.
     """
-    parameters = _parameters_of(module)
-    if all(parameter.unsharded_accumulated_grad is None for parameter in parameters):
-        return
-    for parameter in parameters:
-        full = _unsharded(parameter)
-        if parameter.unsharded_accumulated_grad is None and full is not None and parameter.sharded_param in wanted:
-            _begin_sum(parameter, full)
+    for parameters in map(_parameters_of, units_of(root)):
+        lacking = [parameter for parameter in parameters if parameter.unsharded_accumulated_grad is None]
+        for parameter in lacking if len(lacking) < len(parameters) else ():
+            if (full := _unsharded(parameter)) is not None and parameter.sharded_param in wanted:
+                _begin_sum(parameter, full)
 
 
 def _begin_sum(parameter: Any, full: Tensor) -> None:
@@ -155,9 +154,9 @@ def _begin_sum(parameter: Any, full: Tensor) -> None:
     parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
 
 
-def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:
-    """What ``module``'s unit gathers its parameters into; without memory while they are not gathered."""
-    for parameter in _parameters_of(module):
+def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
+    """What ``root``'s units gather their parameters into; without memory while they are not gathered."""
+    for parameter in _parameters_below(root):
         yield from parameter.all_gather_outputs
         if (full := _unsharded(parameter)) is not None:
             yield full
@@ -177,9 +176,7 @@ def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tenso
 
 def sharded_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
     """The shards of all units below ``root``, gathered or not, and whether FSDP keeps each on the host."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            yield from ((parameter.sharded_param, parameter.offload_to_cpu) for parameter in _parameters_of(module))
+    return ((parameter.sharded_param, parameter.offload_to_cpu) for parameter in _parameters_below(root))
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -207,13 +204,12 @@ def hook_gathered(root: nn.Module) -> None:
     """Move hooks from the shards to the gathered parameters, with gradients of this rank's own, not yet reduced. torch
     would run those on gradients never, and those after them on the reduced shards.
     """
-    for module in root.modules():
-        for parameter in _parameters_of(module) if isinstance(module, FSDPModule) else []:
-            full, hooks = _unsharded(parameter), hooks_of(parameter.sharded_param)
-            if full is not None and hooks:
-                put_hooks(full, hooks)
-                for name in hooks:
-                    setattr(parameter.sharded_param, name, None)
+    for parameter in _parameters_below(root):
+        full, hooks = _unsharded(parameter), hooks_of(parameter.sharded_param)
+        if full is not None and hooks:
+            put_hooks(full, hooks)
+            for name in hooks:
+                setattr(parameter.sharded_param, name, None)
 
 
 def _unsharded(parameter: Any) -> Tensor | None:
@@ -231,3 +227,7 @@ def _group_of(module: FSDPModule) -> Any:
 def _parameters_of(module: FSDPModule) -> list[Any]:
     group = _group_of(module)
     return [] if group is None else list(group.fsdp_params)
+
+
+def _parameters_below(root: nn.Module) -> Iterator[Any]:
+    return (parameter for module in units_of(root) for parameter in _parameters_of(module))

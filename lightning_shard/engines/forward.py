@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines import _fsdp2
-from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested
+from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, units_of
 from lightning_shard.private_names import require
 
 require(nn.Module, "_parameters", tested="torch 2.11 to 2.13")
@@ -63,10 +63,9 @@ def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
 def gather_each(root: nn.Module) -> None:
     """Gather each unit's parameters and free them again, as a forward pass does. All ranks call it."""
     run(root, lambda: None)  # prepares all units, which only the root does
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            gather(module)
-            module.reshard()
+    for module in units_of(root):
+        gather(module)
+        module.reshard()
 
 
 class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
@@ -157,6 +156,5 @@ def _reshard_outside_steps(root: nn.Module) -> None:
 
 def reshard(root: nn.Module) -> None:
     """Reshard every unit, without communication: an evaluation forward leaves the root's parameters gathered."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            _fsdp2.reshard(module)
+    for module in units_of(root):
+        _fsdp2.reshard(module)

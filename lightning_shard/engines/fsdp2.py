@@ -1,64 +1,36 @@
-"""FSDP2 over a module tree, and the engine around it that `fully_shard` and `replicate` share.
-
-The order in `shard` matters: activation checkpointing wraps a unit's forward, compilation takes the checkpointed
-forward whole, and FSDP's hooks lie outside of both, so that a unit is gathered once for a recomputing backward and
-no graph holds a collective. Both act on ``module.forward``, so that no FQN gains a prefix.
-"""
+"""The engine around a tree that FSDP2 sharded, which `fully_shard` and `replicate` share."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters, forward, refusals
 from lightning_shard.engines._dtensors import PlainTensorsInHooks, answer_in_full
-from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, leave_inputs_alone, put_hooks
+from lightning_shard.engines._fsdp2 import hook_gathered, hooks_of, put_hooks
 from lightning_shard.engines.engine import Run
-from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
-from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0, step_apart_from_shards
-from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
+from lightning_shard.engines.replicated import average_gradients, step_apart_from_shards
+from lightning_shard.engines.sharding import ApplyUnit, UnitOptions, shard_tree
+from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.engines.units import Unit, find_units, ignored_parameters
 from lightning_shard.engines.usage import SameUnits, UnitUsage
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
-from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
-from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
-from lightning_shard.tensors.names import named_parameters
-
-FORWARD_METHODS = ("encode", "generate")  # Methods that run a model without ``forward``, by the names that are common.
+from lightning_shard.tensors.names import parameter_names
 
 _STATE = "_shard_state"
 """Where a module keeps what it was sharded with (mesh, policy, settings), and the trainable parameters that FSDP leaves
 alone, so that another Trainer can go on with it."""
-
-ApplyUnit = Callable[..., object]
-"""``fully_shard``, or what takes its arguments: makes FSDP modules of a unit's module or modules."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitOptions:
-    """What a user sets about the shard units."""
-
-    units: UnitSpec = "auto"
-    reshard_after_forward: bool | int = True
-    forward_prefetch: int = 0
-    backward_prefetch: int = 0
-    ignored_modules: tuple[str, ...] = ()
-    find_unused_parameters: bool = False  # Whether ranks tell each other in every step which parameters they used.
-    forward_methods: tuple[str, ...] = FORWARD_METHODS  # What runs a model besides ``forward``.
 
 
 class FSDP2Engine(StepsOwnParameters):
@@ -119,7 +91,9 @@ class FSDP2Engine(StepsOwnParameters):
             self._watch_steps(module)
             return module
         hooks = {name: hooks_of(p) for name, p in module.named_parameters()}
-        self._shard(module, run)
+        self.upcast, self._ignored = shard_tree(
+            module, run, self._units, self._forward_options, self._applier(run), self.strategy
+        )
         for name, parameter in module.named_parameters():
             put_hooks(parameter, hooks[name])
         earlier_parameters.follow_in_lists(module)
@@ -128,83 +102,6 @@ class FSDP2Engine(StepsOwnParameters):
         forward.install_runner(module)
         forward.patch_methods(module, self._units.forward_methods)
         return module
-
-    def _shard(self, root: nn.Module, run: Run) -> None:
-        """Shard ``root`` in place over the run's mesh. Collective: all ranks call it.
-
-        A rank has its shards and at most one full unit at any time; of a model on the host that holds for the device.
-        Values of rank 0 win. A tree in which the user already applied ``fully_shard`` keeps its units. In manual
-        optimization each child of ``root`` is a unit too, as each backward pass of a step may be over a part of the
-        model. WrappingError, MaterializationError and PrecisionError come before anything was changed.
-        """
-        policy, found = run.policy, self._chosen_units(root, run)
-        ignored_modules, ignored = ignored_parameters(root, self._units.ignored_modules)
-        transforms = find_transforms(root, found, self._forward_options)
-        materializer = Materializer(root, device=run.device, seed=run.seed)
-        dtypes = computes(found, policy.compute)
-        # First, so that what checkpointing runs again in backward has the casts in it.
-        _cast(root, policy, dtypes, ignored_modules)
-        transforms()
-        self._make_units(root, found, run, dtypes, ignored, _preparation(materializer, device=run.device))
-        # Read after it, because it replaces parameters.
-        self.upcast = casting.cast_trainable_parameters(root, policy.master)
-        forward.gather_on_read(root)
-        made: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule)]
-        for unit in made:
-            vars(unit)["__deepcopy__"] = partial(refusals.refuse_copy, self.strategy)
-        for below_root in made[1:]:
-            leave_inputs_alone(below_root)
-        _set_prefetch(made[1:], self._units)
-        self._ignored = [p for p in ignored() if p.requires_grad]
-
-    def _chosen_units(self, root: nn.Module, run: Run) -> list[Unit]:
-        """The units that configure_model made, else those of the settings."""
-        found = _users_units(root, run.policy)
-        if found is None:
-            return find_units(root, self._units.units, with_children=not run.automatic)
-        if any(rule.special for rule in unit_rules(self._units.units)):
-            raise WrappingError(
-                "units has entries with settings of their own, but configure_model applied fully_shard, whose units "
-                "stay. Pass these settings there, or leave the sharding to the strategy."
-            )
-        return found
-
-    def _make_units(
-        self,
-        root: nn.Module,
-        found: Sequence[Unit],
-        run: Run,
-        dtypes: Mapping[nn.Module, torch.dtype],
-        ignored: Callable[[], Collection[nn.Parameter]],
-        prepare: Callable[[tuple[nn.Module, ...]], None],
-    ) -> None:
-        """Make an FSDP module of each unit, innermost first, and of ``root`` at last."""
-        apply, children = self._applier(run), set(root.children())
-
-        def make(modules: tuple[nn.Module, ...], reshard: bool | int | None, compute: torch.dtype) -> None:
-            apply(
-                modules[0] if len(modules) == 1 else list(modules),
-                reshard_after_forward=reshard,
-                # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by
-                # `install_casts`, which knows a batch's targets from a module's inputs.
-                mp_policy=MixedPrecisionPolicy(
-                    param_dtype=compute, reduce_dtype=run.policy.reduce, cast_forward_inputs=False
-                ),
-                ignored_params=set(ignored()) or None,
-            )
-
-        for unit in found:
-            prepare(unit.modules)
-            if isinstance(unit.modules[0], FSDPModule):
-                continue
-            outermost = not run.automatic and children.issuperset(unit.modules)
-            own = unit.rule.reshard_after_forward
-            reshard = False if outermost else self._units.reshard_after_forward if own is None else own
-            make(unit.modules, reshard, dtypes[unit.modules[0]])
-        prepare((root,))
-        if not isinstance(root, FSDPModule):
-            # None: torch keeps the root gathered between forward and backward, whatever the units do.
-            make((root,), None, run.policy.compute)
 
     def _watch_steps(self, module: nn.Module) -> None:
         self._written = WrittenInSteps(module)
@@ -320,20 +217,8 @@ class FSDP2Engine(StepsOwnParameters):
         casting.round_scalars_again()
 
 
-def _cast(
-    root: nn.Module, policy: PrecisionPolicy, own: Mapping[nn.Module, torch.dtype], ignored: Collection[nn.Module]
-) -> None:
-    """Have the tree compute in the policy's dtype, and units in their own; what is ignored in fp32 if all else is."""
-    if {policy.compute, *own.values()} == {torch.float32}:
-        for module in ignored:
-            casting.compute_in(module, torch.float32)
-        return
-    casting.install_casts(root, policy.compute, inside=own, whole=ignored, output=policy.output, float8=policy.float8)
-    casting.round_scalars(root, policy.compute, own)
-
-
 def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:
-    names: dict[Tensor, str] = {p: fqn for fqn, p in named_parameters(root).items()}
+    names = parameter_names(root)
     stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return WholeSteps(
         optimizer,
@@ -358,57 +243,3 @@ def _shard_of(fqn: str, parameter: DTensor, group: dict[str, Any]) -> Shard:
         group=group,
         tensor=parameter,
     )
-
-
-def _users_units(root: nn.Module, policy: PrecisionPolicy) -> list[Unit] | None:
-    """The modules below ``root`` that the user applied ``fully_shard`` to, inner before outer; None: to none.
-    PrecisionError: their dtypes are not the policy's.
-    """
-    sharded = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]
-    if wrong := [fqn for fqn, m in sharded if dtypes_of(m) != (policy.compute, policy.reduce)]:
-        raise PrecisionError(
-            f"configure_model applied fully_shard to {', '.join(f or '(root)' for f in wrong)} with other dtypes than "
-            f"the run's ({policy.text()}). Pass it mp_policy=MixedPrecisionPolicy(param_dtype={policy.compute}, "
-            f"reduce_dtype={policy.reduce}, cast_forward_inputs=False), or leave the sharding to the strategy."
-        )
-    units = [Unit(names=(fqn,), modules=(m,)) for fqn, m in reversed(sharded) if m is not root]
-    return units if sharded else None
-
-
-def _preparation(materializer: Materializer, *, device: torch.device) -> Callable[[tuple[nn.Module, ...]], None]:
-    """A function that gives the modules below some tops, but for those done before, their device and full values."""
-    done: set[nn.Module] = set()
-
-    def prepare(tops: tuple[nn.Module, ...]) -> None:
-        inside = {m for top in tops for m in top.modules()} - done
-        done.update(inside)
-        modules = [m for m in materializer.fqns if m in inside]
-        materializer.fill(modules)
-        for module in modules:
-            _move_own_tensors(module, device)
-            if module not in materializer.initializers:
-                broadcast_from_rank_0([*module.parameters(recurse=False), *module.buffers(recurse=False)])
-
-    return prepare
-
-
-@torch.no_grad()
-def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
-    if isinstance(module, Metric):
-        # Its states are neither parameters nor buffers.
-        module.to(device)
-    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if not isinstance(tensor, DTensor) and not tensor.is_meta:
-            # Contiguous, as fully_shard wants it: weights in channels_last are not.
-            tensor.data = tensor.data.to(device).contiguous()
-
-
-def _set_prefetch(modules: list[FSDPModule], options: UnitOptions) -> None:
-    """Gather the next ``n`` units early, by registration order (forward) and against it (backward)."""
-    for index, module in enumerate(modules):
-        if options.forward_prefetch:
-            ahead = modules[index + 1 : index + 1 + options.forward_prefetch]
-            module.set_modules_to_forward_prefetch(ahead)
-        if options.backward_prefetch:
-            before = modules[max(0, index - options.backward_prefetch) : index]
-            module.set_modules_to_backward_prefetch(before[::-1])

@@ -3,16 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from lightning_shard.engines._fsdp2 import reduce_over
+from lightning_shard.engines._fsdp2 import reduce_over, units_of
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
-from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
+from lightning_shard.engines.fsdp2 import FSDP2Engine
+from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.units import unit_rules
 from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError
 from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh, shard_group_of_its_own
@@ -84,11 +85,11 @@ class FullyShard(FSDP2Engine):
         prepared = super().prepare(module, run)
         if self._options.separate_reduce_scatter:
             reduce_over(module, shard_group_of_its_own(run.mesh, "reduce-scatter"))
-        for unit in (m for m in module.modules() if isinstance(m, FSDPModule)):
+        for unit in units_of(module):
             if self._options.symmetric_memory:
                 unit.set_symm_mem_for_comm()
             if self._options.custom_all_gather is not None:
-                unit.set_custom_all_gather(cast(Any, self._options.custom_all_gather))
+                unit.set_custom_all_gather(self._options.custom_all_gather)
         return prepared
 
     def _applier(self, run: Run) -> ApplyUnit:

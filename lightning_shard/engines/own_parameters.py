@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters
-from lightning_shard.engines._fsdp2 import accumulated_gradients
+from lightning_shard.engines._fsdp2 import accumulated_gradients, units_of
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.replicated import common_random_numbers
@@ -23,7 +22,7 @@ from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
-from lightning_shard.tensors.names import named_parameters, unwrapped_modules
+from lightning_shard.tensors.names import parameter_names, unwrapped_modules
 
 
 class StepsOwnParameters(Engine):
@@ -115,7 +114,7 @@ class ModuleTensors:
             return self.whole[id(optimizer)].stepped()
         if not self.live:
             return None
-        names: dict[Tensor, str] = {p: fqn for fqn, p in named_parameters(self.module).items()}
+        names = parameter_names(self.module)
         return [(names[p], p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
@@ -131,17 +130,16 @@ class ModuleTensors:
         def fqn_of(owner: nn.Module, name: str) -> str:
             return f"{names[owner]}.{name}".lstrip(".")
 
-        units = [module for module in names if isinstance(module, FSDPModule)]
-        for unit in units:
-            waiting = accumulated_gradients(unit, lambda *at: fqn_of(*at) in begin, reduced=not self.at_boundary)
-            for owner, name, gradient, reduced in waiting:
-                found[fqn_of(owner, name)] = Accumulated(gradient, reduced)
-        for fqn, parameter in named_parameters(self.module).items():
+        each_time = not self.at_boundary
+        waiting = accumulated_gradients(self.module, lambda *at: fqn_of(*at) in begin, reduced=each_time)
+        for owner, name, gradient, reduced in waiting:
+            found[fqn_of(owner, name)] = Accumulated(gradient, reduced)
+        for parameter, fqn in parameter_names(self.module).items():
             if fqn in begin and fqn not in found and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None and fqn not in found:
                 # What FSDP ignores is averaged once, at the end of a step.
-                found[fqn] = Accumulated(parameter.grad, reduced=not self.at_boundary and not units)
+                found[fqn] = Accumulated(parameter.grad, reduced=each_time and not units_of(self.module))
         return found
 
     def resident(self) -> Iterable[Resident]:

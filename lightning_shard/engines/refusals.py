@@ -6,25 +6,24 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_shard.engines._fsdp2 import units_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.names import outside_graphs, unwrapped_modules
 
 
 def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by_zero: bool = True) -> None:
     """Refuse a module that FSDP2 or ZeRO-3 has sharded (ConfigurationError, with what to do)."""
-    if by_fsdp and any(isinstance(m, FSDPModule) for m in module.modules()):
+    if by_fsdp and units_of(module):
         raise ConfigurationError(
             f"{strategy} needs a module with full parameters, but this one was sharded with FSDP2, by an earlier run "
             "or in configure_model. Build a new module, or use shard_fsdp."
         )
-    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    inside = {p for unit in units for p in unit.parameters()}
+    inside = {p for unit in units_of(module) for p in unit.parameters()}
     if found := [n for n, p in module.named_parameters() if isinstance(p, DTensor) and p not in inside]:
         raise ConfigurationError(
             f"{strategy} shards full parameters, but {len(found)} come already sharded as DTensors, {found[0]} first, "

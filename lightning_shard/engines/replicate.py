@@ -6,7 +6,8 @@ from torch import nn
 from lightning_shard.engines._fsdp2 import replicate
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import ReplicateFacts
-from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
+from lightning_shard.engines.fsdp2 import FSDP2Engine
+from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.torch_ddp import DDPOptions
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.errors import ConfigurationError

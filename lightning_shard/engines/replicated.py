@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_shard.devices import in_use
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks, reachable
+from lightning_shard.tensors.flat import INTEGERS, local
 from lightning_shard.tensors.names import is_persistent
 
 
@@ -101,15 +102,12 @@ def common_random_numbers(shard: int = 0) -> Generator[None, None, None]:
         yield
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 @torch.no_grad()
 def parted(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
     """Which of these tensors differ between the ranks of ``group``, by the sum of their bits. All ranks call it."""
-    local = [t.to_local() if isinstance(t, DTensor) else t.detach() for t in replicas]
-    real = [torch.view_as_real(t) if t.is_complex() else t for t in local]
-    sums = [t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in real]
+    own = [local(t) for t in replicas]
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in own]
+    sums = [t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in real]
     if not sums:
         return []
     # The largest, and less than the smallest: ~x is -x - 1.

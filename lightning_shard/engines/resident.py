@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -50,10 +49,8 @@ def module_tensors(
     for parameter in dict.fromkeys(parameters):
         if parameter.grad is not None:
             yield Resident("gradients", memory(parameter, parameter.grad), parameter.grad)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            waiting = _fsdp2.accumulated_gradients(part)
-            yield from (Resident("gradients", memory_of(gradient, device), gradient) for *_, gradient, _ in waiting)
+    waiting = _fsdp2.accumulated_gradients(module)
+    yield from (Resident("gradients", memory_of(gradient, device), gradient) for *_, gradient, _ in waiting)
     yield from optimizer_tensors(optimizers, memory)
     yield from buffers(module, device=device)
     if isinstance(wrapper, DistributedDataParallel) and not wrapper.gradient_as_bucket_view:
@@ -78,9 +75,7 @@ def buffers(module: nn.Module, *, device: torch.device) -> Iterator[Resident]:
 
 def unsharded(module: nn.Module) -> Iterator[Resident]:
     """FSDP2's parameters that are gathered at this moment."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            yield from (Resident("gathered", "device", tensor) for tensor in _fsdp2.gathered_tensors(part))
+    return (Resident("gathered", "device", tensor) for tensor in _fsdp2.gathered_tensors(module))
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:

@@ -10,22 +10,20 @@ And which are frozen, thawed or made once an engine has prepared a module (`Free
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines._fsdp2 import begin_sums, gathered_parameters, gathered_tensors
+from lightning_shard.engines._fsdp2 import begin_sums, gathered_parameters, gathered_tensors, units_of
 from lightning_shard.engines.refusals import different_branches
 from lightning_shard.errors import ConfigurationError, WrappingError
 from lightning_shard.private_names import require
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
-from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.names import parameter_names
 
 require(_functorch, "maybe_current_level", tested="torch 2.11 to 2.13")
 
@@ -153,25 +151,22 @@ class UnitUsage:
         """Begin to look at the steps of ``root``, which is sharded; its trainable parameters count. ``always``: ranks
         compare in every step. ``compiled``: units have no hooks at parameters; those with a gradient are used.
         """
-        self._names = {p: fqn for fqn, p in named_parameters(root).items() if p.requires_grad}
+        self._names = {p: fqn for p, fqn in parameter_names(root).items() if p.requires_grad}
         self.usage = Usage(self._names.values(), always=always)
-        self._units: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        self._root = root
         self._undo: list[Callable[[], None]] = []
         self._reached: set[str] = set()
         self._reduces_zeros = False
         if compiled and not always:
             return
         # Full parameters are there once a unit has run; before FSDP's own hooks, which free them.
-        for unit in self._units:
-            hook = unit.register_forward_hook(self.watch, prepend=True)
-            self._undo.append(hook.remove)
-        for parameter, fqn in self._names.items():
-            if not isinstance(parameter, DTensor):
-                self._undo.append(self.usage.watch(fqn, parameter))
+        self._undo += [unit.register_forward_hook(self.watch, prepend=True).remove for unit in units_of(root)]
+        full = [(fqn, parameter) for parameter, fqn in self._names.items() if not isinstance(parameter, DTensor)]
+        self._undo += [self.usage.watch(*each) for each in full]
         self._reduce_zeros(True)
 
     def _reduce_zeros(self, enabled: bool) -> None:
-        for unit in self._units:
+        for unit in units_of(self._root):
             # New in torch 2.13.
             if (switch := getattr(unit, "set_reduce_scatter_unused_params", None)) is not None:
                 switch(enabled, recurse=False)
@@ -191,9 +186,7 @@ class UnitUsage:
     def after_micro_batch(self) -> None:
         """Between two micro-batches whose gradients are reduced once: the next one may use what this one did not."""
         never = self.usage.never
-        wanted = {parameter for parameter, fqn in self._names.items() if fqn not in never}
-        for unit in self._units:
-            begin_sums(unit, wanted)
+        begin_sums(self._root, {parameter for parameter, fqn in self._names.items() if fqn not in never})
 
     def finish(self) -> None:
         """End a step whose gradients are reduced: those that no rank used are None. All ranks call it. WrappingError:
@@ -233,10 +226,9 @@ class Freezing:
 
     def refuse_new(self) -> None:
         """Refuse parameters that came since (ConfigurationError), and are not the gathered ones of a unit."""
-        units = (m for m in self._module.modules() if isinstance(m, FSDPModule))
-        known: set[Tensor] = {*self._parameters, *chain.from_iterable(map(gathered_tensors, units))}
-        found = named_parameters(self._module).items()
-        if new := [n for n, p in found if p not in known and (self._frozen_too or p.requires_grad)]:
+        known: set[Tensor] = {*self._parameters, *gathered_tensors(self._module)}
+        found = parameter_names(self._module).items()
+        if new := [n for p, n in found if p not in known and (self._frozen_too or p.requires_grad)]:
             raise ConfigurationError(
                 f"{', '.join(new[:4])} came after the model was set up to train, in a hook or a step of the fit: "
                 "no engine reduces their gradients or shards them, and no optimizer has them. Make them in "

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Run
@@ -23,7 +22,7 @@ from lightning_shard.engines.optimizer_probe import Needs, probe
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot, plain_slots
+from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot, local, plain_slots
 
 BUCKET = 2**25
 """Elements of full parameters that are sent together: large enough for the network, and several at a time."""
@@ -135,7 +134,7 @@ class WholeSteps:
             )
         for index, slots in made.items():
             del state[self._shards[index].tensor]
-            own = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in slots.items()}
+            own = {name: local(slot) for name, slot in slots.items()}
             state[self._owned[index].parameter] = own
 
     def _by_owner(self, indices: Iterable[int]) -> list[list[int]]:

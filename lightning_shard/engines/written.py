@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines._fsdp2 import gathered_parameters
+from lightning_shard.engines._fsdp2 import gathered_parameters, units_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.full import own_part
+from lightning_shard.tensors.names import parameter_names
 
 _COMPARED = 3  # Steps in which values are compared, which waits for the device.
 
@@ -47,8 +47,8 @@ class WrittenInSteps:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._units: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        self._names = {p: n for n, p in named_parameters(root).items() if isinstance(p, DTensor)}
+        self._units = units_of(root)
+        self._names = {p: n for p, n in parameter_names(root).items() if isinstance(p, DTensor)}
         self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
         self._lost: set[str] = set()
         self._steps = 0
@@ -79,7 +79,7 @@ class WrittenInSteps:
                 if shard not in self._frozen or shard.requires_grad or self._names[shard] in self._lost:
                     continue
                 if full.dtype == shard.dtype:
-                    shard.to_local().copy_(_own_part(full, shard))
+                    shard.to_local().copy_(own_part(full, shard))
                 elif self._steps <= _AVERAGED and not _has_its_values(full, shard):
                     self._lost.add(self._names[shard])
                 if full.data_ptr() != memory.data_ptr():
@@ -99,10 +99,5 @@ class WrittenInSteps:
 
 
 def _has_its_values(full: Tensor, shard: DTensor) -> bool:
-    own = _own_part(full, shard)
+    own = own_part(full, shard)
     return torch.allclose(own, shard.to_local().to(own), rtol=0, atol=0, equal_nan=True)
-
-
-def _own_part(full: Tensor, shard: DTensor) -> Tensor:
-    # Without a source each rank cuts what it has.
-    return distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None).to_local()

@@ -11,6 +11,7 @@ from typing import Any, cast
 from lightning_shard.engines.zero.config.reading import read_file
 from lightning_shard.migrate import neutral
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, CLIP_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
+from lightning_shard.migrate.fsdp_config import read_fsdp
 from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, each, satisfied, setting, shown, unsupported
 
 _UNSUPPORTED_SECTIONS = {
@@ -53,58 +54,6 @@ TOP: Mapping[str, Field] = {
         "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands",
     ),
 }  # fmt: skip
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Of FSDP version 1; files may also have their number in this list, from 1."""
-
-POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
-
-
-def backward_prefetch(words: Mapping[Any, Any]) -> Field:
-    """``backward_prefetch`` of FSDP version 1, in Accelerate as in stock Lightning; ``words``: all but BACKWARD_PRE."""
-    return unsupported(
-        "FSDP2 gathers the next unit while one runs backward, as BACKWARD_PRE; only memory and speed differ",
-        "nothing to set; backward_prefetch: n gathers n units ahead", "any", "BACKWARD_PRE", 1, words=words,
-        effect="speed",
-    )  # fmt: skip
-
-
-FSDP: Mapping[str, Field] = {
-    **each(READ_ELSEWHERE, "fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_auto_wrap_policy"),
-    "fsdp_transformer_layer_cls_to_wrap": Field(kind="names", idle=("",)),
-    "fsdp_min_num_params": Field(kind="count"),
-    "fsdp_cpu_ram_efficient_loading": satisfied(
-        "build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone",
-        "bool", False,
-    ),
-    "fsdp_sync_module_states": satisfied("rank 0's values go to all ranks always", "bool"),
-    "fsdp_forward_prefetch": setting("forward_prefetch", "bool", False, words={True: 1}),
-    "fsdp_offload_params": setting("cpu_offload", "bool", False),
-    "fsdp_backward_prefetch": backward_prefetch({"BACKWARD_POST": 2, 2: 2, "NO_PREFETCH": 3, 3: 3}),
-    "fsdp_state_dict_type": setting(
-        "checkpoint_form", "any",
-        words={"FULL_STATE_DICT": "full", 1: "full", "SHARDED_STATE_DICT": "portable", 3: "portable",
-               "LOCAL_STATE_DICT": "local", 2: "local"},
-    ),
-    "fsdp_use_orig_params": satisfied("parameters keep shapes and names always; the numbers are the same", "bool"),
-    "fsdp_activation_checkpointing": setting("activation_checkpointing", "bool", False, words={True: "units"}),
-    "fsdp_activation_checkpointing_offload": unsupported(
-        "checkpointed inputs stay on the device", "torch.autograd.graph.save_on_cpu in the model", "bool", False,
-        effect="memory",
-    ),
-    "fsdp_ignored_modules": unsupported(
-        "modules are ignored by their class, not by a pattern of names", "ignored_modules: [ClassName]"
-    ),
-}  # fmt: skip
-
-FSDP_2: Mapping[str, Field] = {
-    **FSDP,
-    "fsdp_reshard_after_forward": setting("shard", "bool", words={True: "parameters", False: "gradients"}),
-    "fsdp_forward_prefetch": satisfied("Accelerate does not read it with fsdp_version 2 either", "bool", False),
-}
-
-OLD_FSDP = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
-"""Spelling of older files to the one above; keys without their ``fsdp_`` are read too, as Accelerate does."""
 
 _NO_LAUNCHER = unsupported(
     "DeepSpeed's launcher is not used", "`lightning-shard slurm`, or torchrun", "str", "standard", "", effect="speed"
@@ -362,95 +311,6 @@ def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
             reading.lose(f"dynamo_config.{name}", value, "units are compiled by inductor alone", "compile: true")
         elif backend != "NO" or name == "dynamo_backend":
             reading.read_field(f"dynamo_config.{name}", described, value)
-
-
-def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
-    """Add to ``reading`` what an ``fsdp_config`` of either version asks for."""
-    content = reading.prefixed("fsdp_config", section, "fsdp_", FSDP, OLD_FSDP)
-    version = str(content.get("fsdp_version", 1))
-    if version not in ("1", "2"):
-        reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
-    else:
-        reading.ask("fsdp_version", 2, "fsdp_config.fsdp_version", int(version))
-    read = reading.read_fields("fsdp_config", FSDP_2 if version == "2" else FSDP, content)
-    _sharding(reading, content, version, read["fsdp_reshard_after_forward"] if version == "2" else None)
-    _wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])
-    loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
-    if read[loading] and read[sync] is False:
-        reading.problems.append(
-            f"fsdp_config.{loading} is true with {sync} false, but the others then have no values; Accelerate refuses "
-            "it too"
-        )
-
-
-def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level: str | None) -> None:
-    """``level``: what version 2 shards by its own field, if that is there."""
-    fields = [f for f in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if content.get(f) is not None]
-    if version == "2":
-        # Accelerate does not read it there: whether it says what is done.
-        field, given = "fsdp_config.fsdp_sharding_strategy", content.get("fsdp_sharding_strategy")
-        done = level or "parameters"
-        if {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients"}.get(str(given).upper()) == done:
-            reading.meet(field, given, "with fsdp_version 2 it is fsdp_reshard_after_forward that says so")
-        elif given is not None:
-            reading.problems.append(
-                f"{field} is {shown(given)}, but fsdp_version is 2, where Accelerate reads fsdp_reshard_after_forward "
-                f"alone, and shards {done}: remove it, or set fsdp_version: 1"
-            )
-        return
-    found = {field: _strategy(reading, field, content[field]) for field in fields}
-    if None in found.values():
-        return
-    if len(set(found.values())) > 1:
-        both = " and ".join(f"{field} {shown(content[field])}" for field in fields)
-        reading.problems.append(f"fsdp_config has {both}, which contradict each other: remove one")
-        return
-    for field, strategy in list(found.items())[-1:]:
-        ignored = field == "fsdp_reshard_after_forward" and strategy != "FULL_SHARD"
-        note = "Accelerate 1.15 runs FULL_SHARD all the same: it reads fsdp_sharding_strategy" if ignored else ""
-        add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], str(strategy), note)
-
-
-def _strategy(reading: Reading, field: str, value: Any) -> Any:
-    words: dict[Any, str] = {**dict(enumerate(STRATEGIES, 1)), **{name: name for name in STRATEGIES}}
-    if isinstance(value, bool):
-        expected = ", ".join(STRATEGIES)
-        reading.problems.append(
-            f"fsdp_config.{field} is {shown(value)}, but must be one of {expected}: true and false go with "
-            "fsdp_version 2"
-        )
-        return None
-    return reading.read_field(f"fsdp_config.{field}", Field(words=words), value)
-
-
-def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, note: str = "") -> None:
-    """Add what a ``ShardingStrategy`` of FSDP version 1 is here; stock Lightning has the same names."""
-    level = {"SHARD_GRAD_OP": "gradients", "HYBRID_SHARD_ZERO2": "gradients", "_HYBRID_SHARD_ZERO2": "gradients"}
-    reading.ask("shard", "none" if strategy == "NO_SHARD" else level.get(strategy, "parameters"), field, given, note)
-    if strategy.lstrip("_").startswith("HYBRID"):
-        inside = "sharded inside a node, replicated across nodes"
-        reading.ask("mesh", {"replicate": "auto", "shard": "auto"}, field, given, inside)
-
-
-def _wrapping(reading: Reading, content: Mapping[str, Any], names: Any, size: Any) -> None:
-    names_field, size_field = "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"
-    given = content.get("fsdp_auto_wrap_policy")
-    path = "fsdp_config.fsdp_auto_wrap_policy"
-    problems = len(reading.problems)
-    policy = reading.read_field(path, Field(kind="str", words=POLICIES), given)
-    if policy == "classes" and names:
-        reading.ask("units", names, f"fsdp_config.{names_field}", content[names_field])
-    elif policy == "classes":
-        reading.ask("units", "auto", path, given, "_no_split_modules, and repeated blocks where there are none")
-    elif policy == "size" and size != 0:
-        reading.ask("units", size or 100_000_000, f"fsdp_config.{size_field}", size, "the model itself is a unit too")
-    elif policy in ("none", "size"):
-        reading.ask("units", [], path, given, "the model is one unit")
-    elif len(reading.problems) == problems:
-        reading.meet(path, given, "Accelerate's default is NO_WRAP; here units: auto, which changes no number")
-    for field, value, owner in ((names_field, names, "classes"), (size_field, size, "size")):
-        if value is not None and policy != owner:
-            reading.meet(f"fsdp_config.{field}", value, f"Accelerate does not read it with {shown(given)} either")
 
 
 def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any]) -> None:

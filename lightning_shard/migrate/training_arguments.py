@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import AUTO, read_config
-from lightning_shard.migrate.accelerate import NOTES, read_fsdp, read_mesh
+from lightning_shard.migrate.accelerate import NOTES, read_mesh
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
+from lightning_shard.migrate.fsdp_config import read_fsdp
 from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, each, setting, shown, unsupported
 from lightning_shard.migrate.neutral import satisfied as met
 

@@ -78,7 +78,7 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
 
 
 def start_of_fit(training: Training, engine: FSDPFacts) -> Point:
-    """Units are sharded one by one: a rank has its shards and one full unit (`lightning_shard.engines.fsdp2`)."""
+    """Units are sharded one by one: a rank has its shards and one full unit (`lightning_shard.engines.sharding`)."""
     resident = step_memory(training, engine).step
     full = max(sum(p.numel * p.dtype.itemsize for p in members) for members in training.model.units.values())
     kinds = KindBytes(parameters=resident.device.parameters, buffers=resident.device.buffers, gathered=full)

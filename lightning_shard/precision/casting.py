@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.float8 import Float8, install_float8
-from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.names import parameter_names
 
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 """Called with each module that runs on cast parameters, while they are in their place; empty but in a first step."""
@@ -364,7 +364,7 @@ def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, 
     before an optimizer is built and before FSDP's lazy initialisation. Returns the FQN of each that changed, with its
     old dtype.
     """
-    names = {p: name for name, p in named_parameters(root).items()}
+    names = parameter_names(root)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module, name, parameter in list(_owners(root)):
         if not (parameter.requires_grad and parameter.is_floating_point()) or parameter.dtype == dtype:

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.background import Saver
@@ -24,18 +23,17 @@ from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.matching import differing as schedules_differing
-from lightning_shard.checkpoint.optimizer_state import check_savable, left_out, live_tensors, sharded_names
+from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
-from lightning_shard.checkpoint.state_dict import follow_names
+from lightning_shard.checkpoint.state_dict import OfferedState, follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
-from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.ledger import RunLedger
-from lightning_shard.tensors.flat import Accumulated, LiveTensor
+from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import fqns, persistent_buffers
 
 ACCUMULATION = "accumulation"
@@ -66,7 +64,7 @@ class Checkpoints(CheckpointIO):
     def attach(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, root: str) -> None:
         """Save and load a module that ``engine`` prepared; in the folder ``root`` what others wrote is converted."""
         self._module, self._engine, self._policy, self._ledger = module, engine, policy, ledger
-        self._given: Mapping[str, LiveTensor] = {}  # `state_dict`, of which hooks make what is to be saved.
+        self._offered = OfferedState(module)
         self._root = root
         self.averaging: Averaging | None = None
         self.saved = []
@@ -96,11 +94,7 @@ class Checkpoints(CheckpointIO):
         """FQN, tied ones too, to this rank's live tensor: full, a DTensor or shards of flat memory; of those alone that
         the module's ``state_dict()`` has and ``on_save_checkpoint`` leaves in.
         """
-        names = sharded_names(self._module)
-        own = {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
-        without = left_out(self._module, names)
-        self._given = {name: t for name, t in {**own, **self._engine.tensors.masters()}.items() if name not in without}
-        return dict(self._given)
+        return self._offered.offer(self._engine.tensors.masters())
 
     def save_checkpoint(
         self,
@@ -126,7 +120,7 @@ class Checkpoints(CheckpointIO):
         if averaging is not None:
             checkpoint = averaging.saved(checkpoint)
         checkpoint = {**checkpoint, **self._engine.notes()}
-        leave_out = self._left_out(checkpoint.pop("state_dict"))
+        leave_out = self._offered.left_out(checkpoint.pop("state_dict"))
         frozen = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen(leave_out)
         left = digests(frozen) if frozen else {}
         with_optimizers = layout.OPTIMIZER_STATES in checkpoint
@@ -200,28 +194,6 @@ class Checkpoints(CheckpointIO):
         """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
         self._settle()
         broadcast_from_rank_0(dict.fromkeys(b for *_, b in persistent_buffers(self._module) if b is not None))
-
-    def _left_out(self, kept: Mapping[str, Any]) -> set[str]:
-        """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says. All ranks call it."""
-        names, given, self._given = fqns(self._module).tensors, self._given, {}
-
-        def look() -> list[str]:
-            if added := sorted(set(kept) - set(given)):
-                raise CheckpointError(
-                    f"on_save_checkpoint added {', '.join(added[:5])} to the state_dict, but a checkpoint has the "
-                    "module's own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
-                )
-            if changed := [name for name in kept if not _is_the_same(kept[name], given[name])]:
-                raise CheckpointError(
-                    f"on_save_checkpoint replaced {', '.join(changed[:5])} in the state_dict, but a checkpoint has the "
-                    "values of the module's own tensors. Change those, or put yours under a key of their own: "
-                    "checkpoint['my_key'] = ..."
-                )
-            return sorted(set(names) - set(kept))
-
-        ranks = Ranks.of()
-        doing = "reading what on_save_checkpoint made of the state_dict"
-        return set(ranks.exchange(doing, look, lambda found: [found[0]] * ranks.size))
 
     def _frozen(self, leave_out: set[str]) -> dict[str, Any]:
         """FQN to live tensor of each parameter that is not trained."""
@@ -400,12 +372,3 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for key, _, buffer in persistent_buffers(module):
         if buffer is not None and key in saved and saved[key].shape == buffer.shape:
             buffer.copy_(saved[key])
-
-
-def _is_the_same(now: Any, given: LiveTensor) -> bool:
-    """Whether it is, or has the values of, what it takes the place of."""
-    if now is given or not (isinstance(now, Tensor) and isinstance(given, Tensor)):
-        return now is given
-    ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (now, given))
-    same_kind = type(now.detach()) is type(given.detach()) and ours.shape == theirs.shape and ours.dtype == theirs.dtype
-    return same_kind and torch.equal(ours.detach(), theirs.detach().to(ours.device))

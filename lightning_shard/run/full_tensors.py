@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files.layout import StrPath
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
+from lightning_shard.checkpoint.optimizer_state import optimizer_slot
 from lightning_shard.checkpoint.state_dict import follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.materialize import Materializer
@@ -20,7 +21,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import alone
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.tensors.flat import LiveTensor
-from lightning_shard.tensors.full import gather_full, optimizer_slot, scatter_full
+from lightning_shard.tensors.full import gather_full, scatter_full
 from lightning_shard.tensors.names import fqns
 
 
@@ -108,7 +109,7 @@ class FullTensors:
         if kind == "gradient":
             return tensors.gradient(name, names.tensors[name])
         self._engine.before_saving()
-        return optimizer_slot(tensors.optimizers(), names.tensors[name], name, kind)
+        return optimizer_slot(tensors.optimizers(), names, name, kind)
 
 
 M = TypeVar("M", bound=LightningModule)

@@ -7,8 +7,8 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.fsdp2 import FORWARD_METHODS
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
+from lightning_shard.engines.sharding import FORWARD_METHODS
 from lightning_shard.engines.units import ClassNames, UnitRule, class_names, unit_rules
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from lightning_shard.errors import DataError
 from lightning_shard.private_names import require
+from lightning_shard.tensors.flat import local
 
 # torch.nn.utils clips the gradients of parameters, and has nothing public for gradients that lie elsewhere.
 require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_norm", tested="torch 2.11 to 2.13")
@@ -26,11 +27,6 @@ require(torch, "_foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_", tested="
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
-
-
-def _local(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient: the local shard of a DTensor, or the tensor itself."""
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[dist.ProcessGroup, str], ...]:
@@ -56,9 +52,9 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
     """
     by_axes: dict[tuple[tuple[tuple[dist.ProcessGroup, str], ...], torch.device], list[Tensor]] = defaultdict(list)
     for grad in gradients:
-        local = _local(grad)
+        own = local(grad)
         # Beside sharded gradients that are offloaded there may be full ones on the device.
-        by_axes[_shard_axes(grad, sharded_over), local.device].append(local)
+        by_axes[_shard_axes(grad, sharded_over), own.device].append(own)
     if not by_axes:
         return torch.zeros(())
     total: Tensor | None = None
@@ -129,6 +125,6 @@ def all_finite(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor:
 def _by_device_and_dtype(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in gradients:
-        local = _local(grad)
-        groups[local.device, local.dtype].append(local)
+        own = local(grad)
+        groups[own.device, own.dtype].append(own)
     return list(groups.values())

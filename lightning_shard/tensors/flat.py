@@ -120,6 +120,14 @@ class FlatTensor(Pieces):
 LiveTensor = Tensor | FlatTensor
 """What this rank has of a tensor: a plain tensor (full, the same on all ranks), a DTensor, or slices in flat memory."""
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: the dtype that a tensor's bits are seen in."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part: the local shard of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
 
 class Accumulated(NamedTuple):
     """The gradient of a parameter from the micro-batches of a step so far, live."""
@@ -132,7 +140,7 @@ class Accumulated(NamedTuple):
     def parts(self) -> list[Tensor]:
         if isinstance(self.tensor, FlatTensor):
             return self.tensor.views
-        return [self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor]
+        return [local(self.tensor)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,14 @@
 """Full tensors gathered from what each rank has of them, and scattered back, whichever way an engine shards them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
-from lightning_shard.tensors import flat
-from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatTensor, LiveTensor, OwnedOptimizer
+from lightning_shard.tensors.flat import FlatTensor, LiveTensor
 
 
 @torch.no_grad()
@@ -36,9 +33,7 @@ def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
 def scatter_full(value: Tensor, live: LiveTensor) -> None:
     """Write a full tensor of this shape, the same on all ranks, into what this rank has. No communication."""
     if isinstance(live, DTensor):
-        moved = value.to(live.device_mesh.device_type, live.dtype)
-        sharded = distribute_tensor(moved, live.device_mesh, live.placements, src_data_rank=None)
-        live.to_local().copy_(sharded.to_local())
+        live.to_local().copy_(own_part(value.to(live.device_mesh.device_type, live.dtype), live))
     elif isinstance(live, Tensor):
         live.copy_(value)
     else:
@@ -46,44 +41,15 @@ def scatter_full(value: Tensor, live: LiveTensor) -> None:
             part.copy_(value[index])
 
 
+def own_part(full: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of a full tensor, the same on all ranks, cut as ``like`` is. No communication."""
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
 def _boxes(live: FlatTensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     for chunk in live.__create_chunk_list__():
         index = tuple(slice(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True))
         yield index, live.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
-
-
-def optimizer_slot(optimizers: Sequence[AnyOptimizer], parameter: Tensor, fqn: str, slot: str) -> LiveTensor | None:
-    """The state that an optimizer keeps of a parameter in ``slot`` ("exp_avg"); None where no optimizer has it."""
-    for optimizer in optimizers:
-        found: Any = None
-        if isinstance(optimizer, FlatOptimizer):
-            found = _flat_slot(optimizer, fqn, slot)
-        elif isinstance(optimizer, OwnedOptimizer):
-            found = _owned_slot(optimizer, fqn, slot)
-        if isinstance(optimizer, Optimizer) and parameter in optimizer.state:
-            found = flat.plain_slots(optimizer.state[parameter]).get(slot)
-        if found is not None:
-            return found if isinstance(found, Tensor | FlatTensor) else torch.as_tensor(found)
-    return None
-
-
-def _owned_slot(optimizer: OwnedOptimizer, fqn: str, slot: str) -> Any:
-    for parameter in optimizer.parameters:
-        if parameter.fqn == fqn and (facts := optimizer.slots.get(fqn, {}).get(slot)) is not None:
-            state = {} if parameter.tensor is None else flat.plain_slots(optimizer.optimizer.state[parameter.tensor])
-            return FlatTensor(facts.shape, facts.dtype, [flat.FlatSlice(state[slot].reshape(-1), 0)] if state else [])
-    return optimizer.values.get(fqn, {}).get(slot)
-
-
-def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> Any:
-    for group in optimizer.groups:
-        for member in group.members:
-            if member.fqn != fqn or not member.stepped:
-                continue
-            value = optimizer.optimizer.state.get(group.flat, {}).get(slot)
-            if value is not None:
-                return member.view(value) if isinstance(value, Tensor) and value.shape == group.flat.shape else value
-    return None
 
 
 def to_host_later(tensor: Tensor) -> Callable[[], Tensor]:

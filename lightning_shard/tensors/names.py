@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,13 +71,18 @@ def fqns(module: nn.Module) -> Names:
     return Names(tensors=tensors, aliases=aliases, identities=first, prefixes=prefixes)
 
 
-def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """FQN to parameter: ``module.named_parameters()`` without what wrappers put into the names."""
+def parameter_names(module: nn.Module) -> dict[Any, str]:
+    """Parameter to FQN, its first one, in the order in which the module registers them."""
     first: dict[nn.Parameter, str] = {}
     for _, prefix, owner in _modules(module, "", ""):
         for name, parameter in owner.named_parameters(recurse=False):
             first.setdefault(parameter, prefix + name)
-    return {fqn: parameter for parameter, fqn in first.items()}
+    return first
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """FQN to parameter: ``module.named_parameters()`` without what wrappers put into the names."""
+    return {fqn: parameter for parameter, fqn in parameter_names(module).items()}
 
 
 def unwrapped_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -13,6 +13,7 @@ from lightning_shard.migrate import (
     accelerate,
     counterparts,
     dependent_settings,
+    fsdp_config,
     lightning_strategies,
     lightning_yaml,
 )
@@ -133,7 +134,7 @@ def test_every_setting_of_the_tables_has_an_answer() -> None:
         dict(table)
         for table in (
             accelerate.TOP,
-            accelerate.FSDP,
+            fsdp_config.FSDP,
             accelerate.DEEPSPEED,
             accelerate.PARALLELISM,
             accelerate.DYNAMO,

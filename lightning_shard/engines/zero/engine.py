@@ -40,7 +40,7 @@ from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
 from lightning_shard.tensors.flat import Accumulated
-from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.names import named_parameters, parameter_names
 
 
 class Zero(Engine):
@@ -81,7 +81,7 @@ class Zero(Engine):
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
         self._called = f"{self.strategy}(stage={self._stage})"
-        self._uses = WatchedUses(self._called, lambda: self._names)
+        self._uses = WatchedUses(self._called, lambda: parameter_names(self._module))
         if self._stage == 3:
             self.hooks = self._uses.begins, self._uses.ends
         self._failed = False
@@ -179,7 +179,7 @@ class Zero(Engine):
         self._written = Written(self._module, running, self._values) if running.groups else None
         if running.groups:
             stepped = layout.masters(running.groups)
-            names = {parameter: fqn for parameter, fqn in self._names.items() if fqn in stepped}
+            names = {p: fqn for p, fqn in parameter_names(self._module).items() if fqn in stepped}
             self._gradient_uses = GradientUses(self._called, names, running.groups, self._stepping.drop)
             self._closing.enter_context(self._gradient_uses.watched())
             self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
@@ -213,7 +213,7 @@ class Zero(Engine):
         self._closing.callback(unstepped.close)
         group, device = self._run.mesh[SHARD].get_group(), self._run.device
         if several:
-            taken, names = unstepped.taken, self._names
+            taken, names = unstepped.taken, parameter_names(self._module)
             return SeveralOptimizers(running, self._optimizers, names, taken=taken, group=group, device=device)
         shards = [unstepped.with_gradients(shard) for shard in shards]
         self._optimizers, own = [running.optimizer], running.optimizer
@@ -258,7 +258,7 @@ class Zero(Engine):
             self._module,
             optimizer=optimizer,
             config=self._config,
-            names=self._names,
+            names=parameter_names(self._module),
             device=self._run.device,
             foresees_steps=self._run.foresees_steps,
         )
@@ -269,10 +269,6 @@ class Zero(Engine):
         self._closing.callback(self._same_units.close)
         self._values.start(self._running, ranks=Ranks.of())
         return self._running
-
-    @property
-    def _names(self) -> dict[Tensor, str]:
-        return {parameter: fqn for fqn, parameter in named_parameters(self._module).items()}
 
     def _register_masters(self) -> None:
         masters.register(self._module, self)

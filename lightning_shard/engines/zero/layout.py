@@ -156,8 +156,7 @@ def _gradient(zero: Any, index: int, member: FlatMember) -> Tensor | None:
 
 def masters(groups: Sequence[FlatGroup]) -> dict[str, FlatTensor]:
     """FQN to what this rank steps of the parameter."""
-    stepped = [(member, part) for member, part in shards(groups) if member.stepped]
-    return {m.fqn: FlatTensor(m.shape, part.dtype, [FlatSlice(data=part, start=m.start)]) for m, part in stepped}
+    return {m.fqn: m.view(group.flat) for group in groups for m in group.members if m.stepped}
 
 
 def flats(zero: Any) -> Sequence[Tensor]:

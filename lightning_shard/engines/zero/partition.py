@@ -16,7 +16,7 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.values import Loaded, is_kept
 from lightning_shard.tensors.flat import FlatSlice
-from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.names import parameter_names
 
 
 def partition(
@@ -30,7 +30,7 @@ def partition(
     import deepspeed
 
     materializer = Materializer(root, device=device, seed=seed)
-    names = {id(p): fqn for fqn, p in named_parameters(root).items()}
+    names = parameter_names(root)
     init = deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=compute)
     swapping.read_once(init.param_swapper)
     if config["zero_optimization"].get("memory_efficient_linear"):
@@ -41,7 +41,7 @@ def partition(
         materializer.fill([module])
         for name, parameter in module.named_parameters(recurse=False):
             # What was on the meta device is another one now.
-            known = names.setdefault(id(parameter), f"{fqn}.{name}".lstrip("."))
+            known = names.setdefault(parameter, f"{fqn}.{name}".lstrip("."))
             _shard_parameter(parameter, known, device, compute, init, loaded)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:

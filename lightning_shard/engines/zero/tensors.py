@@ -14,7 +14,7 @@ from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.stepping import Stepping
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
-from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.names import parameter_names
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class FlatTensors:
         return self.stepping.gradients(optimizer)
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        names: dict[Tensor, str] = {p: n for n, p in named_parameters(self.module).items() if p.requires_grad}
+        names: dict[Tensor, str] = {p: n for p, n in parameter_names(self.module).items() if p.requires_grad}
         return dict(layout.accumulated(self.running.zero, self.running.groups, names, begin))
 
     def resident(self) -> Iterator[Resident]:

@@ -22,7 +22,7 @@ from lightning_shard.precision import casting
 from lightning_shard.precision.float8 import multiplies_in
 from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
 from lightning_shard.tensors.flat import Accumulated, LiveTensor
-from lightning_shard.tensors.names import named_parameters, outside_graphs
+from lightning_shard.tensors.names import outside_graphs, parameter_names
 from lightning_shard.tensors.tracing import TorchDispatchMode, tree_leaves
 
 Place = tuple[nn.Module, str]
@@ -78,11 +78,10 @@ class Recorder:
         if masters is not None:
             yield from masters
             return
-        names = {id(p): name for name, p in named_parameters(self._root).items()}
-        index = self._optimizers.index(optimizer)
+        names, index = parameter_names(self._root), self._optimizers.index(optimizer)
         for group, settings in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(settings["params"]):
-                yield names.get(id(parameter), f"optimizer {index}, group {group}, parameter {position}"), parameter
+                yield names.get(parameter, f"optimizer {index}, group {group}, parameter {position}"), parameter
 
     def _add(self, name: str, stage: str, tensor: LiveTensor) -> None:
         self._entries.setdefault(name, Entry(kind="not in the module")).add(stage, tensor.dtype)
@@ -92,11 +91,11 @@ class Recorder:
         return bool(self._undo)
 
     def start(self) -> None:
-        names = {id(p): name for name, p in named_parameters(self._root).items()}
+        names = parameter_names(self._root)
         for module in self._root.modules():
             for attribute, parameter in _own(module):
                 if _counts(parameter):
-                    self._places[module, attribute] = names[id(parameter)]
+                    self._places[module, attribute] = names[parameter]
         self._outside = set(outside_graphs(self._root))
         for module in self._outside:
             # Functions: a copy of the module, as MetricTracker makes some, would copy what a method is bound to.
@@ -244,7 +243,7 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _named_tensors(root: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
-    for name, parameter in named_parameters(root).items():
+    for parameter, name in parameter_names(root).items():
         if _counts(parameter):
             yield name, "trainable" if parameter.requires_grad else "frozen", parameter
     for name, buffer in root.named_buffers():
