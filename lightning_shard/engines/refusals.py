@@ -112,8 +112,8 @@ def refuse_new_groups(optimizers: Iterable[Optimizer], strategy: str) -> Callabl
     return closing.close
 
 
-def refuse_second_pass(loss: Tensor) -> None:
-    """Refuse a second backward pass from ``loss`` when it comes (ConfigurationError)."""
+def refuse_second_pass(loss: Tensor) -> Callable[[], None]:
+    """Refuse a second backward pass from ``loss`` when it comes (ConfigurationError), until the result is called."""
     passes: list[Tensor] = []
 
     def once(gradient: Tensor) -> None:
@@ -125,7 +125,7 @@ def refuse_second_pass(loss: Tensor) -> None:
             )
         passes.append(gradient)
 
-    loss.register_hook(once)
+    return loss.register_hook(once).remove
 
 
 def refuse_copy(strategy: str, memo: object) -> NoReturn:

@@ -313,9 +313,11 @@ class ShardPrecision(Precision):
             super(ShardPrecision, self).backward(loss, model, optimizer, *args, **kwargs)
 
         overridden = is_overridden("backward", model)
-        if overridden and tensor.requires_grad:
-            refuse_second_pass(tensor)
+        allow = refuse_second_pass(tensor) if overridden and tensor.requires_grad else None
         self._engine.backward(tensor, call, overridden=overridden, **kwargs)
+        if allow is not None and not self._run.automatic:
+            # The next manual_backward may go through it.
+            allow()
 
     def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
         return self._engine.gradients(optimizer)[0]

@@ -272,8 +272,19 @@ class HalvedByHand(Halved):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self.loss(batch, "train"))
+        self.passes(self.loss(batch, "train"))
         optimizer.step()
+
+    def passes(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
+
+
+class TwoPasses(HalvedByHand):
+    """The second one goes through the first one's loss."""
+
+    def passes(self, loss: Tensor) -> None:
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
 
 
 @pytest.mark.parametrize("kind", [Halved, HalvedByHand])
@@ -283,6 +294,10 @@ def test_a_backward_of_the_modules_own(kind: type[Halved], precision: str) -> No
     run = same_everywhere(kind, precision, strategies=("ddp", "full", *stages))
     torch.manual_seed(1)
     assert not torch.equal(run["parameters"]["head.bias"], kind().head.bias)
+
+
+def test_two_passes_of_a_backward_of_the_modules_own() -> None:
+    same_everywhere(TwoPasses, "bf16-mixed", strategies=("ddp", "full", "zero_2", "zero_3"))
 
 
 class OwnBackward(Indexed):
