@@ -7,8 +7,8 @@ train another model. The number that is read from a sum, a norm or ``any()`` of 
 """
 
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -98,6 +98,19 @@ def _handle(own: dict[Any, Callable[..., Any]]) -> Callable[[], None]:
         handlers.update(replaced)
 
     return undo
+
+
+@contextmanager
+def parts_as_torch_does() -> Generator[None, None, None]:
+    """Leave out what `answer_in_full` does for parts of tensors, at the cost of collectives."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    own = {op: handler for op, handler in handlers.items() if handler in (_in_full, _part_of, _reshaped)}
+    for op in own:
+        del handlers[op]
+    try:
+        yield
+    finally:
+        handlers.update(own)
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

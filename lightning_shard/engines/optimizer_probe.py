@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.devices import in_use
 from lightning_shard.engines.resident import tensors_in
+from lightning_shard.engines._dtensors import parts_as_torch_does
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import has_tensors_inside
 
@@ -295,7 +296,8 @@ def _takes_shards(step: Callable[..., Any], group: Mapping[str, Any], dtype: tor
     local = torch.ones((2,) * like.ndim, dtype=dtype, device=like.to_local().device)
     part = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
     try:
-        step([part], [[part], [-part]])
+        with parts_as_torch_does():
+            step([part], [[part], [-part]])
     except Exception:
         return False
     return True

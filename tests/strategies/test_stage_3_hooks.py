@@ -39,6 +39,12 @@ class Assigns(Net):
         self.first.weight.data = self.first.weight.data * 0.9
 
 
+class WritesRow(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.first.weight[3].mul_(0.5)
+
+
 class ClipsMatrices(Net):
     """Finds matrices by their dimensions, which a released parameter does not have."""
 
@@ -70,6 +76,8 @@ def _refused(kind: Callable[[], Net], message: str, options: dict[str, Any]) -> 
     ("kind", "message", "options"),
     [
         (ReadsNorm, "A hook uses parameters that", WITHOUT_SMALL_ONES),
+        (WritesRow, "A hook uses parameters that", WITHOUT_SMALL_ONES),
+        (WritesRow, "first.weight was written to between two steps", {}),
         (Averages, "A hook (uses|writes to)", WITHOUT_SMALL_ONES),
         (Averages, "A hook (uses|writes to)", {}),
         (Assigns, "A hook writes to first.weight with __set__", {}),

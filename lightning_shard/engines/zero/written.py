@@ -186,10 +186,14 @@ class WatchedUses(TorchFunctionMode):
             return func(torch.empty(layout.full_shape(used[0]), device="meta"), *args[1:], **(kwargs or {}))
         if used and func not in _VIEWS and (_writes(func) or (self._in_hook and func == _SET_DATA)):
             self._refuse_write(func, used[0], next(iter(_flat(args))))
-        out = func(*args, **(kwargs or {}))
+        released = not all(base.numel() for base in used)
+        try:
+            out = func(*args, **(kwargs or {}))
+        except IndexError as error:
+            raise not_gathered(self._strategy, self._user) if released else error from None
         if used and func in _VIEWS:
             self._views[out] = used[0]
-        elif used and isinstance(out, Tensor) and not all(base.numel() for base in used):
+        elif released and isinstance(out, Tensor):
             # ``weight.new_zeros(n)`` and ``x.to(weight)`` ask for a dtype and a device.
             name, of_first = func.__name__, self._base(args[0]) is not None
             if not (name.startswith("new_") if of_first else name in ("to", "type_as")):
