@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.devices import in_use
-from lightning_shard.engines.resident import tensors_in
 from lightning_shard.engines._dtensors import parts_as_torch_does
+from lightning_shard.engines.resident import tensors_in
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import has_tensors_inside
 
