@@ -24,6 +24,7 @@ from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints, restore_buffers
 from lightning_shard.tensors.names import persistent_buffers
+from lightning_shard.tensors.passing import changed_buffers, known_buffers, load_buffers
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -74,6 +75,7 @@ class Data:
         """Nothing was resumed yet; ``sample_seeds``: training samples' random numbers are seeded by epoch and index."""
         self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
+        self._known: dict[str, Any] | None = None  # Buffers that no state_dict has, as training began with them.
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make a training loader, which Lightning gives on all ranks, resumable, and check it for ``coordinates``."""
@@ -105,6 +107,7 @@ class Data:
             **changed_by_evaluation(trainer),
             "logged": results.training_results_state(trainer),
             "loaders": loaders.loader_states(trainer, counters),
+            "passing": {} if self._known is None else changed_buffers(trainer.lightning_module, self._known),
             **(before_validation if loops.in_validation(trainer) else {}),
             **accumulation_state(trainer),
         }
@@ -139,6 +142,7 @@ class Data:
         and with the gradients of ``checkpoints``. All ranks call it.
         """
         resumed, self._resumed = self._resumed, None
+        self._known = known_buffers(trainer.lightning_module)
         accumulate_as_scheduled(trainer)
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
@@ -155,6 +159,11 @@ class Data:
             logged = [r["logged"] for r in ranks]
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
             own = ranks[rank if rank < len(ranks) else 0]
+            if anew := load_buffers(trainer.lightning_module, own.get("passing", {}), trainer.strategy.root_device):
+                rank_zero_warn(
+                    f"Buffers with persistent=False that steps have changed begin anew: {', '.join(anew)}. They are in "
+                    "the checkpoint if they are plain tensors of at most 64 MiB. Register others with persistent=True."
+                )
             if lost := load_generator_states(loaders.generators(trainer), own.get("generators", {})):
                 rank_zero_warn(
                     "Generators of the checkpoint that the module, the datamodule and callbacks do not have any more: "

@@ -26,6 +26,7 @@ from lightning_shard.tensors.clipping import all_finite
 from lightning_shard.tensors.flat import FlatTensor
 from lightning_shard.tensors.full import to_host_later
 from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.passing import load_buffers
 from lightning_shard.tensors.tracing import tree_leaves
 
 Action = Literal["raise", "skip", "rollback"]
@@ -160,7 +161,9 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
     callbacks.recount_averages(trainer, checkpoint)
     states = checkpoint[RUN_STATE]["ranks"]
     if trainer.global_rank < len(states):
-        set_rng_state(states[trainer.global_rank]["rng"])
+        own = states[trainer.global_rank]
+        set_rng_state(own["rng"])
+        load_buffers(trainer.lightning_module, own.get("passing", {}), trainer.strategy.root_device)
     rank_zero_warn(f"{why} The fit went back to step {trainer.global_step}, {path}; the data goes on.")
 
 

@@ -1,0 +1,62 @@
+"""Buffers that ``state_dict()`` leaves out (``persistent=False``) and that steps change: counters, queues, caches."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.private_names import require
+from lightning_shard.tensors.names import is_persistent, unwrapped_modules
+
+require(Tensor, "_version", tested="torch 2.11 to 2.13")
+require(nn.Module, "_buffers", tested="torch 2.11 to 2.13")
+
+_MOST_BYTES = 1 << 26  # of a buffer that is saved
+
+Known = dict[str, tuple[Callable[[], Any], int]]
+
+
+def known_buffers(module: nn.Module) -> Known:
+    """What tells later whether these buffers have changed, which reads no device and keeps none of them."""
+    return {name: (weakref.ref(buffer), _version(buffer)) for name, _, buffer in _passing(module) if buffer is not None}
+
+
+def changed_buffers(module: nn.Module, known: Known) -> dict[str, Tensor | None]:
+    """FQN to a copy on the host of each that is not as it was ``known``; None for what is too large to be saved."""
+    changed: dict[str, Tensor | None] = {}
+    for name, _, buffer in _passing(module):
+        first, version = known.get(name, (lambda: None, 0))
+        if buffer is not None and not (first() is buffer and version == _version(buffer)):
+            plain = type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
+            small = plain and buffer.nbytes <= _MOST_BYTES
+            changed[name] = buffer.detach().to("cpu", copy=True).contiguous() if small else None
+    return changed
+
+
+@torch.no_grad()
+def load_buffers(module: nn.Module, saved: Mapping[str, Tensor | None], device: torch.device) -> list[str]:
+    """Set what `changed_buffers` gave, in place where it fits; names of those that begin anew."""
+    places = {name: (owner, buffer) for name, owner, buffer in _passing(module)}
+    for name, value in saved.items():
+        owner, buffer = places.get(name, (None, None))
+        if value is None or owner is None:
+            continue
+        fits = buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
+        if buffer is not None and fits and not buffer.is_inference():
+            buffer.copy_(value)
+        else:
+            setattr(owner, name.rpartition(".")[2], value.to(device if buffer is None else buffer.device, copy=True))
+    return [name for name, value in saved.items() if value is None or name not in places]
+
+
+def _passing(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor | None]]:
+    for path, owner in unwrapped_modules(module):
+        for name, buffer in owner._buffers.items():
+            if not is_persistent(owner, name):
+                yield f"{path}.{name}".lstrip("."), owner, buffer
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
