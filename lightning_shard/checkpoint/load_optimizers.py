@@ -182,11 +182,16 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
             values.setdefault(slot, {})[fqn] = value
     problems = [_unequal(source.index, slot, by_name) for slot, by_name in values.items()]
     source.match.problems.extend(problem for problem in problems if problem is not None)
-    for slot in values | keys:
-        lacking = (part.shapes.keys() & found.keys()) - keys.get(slot, values.get(slot, {})).keys()
-        source.match.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
     plain = {slot: next(iter(by_name.values())) for slot, by_name in values.items() if slot not in keys}
     new = {slot: _new_slot(part, slot, own, found, source) for slot, own in keys.items()}
+    for slot in values | keys:
+        having = keys.get(slot, values.get(slot, {})).keys()
+        lacking = (part.shapes.keys() & found.keys()) - having
+        source.match.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
+        without = sorted(part.shapes.keys() - having)
+        if without and part.flat is not None and (slot in plain or new[slot].is_shared):
+            found_for = f"saved for {min(having)} and not for {layout.listed(without, most=3)}"
+            source.match.problems.append(_in_one_tensor(source.index, slot, found_for))
     if plain or new:
         optimizer = plan.optimizers[source.index]
         plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, plain, new))
@@ -216,12 +221,16 @@ def _unequal(index: int, slot: str, by_name: Mapping[str, Any]) -> str | None:
     first, *others = by_name.items()
     for fqn, value in others:
         if not _equal(first[1], value):
-            return (
-                f"{slot} of optimizer {index} is {_shown(first[1])} for {first[0]} and {_shown(value)} for {fqn}, but "
-                f"they are in one flat tensor here, and ZeRO keeps one {slot} per flat group: give them parameter "
-                "groups of their own, or load with DDP or FSDP"
-            )
+            found = f"{_shown(first[1])} for {first[0]} and {_shown(value)} for {fqn}"
+            return _in_one_tensor(index, slot, found)
     return None
+
+
+def _in_one_tensor(index: int, slot: str, found: str) -> str:
+    return (
+        f"{slot} of optimizer {index} is {found}, but they are in one flat tensor here, and ZeRO keeps one {slot} per "
+        "flat group: give them parameter groups of their own, or load with DDP or FSDP"
+    )
 
 
 _UNCOMPARED = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "step"}
