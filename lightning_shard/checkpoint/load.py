@@ -156,19 +156,24 @@ def load_training_state(
     ranks, found = Ranks.of(), checkpoint.manifest
     state = StateDict.of(found) if state is None else state
 
-    def full(name: str) -> Tensor:
-        key = state.keys[name]
+    def full(key: str) -> Tensor:
         return state.values[key] if key in state.values else checkpoint.full(key)
+
+    def named(name: str) -> Tensor:
+        return full(state.keys[name])
 
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], load_optimizers.OptimizerPlan, LoadReport]:
         saved = _optimizer_states(checkpoint) if optimizers else []
         shapes = {name: state.shapes[key] for name, key in state.keys.items()}
-        names = optimizer_state.make_room(module, optimizer_state.sharded_names(module), shapes, full)
+        names = optimizer_state.make_room(module, optimizer_state.sharded_names(module), shapes, named)
         wanted = {layout.MODEL_PREFIX: optimizer_state.live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
         kept = optimizer_state.left_out(module, names) if strict else None
         matched = match_keys(found, state, names, wanted, kept=kept)
+        if ranks.is_first:  # which all ranks hear of
+            doubles = matched.doubles
+            matched.unexpected.extend(key for key, taken in doubles if not _equal(full(key), full(taken)))
         plan = load_optimizers.plan_optimizers(
             optimizers, names, found, saved, matched, configured=configured, homes=state.keys
         )
@@ -199,6 +204,10 @@ def load_training_state(
 
     ranks.agree(reading, read)
     return report
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
 
 
 def _optimizer_states(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:

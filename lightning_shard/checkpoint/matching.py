@@ -40,6 +40,7 @@ class Match:
     missing: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)  # Missing too, and not asked for.
     unexpected: list[str] = field(default_factory=list)
+    doubles: list[tuple[str, str]] = field(default_factory=list)  # Of one live tensor; the second is taken.
     reshaped: list[str] = field(default_factory=list)  # Names with both shapes.
     problems: list[str] = field(default_factory=list)  # What else does not fit, in sentences.
 
@@ -75,6 +76,10 @@ def match(live: Shapes, aliases: Mapping[str, str], stored: Shapes, homes: Mappi
         found.sources[name] = source
         if stored[source] != shape:
             found.reshaped.append(f"{name} {stored[source]} there, {shape} here")
+    for alias, name in aliases.items():
+        source = found.sources.get(name)
+        if source is not None and homes.get(alias, source) != source:
+            found.doubles.append((homes[alias], source))
     known = {homes[name] for name in (*live, *aliases) if name in homes}
     found.unexpected.extend(name for name in dict.fromkeys(homes.values()) if name not in known)
     return found

@@ -86,7 +86,18 @@ def test_tying_may_differ(tmp_path, saved_tied, live_tied):
         assert torch.equal(adam_of_other.state[other.head.weight]["exp_avg"], adam.state[net.head.weight]["exp_avg"])
         assert report == LoadReport()
     else:
-        assert report.unexpected == ("optimizer.0.head.weight",)
+        assert report.unexpected == ("model.head.weight", "optimizer.0.head.weight")
+        with pytest.raises(CheckpointMismatchError, match=r"unexpected in the checkpoint \(1\): model\.head\.weight"):
+            load_module(tmp_path / "a.ckpt", module=other)
+
+
+def test_a_tied_tensor_may_be_stored_twice(tmp_path):
+    """As files of other libraries do."""
+    save_tensors(tmp_path / "a.ckpt", {"model.a": torch.ones(2), "model.b": torch.ones(2)})
+    net = nn.Module()
+    net.a = net.b = nn.Parameter(torch.zeros(2))
+    assert load_module(tmp_path / "a.ckpt", module=net)[1] == LoadReport()
+    assert net.a.tolist() == [1.0, 1.0]
 
 
 def test_a_tied_tensor_is_found_under_the_name_that_was_saved(tmp_path):
