@@ -300,7 +300,7 @@ def _outline(value: Any) -> Any:
 class Found:
     # Paths of the run's checkpoints, with what their manifests say of the run, the newest first.
     own: tuple[tuple[str, Mapping[str, Any]], ...]
-    broken: tuple[str, ...]  # Why others of the run are passed over.
+    broken: tuple[str, ...]  # Why others of the run, or of which that can't be told, are passed over.
     others: tuple[str, ...]  # Names of other runs that have checkpoints there.
     # The first of ``own`` whose files all have their checksums, opened by `open_newest`; None where there is none.
     newest: OpenCheckpoint | None = None
@@ -340,8 +340,11 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
             facts, wrong = layout.again_if_replaced(partial(_run_and_damage, path))
         except errors.CheckpointUnreachableError:
             raise  # What is there can't be told: an older one, or none, would be a wrong answer.
-        except errors.CheckpointError:
-            continue  # half-written, or no checkpoint
+        except errors.CheckpointError as error:
+            # Else it is half-written, or no checkpoint.
+            if path.name.endswith(".ckpt") and not isinstance(error, errors.CheckpointNotFoundError):
+                broken.append(f"{error}, so that it can't be told whose it is")
+            continue
         if facts.get("name") != run:
             others.update([str(facts["name"])] if "name" in facts else [])
         elif wrong:

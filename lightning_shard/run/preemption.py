@@ -122,7 +122,7 @@ class RunIdentity:
         """The newest checkpoint of this run whose files all have their checksums. All ranks call it."""
         found = open_newest(folders, self.name)
         for reason in found.broken:
-            rank_zero_warn(f"Passed over a broken checkpoint of run {self.name}: {reason}")
+            rank_zero_warn(f"Run {self.name} passes over a broken checkpoint: {reason}")
         if (checkpoint := found.newest) is not None:
             step = checkpoint.manifest.facts.run["step"]
             rank_zero_info(f"Run {self.name} goes on from step {step}: {checkpoint.path}")

@@ -79,6 +79,20 @@ def test_a_broken_one_is_named(tmp_path: Path) -> None:
     assert "new.ckpt" in found.broken[0]
 
 
+def test_one_whose_manifest_is_damaged_is_told_whosever_it_is(tmp_path: Path) -> None:
+    old, new = (_save(tmp_path / f"{step}.ckpt", _run("a", step)) for step in (1, 2))
+    (new / "manifest.json").write_text("{")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text("{}")  # of another program
+    found = find_checkpoints([tmp_path], "a")
+    assert [path for path, _ in found.own] == [str(old)]
+    (said,) = found.broken
+    assert said.startswith(f"{new}/manifest.json is not a checkpoint's manifest")
+    (tmp_path / "last.ckpt").symlink_to("3.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match=r"last\.ckpt is a link to 3\.ckpt, where there is no checkpoint"):
+        open_checkpoint(tmp_path / "last.ckpt")
+
+
 def test_an_interrupted_replacement_is_seen(tmp_path: Path) -> None:
     path = _save(tmp_path / "last.ckpt", _run("a", 4))
     path.rename(tmp_path / ".last.ckpt.old-0123")

@@ -273,6 +273,8 @@ def _why_not_found(directory: Path) -> str | None:
     except NotADirectoryError:
         return f"{directory} is a file; a checkpoint of this form is a directory with a {layout.MANIFEST}"
     except FileNotFoundError:
+        if directory.is_symlink():
+            return f"{directory} is a link to {os.readlink(directory)}, where there is no checkpoint"
         beside = os.listdir(directory.parent) if directory.parent.is_dir() else []
         return f"there is no checkpoint at {directory}.{did_you_mean(directory.name, beside)}"
 
