@@ -175,21 +175,39 @@ class Numbers:
 
     def __init__(self, owners: Mapping[str, Any]) -> None:
         self._owners = owners
+        self._changing: dict[str, tuple[Any, str]] = {}  # Path to object and attribute of what `read` gave last.
         self._first = {path: now for path, _, now in self._noted()}
 
     def read(self) -> dict[str, Any]:
         """Path to value of each that is another than at first; "lost": the paths of numbers that can't be written."""
         values: dict[str, Any] = {"lost": []}
+        self._changing = {}
         for path, owner, now in self._noted():
             first = self._first.get(path, now)
             changed = [name for name, noted in now.items() if noted != first.get(name)]
             same = [name for name in changed if now[name][0] == first.get(name, now[name])[0] != _OTHER]
             own = {} if isinstance(owner, FunctionType) else attributes(owner)
             if same == changed and all(_last(name) in own and name in first for name in changed):
-                values |= {name: {"value": rng.encoded(copy.deepcopy(own[_last(name)]))} for name in changed}
+                values |= {name: _saved(own[_last(name)]) for name in changed}
+                self._changing |= {name: (owner, _last(name)) for name in changed}
             else:
                 values["lost"] += [name for name in same if now[name][0] == _NUMBER and name not in values["lost"]]
         return values
+
+    def glance(self) -> dict[str, Any]:
+        """Of what `read` gave last the values by now, for `read_then`; nothing else is looked at."""
+        values = {}
+        for path, (owner, name) in self._changing.items():
+            value = getattr(owner, name, None)
+            values[path] = owner, value if isinstance(value, _SCALARS) else copy.deepcopy(value)
+        return values
+
+    def read_then(self, glance: Mapping[str, Any]) -> dict[str, Any]:
+        """What `read` would have given at ``glance``; what only others than that knew have changed since is lost."""
+        now = self.read()
+        known = [path for path, (owner, _) in self._changing.items() if glance.get(path, (None,))[0] is owner]
+        lost = [path for path in self._changing if path not in known]
+        return {**{path: _saved(glance[path][1]) for path in known}, "lost": [*now["lost"], *lost]}
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Set what `read` gave, in place where others may hold it too."""
@@ -242,6 +260,10 @@ def _noted(value: Any) -> tuple[str, Any]:
         if all(isinstance(part, _SCALARS) for part in parts):
             return type(value).__name__, repr(value)
     return _OTHER, (id(value), len(value) if isinstance(value, list | dict | set | deque) else None)
+
+
+def _saved(value: Any) -> dict[str, Any]:
+    return {"value": rng.encoded(copy.deepcopy(value))}
 
 
 def _last(path: str) -> str:

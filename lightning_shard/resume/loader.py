@@ -55,7 +55,7 @@ class ResumableLoader(DelegatingLoader):
     """
 
     _own = frozenset(
-        {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_drawn_from", "_numbers"}
+        {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_drawn_from", "_held", "_numbers"}
         | {"_world_size", "_rank", "_pending", "_run"}
     )
 
@@ -82,7 +82,8 @@ class ResumableLoader(DelegatingLoader):
         self.lookahead = int(shapes.length_of(inner) is None)
         kept = {} if inner.num_workers else {"dataset": samples, "collate_fn": inner.collate_fn}
         self._numbers = Numbers(kept)
-        self._drawn_from: deque[dict[str, Any]] = deque(maxlen=2)  # `_drawn_states` after the last batches.
+        self._held: list[Any] = []  # `drawers` when they were last looked for.
+        self._drawn_from: deque[dict[str, Any]] = deque(maxlen=2)  # What `_look` gave after the last batches.
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
@@ -140,7 +141,7 @@ class ResumableLoader(DelegatingLoader):
             "states": self._states.saved(ahead),
             "drawn": self._drawing.drawn,
             "counted": self._drawing.counted,
-            **(self._drawn_from[0] if ahead else self._drawn_states()),
+            **(self._drawn_before() if ahead else self._drawn_states()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,8 +184,26 @@ class ResumableLoader(DelegatingLoader):
 
     def _drawn_states(self) -> dict[str, Any]:
         """Of what samples of this process are drawn from beside the global generators."""
-        drawers = [rng.generator_state(generator) for generator in self.drawers]
-        return {"drawers": drawers, "numbers": self._numbers.read()}
+        self._held = self.drawers
+        return {"drawers": list(map(rng.generator_state, self._held)), "numbers": self._numbers.read()}
+
+    def _look(self, batches: int) -> dict[str, Any]:
+        """`_drawn_states` after so many batches, in most of them of what was found last: all that the dataset holds is
+        looked at the more seldom the later.
+        """
+        if batches & (batches - 1) == 0:
+            return self._drawn_states()
+        return {"drawers": list(map(rng.read_generator, self._held)), "glance": self._numbers.glance()}
+
+    def _drawn_before(self) -> dict[str, Any]:
+        """`_drawn_states` as they were ahead of the batch that is fetched ahead."""
+        then, held = self._drawn_from[0], self._held
+        if "glance" not in then:
+            return then
+        self._held = self.drawers
+        same = [*map(id, held)] == [*map(id, self._held)]
+        drawers = then["drawers"] if same else list(map(rng.read_generator, self._held))
+        return {"drawers": rng.encoded(drawers), "numbers": self._numbers.read_then(then["glance"])}
 
     def _differences(self, state: dict[str, Any], lost: list[str], begun_anew: bool) -> Iterator[str]:
         """What does not go on as if the run had not been interrupted."""
@@ -227,11 +246,11 @@ class ResumableLoader(DelegatingLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         run, batches = self._begin()
-        self._drawn_from.append(self._drawn_states())
+        self._drawn_from.append(self._look(0))
         for batch in batches:
             run.batches += 1
             if self.lookahead or run.batches == 1:
-                self._drawn_from.append(self._drawn_states())
+                self._drawn_from.append(self._look(run.batches))
             self._states.consume()
             yield batch
         run.ended = True

@@ -114,8 +114,13 @@ def decoded(value: Any) -> Any:
 
 def generator_state(generator: Any) -> dict[str, Any]:
     """Kind to state, in plain values and tensors alone."""
+    return {kind: encoded(state) for kind, state in read_generator(generator).items()}
+
+
+def read_generator(generator: Any) -> dict[str, Any]:
+    """`generator_state`, not yet `encoded`, which takes most of its time."""
     kind = str(generator_kind(generator))
-    return {kind: encoded(GENERATORS[kind][1](generator))}
+    return {kind: GENERATORS[kind][1](generator)}
 
 
 def set_generator_state(generator: Any, saved: dict[str, Any]) -> bool:

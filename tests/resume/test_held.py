@@ -7,6 +7,7 @@ import itertools
 import random
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
 
+from lightning_shard.resume import held
 from lightning_shard.resume.loader import Draws
 from lightning_shard.resume.rng import decoded, encoded
 from lightning_shard.resume.wrap import resumable
@@ -140,6 +142,49 @@ def test_counters_of_the_training_process_go_on(seeded: bool, batches: int) -> N
     assert resume(resumed, state) == []
     assert len({row[2] for row in first}) == len(first)
     assert (rest or rows(make(Counting(), seeded=seeded))) == ([] if rest else first) + rows(resumed)
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10**9))
+
+
+class Late(Counting):
+    """Draws, and counts something else from some sample on; what it holds is looked through at times alone."""
+
+    def __init__(self, first: int = 10**9) -> None:
+        super().__init__()
+        self.first, self.late, self.own = first, Congruential(5), random.Random(3)
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(index)
+        late = self.late() if index >= self.first else 0
+        return torch.cat([row, torch.tensor([late, self.own.random()])])
+
+
+@pytest.mark.parametrize(("batches", "first", "lost"), [(6, 99, ""), (10, 2, ""), (9, 12, ""), (7, 13, "late.state")])
+def test_a_batch_that_was_fetched_ahead_is_not_counted(batches: int, first: int, lost: str) -> None:
+    def made() -> Any:
+        stock = DataLoader(Late(first), 2, sampler=Endless())
+        return resumable(stock, world_size=1, rank=0)
+
+    loader = made()
+    assert loader.lookahead == 1
+    seen = rows(itertools.islice(loader, batches))
+    resumed = made()
+    told = resume(resumed, loader.state_dict())
+    assert [lost in message for message in told] == [True] * bool(lost)
+    if not lost:
+        assert seen[:-2] + rows(itertools.islice(resumed, 3)) == rows(itertools.islice(made(), batches + 2))
+
+
+def test_all_that_a_dataset_holds_is_looked_through_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    walk = held.reachable
+    monkeypatch.setattr(held, "reachable", lambda *of: (looks.append(1), walk(*of))[1])
+    for _ in itertools.islice(resumable(DataLoader(Late(), sampler=Endless()), world_size=1, rank=0), 1000):
+        pass
+    assert len(looks) < 30
 
 
 class Awkward(Numbers):
