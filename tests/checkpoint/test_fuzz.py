@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.files.manifest import _digest, read_manifest
 from lightning_shard.checkpoint.foreign.hugging_face import export
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
-from lightning_shard.checkpoint.load import open_newest
+from lightning_shard.checkpoint.load import open_checkpoint, open_newest, with_own_states
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import FACTS, load_module, save_module
@@ -45,6 +45,9 @@ for _ in range(500):
 VALUES = [None, True, -1, 0, 1, *BIG, -(2**63), 1.5, float("nan"), float("inf"), *TEXTS, [], {}, [[]], {"a": {}}, DEEP]
 
 
+OWN = {"rng": {"torch": torch.ones(3)}, "metrics": {}, "loaders": [{"at": (5, 6)}]}
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
@@ -52,7 +55,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step(net, optimizer)
     facts = type(FACTS)(engine="e", policy="p", run={"name": "mine", "step": 1, "time": 0.0})
     state = {"epoch": 3, "global_step": 2, "loops": {"fit_loop": {"state_dict": {"combined_loader": [{"at": (5, 6)}]}}}}
-    save_module(folder / "a.ckpt", module=net, optimizers=[optimizer], trainer_state=state, facts=facts)
+    state["lightning_shard"] = {"seed": 1}
+    save_module(folder / "a.ckpt", module=net, optimizers=[optimizer], trainer_state=state, own_state=OWN, facts=facts)
     write_full(folder / "b.ckpt", open_any(folder / "a.ckpt"))
     return folder
 
@@ -142,10 +146,19 @@ def signed(path: Path, version: int = 6) -> None:
     (path / "manifest.json").write_text(json.dumps({**fields, "digest": _digest(fields)}))
 
 
+def ends_with(file: Path, own: bytes, off: int) -> None:
+    """Put the state of a rank at a file's end, with a length that is ``off``."""
+    data = file.read_bytes()
+    boxes = data[: -8 - int.from_bytes(data[-8:], "little")]
+    file.write_bytes(boxes + own + (len(own) + off).to_bytes(8, "little"))
+
+
 def change(draw: Callable[..., Any], folder: Path) -> None:
     """Change one of the files."""
     path = folder / "a.ckpt"
-    kind = draw(st.sampled_from(["manifest", "metadata", "boxes", "state", "bytes", "pickle", "one file", "special"]))
+    kind = draw(
+        st.sampled_from(["manifest", "metadata", "boxes", "state", "own", "bytes", "pickle", "one file", "special"])
+    )
     if kind == "manifest":
         fields = mutated(draw, json.loads((path / "manifest.json").read_text()), VALUES)
         if isinstance(fields, dict):
@@ -169,10 +182,13 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
         plain = b"".join(part.astype("<i8").tobytes() for part in (counts, *tables))
         (path / "boxes.bin").write_bytes(encode_boxes(tables) if version == 6 else plain)
         signed(path, version)
-    elif kind == "state":
-        state = torch.load(path / "trainer.pt", weights_only=True)
+    elif kind in ("state", "own"):
         others = [value for value in VALUES if value is not DEEP] + [torch.ones(1).expand(2**40), torch.ones(2, 2)]
-        torch.save(mutated(draw, state, others), path / "trainer.pt")
+        if kind == "state":
+            torch.save(mutated(draw, torch.load(path / "trainer.pt", weights_only=True), others), path / "trainer.pt")
+        else:
+            torch.save(mutated(draw, OWN, others), made := io.BytesIO())
+            ends_with(path / "__0_0.distcp", made.getvalue(), draw(st.sampled_from([0, 0, 0, -1, 1, *BIG[:3]])))
         signed(path)
     elif kind == "bytes":
         file = path / draw(st.sampled_from(sorted(entry.name for entry in path.iterdir())))
@@ -196,6 +212,7 @@ def read_by_all(folder: Path) -> list[str]:
     path, done, lengths = folder / "a.ckpt", list[str](), [0]
     readers: dict[str, Callable[[], Any]] = {
         "load": lambda: load(path),
+        "resume": lambda: with_own_states(open_checkpoint(path)),
         "inspect": lambda: describe(path, open_any(path)),
         "verify": lambda: verify(path),
         "export": lambda: export(open_any(path), folder / "exported"),
@@ -243,11 +260,21 @@ def fuzz(good: Path, folder: Path, examples: int) -> None:
 
 def test_what_is_not_changed_is_read_by_all(good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "a")
-    assert len(read_by_all(tmp_path / "a")) == 8
+    assert len(read_by_all(tmp_path / "a")) == 9
 
 
 def test_changed_checkpoints(good: Path, tmp_path: Path) -> None:
     fuzz(good, tmp_path / "a", 25)
+
+
+def test_a_tensor_of_a_rank_that_repeats_its_values_is_refused(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "a")
+    path = tmp_path / "a" / "a.ckpt"
+    torch.save({**OWN, "rng": torch.ones(1).expand(2**40)}, made := io.BytesIO())
+    ends_with(path / "__0_0.distcp", made.getvalue(), 0)
+    signed(path, version=7)
+    with pytest.raises(CheckpointError, match="a tensor of many more"):
+        with_own_states(open_checkpoint(path))
 
 
 @pytest.mark.soak

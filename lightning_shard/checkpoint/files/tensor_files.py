@@ -13,7 +13,6 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -37,7 +36,7 @@ from lightning_shard.checkpoint.files.boxes import (
 )
 from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, Directory, FileEntry, damaged_if
 from lightning_shard.checkpoint.files.place import Place
-from lightning_shard.checkpoint.files.trainer_state import load_archive, refusal
+from lightning_shard.checkpoint.files.trainer_state import decode_state, load_archive
 
 Values = Callable[[dcp.MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
 _LENGTH_BYTES = 8
@@ -126,20 +125,16 @@ def write_boxes(
 
 def read_own_state(directory: Directory, rank: int) -> dict[str, Any]:
     """What ``rank`` wrote behind its boxes; CheckpointCorruptError where there is nothing of the kind."""
-    name = data_file(rank)
-    with directory.open(name) as stream, damaged_if(partial(refusal, directory.path / name)):
+    where = directory.path / data_file(rank)
+    with directory.open(where.name) as stream, damaged_if(f"{where} can't be read"):
         end = stream.seek(0, os.SEEK_END) - _LENGTH_BYTES
         stream.seek(max(end, 0))
         length = int.from_bytes(stream.read(), "little")
         if not 0 < length <= end:
-            raise errors.CheckpointCorruptError(f"{directory.path / name} does not end with the state of rank {rank}")
+            raise errors.CheckpointCorruptError(f"{where} does not end with the state of rank {rank}")
         stream.seek(end - length)
-        state = load_archive(io.BytesIO(stream.read(length)), directory.path / name)
-    if not isinstance(state, dict):
-        raise errors.CheckpointCorruptError(
-            f"{directory.path / name} ends with a {type(state).__name__}, not a dictionary"
-        )
-    return state
+        data = stream.read(length)
+    return decode_state(data, where)
 
 
 def _row_major(tensor: Tensor) -> Tensor:

@@ -49,8 +49,14 @@ def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
 
 
 def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, Any]:
-    """The contents of ``trainer.pt``, tensors on the CPU. CheckpointCorruptError: it was changed, or names a class."""
-    where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
+    """The contents of ``trainer.pt``, as of `decode_state`."""
+    return decode_state(directory.read(TRAINER_STATE, manifest.files), directory.path / TRAINER_STATE)
+
+
+def decode_state(data: bytes, where: Place) -> dict[str, Any]:
+    """What `encode_trainer_state` was given, tensors on the CPU. CheckpointCorruptError: it was changed, or names a
+    class.
+    """
     with damaged_if(partial(refusal, where)):
         state = load_archive(io.BytesIO(data), where)
         if any(isinstance(part, Tensor) and part.nbytes > 2 * len(data) + _MOST_BYTES for part in parts(state)):
