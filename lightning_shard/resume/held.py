@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_shard.resume import rng
 from lightning_shard.tensors.names import unwrapped_modules
@@ -145,6 +146,20 @@ def module_generators(module: nn.Module, others: Mapping[str, Any], apart: Itera
     apart = [*apart, *found.values(), *(owner for _, owner in owners)]
     deeper = reachable([*code, *held, *others.items()], apart)
     return found | {path: value for path, value in deeper if rng.generator_kind(value) is not None}
+
+
+def module_numbers(module: nn.Module) -> dict[str, str]:
+    """Path to value, in words, of each number and small tensor on the host that ``module`` and the modules in it have
+    as attributes, but for those of metrics and of libraries.
+    """
+    found = {}
+    for path, owner in unwrapped_modules(module):
+        for name, value in {} if isinstance(owner, Metric) else vars(owner).items():
+            with suppress(Exception):  # as there
+                own = name not in _OF_MODULES and not name.startswith(("_", "ds_"))
+                if own and (noted := _noted(value))[0] in (_NUMBER, "bool"):
+                    found[f"{path}.{name}".lstrip(".")] = str(noted[1])
+    return found
 
 
 def generator_states(generators: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

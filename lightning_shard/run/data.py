@@ -19,7 +19,7 @@ from lightning_shard._lightning.callbacks import accumulate_as_scheduled, thaw_a
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
-from lightning_shard.resume.held import generator_states, load_generator_states
+from lightning_shard.resume.held import generator_states, load_generator_states, module_numbers
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints, restore_buffers
@@ -76,6 +76,7 @@ class Data:
         self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
         self._known: dict[str, Any] | None = None  # Buffers that no state_dict has, as training began with them.
+        self._numbers: dict[str, str] = {}  # The module's, likewise.
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make a training loader, which Lightning gives on all ranks, resumable, and check it for ``coordinates``."""
@@ -113,6 +114,8 @@ class Data:
         }
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
+        numbers = module_numbers(trainer.lightning_module).items() if self._known is not None else ()
+        kept["numbers"] = {name: now for name, now in numbers if now != self._numbers.get(name)}
         kept["frozen"] = [name for name, frozen in _frozen(trainer).items() if frozen]
         return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, own
 
@@ -142,11 +145,13 @@ class Data:
         and with the gradients of ``checkpoints``. All ranks call it.
         """
         resumed, self._resumed = self._resumed, None
-        self._known = known_buffers(trainer.lightning_module)
+        module = trainer.lightning_module
+        self._known, self._numbers = known_buffers(module), module_numbers(module)
         accumulate_as_scheduled(trainer)
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
-            for warning in filter(None, (other, other_frozen(resumed.get("frozen"), _frozen(trainer)))):
+            frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))
+            for warning in filter(None, (other, frozen, other_numbers(resumed.get("numbers", {}), self._numbers))):
                 rank_zero_warn(warning)
         # Ahead of what says that the loops do not resume any more.
         loaders.recount_batches(trainer, (resumed or {}).get("reloaded"))
@@ -159,7 +164,7 @@ class Data:
             logged = [r["logged"] for r in ranks]
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
             own = ranks[rank if rank < len(ranks) else 0]
-            if anew := load_buffers(trainer.lightning_module, own.get("passing", {}), trainer.strategy.root_device):
+            if anew := load_buffers(module, own.get("passing", {}), trainer.strategy.root_device):
                 rank_zero_warn(
                     f"Buffers with persistent=False that steps have changed begin anew: {', '.join(anew)}. They are in "
                     "the checkpoint if they are plain tensors of at most 64 MiB. Register others with persistent=True."
@@ -211,6 +216,19 @@ def other_frozen(saved: list[str] | None, frozen: Mapping[str, bool]) -> str | N
         f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''} (parameters: {len(shown)}) were {was} when the "
         f"checkpoint was saved, and are {here} here. What a hook freezes or thaws at some epoch is not done again on "
         "resuming: where it is to go on, do it in on_train_start too, or with a callback of BaseFinetuning."
+    )
+
+
+def other_numbers(saved: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """What to say of numbers of the module, by name and in words, that steps had changed and are others ``here``."""
+    other = [name for name, value in saved.items() if here.get(name) != value]
+    if not other:
+        return None
+    shown = [f"{name} ({saved[name][:40]} then, {here.get(name, 'not there')[:40]} now)" for name in other[:4]]
+    return (
+        f"Numbers that the module keeps as attributes and changes in training are not in a checkpoint, and begin anew: "
+        f"{', '.join(shown)}{', ...' if other[4:] else ''}. Where a step depends on them, register a buffer, or keep "
+        "them in on_save_checkpoint and on_load_checkpoint."
     )
 
 
