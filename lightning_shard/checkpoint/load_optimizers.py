@@ -162,6 +162,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
         return
     keys: dict[str, dict[str, str]] = {}
     values: dict[str, Values] = {}
+    unfit: set[str] = set()  # What is said of these is enough.
     for fqn in part.names:
         if (stored := found.get(fqn)) is None:
             continue
@@ -169,13 +170,23 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
         if fqn not in part.shapes:  # frozen here
             source.match.unexpected.extend(layout.SlotName(source.index, fqn, slot).key for slot in tensors)
             continue
+        # Of a parameter that is not loaded for its shape that alone is said.
+        reshaped = any(text.startswith(f"{layout.MODEL_PREFIX}{fqn} ") for text in source.match.reshaped)
+        weights, live = source.weights(stored), part.shapes[fqn]
+        shapes = {slot: source.manifest.tensors[key].shape for slot, key in tensors.items()}
+        if weights is not None and weights.shape != live and any(shape != () for shape in shapes.values()):
+            if not reshaped:
+                source.match.problems.append(
+                    f"the state that optimizer {source.index} has of {fqn} is of a parameter of shape {weights.shape}, "
+                    f"which is {live} here: give it the shape that was saved, or begin the optimizers anew with "
+                    "checkpoint['optimizer_states'] = [] in on_load_checkpoint"
+                )
+            unfit.add(fqn)
+            continue
         for slot, key in tensors.items():
-            shape = source.manifest.tensors[key].shape
-            # Of a parameter that has another shape itself that alone is said.
-            reshaped = any(text.startswith(f"{layout.MODEL_PREFIX}{fqn} ") for text in source.match.reshaped)
-            if part.is_sharded and shape not in ((), part.shapes[fqn]) and not reshaped:
+            if part.is_sharded and shapes[slot] not in ((), live) and not reshaped:
                 name = layout.SlotName(source.index, fqn, slot)
-                source.match.problems.append(optimizer_state.unshardable(name, shape, part.shapes[fqn]))
+                source.match.problems.append(optimizer_state.unshardable(name, shapes[slot], live))
             else:
                 keys.setdefault(slot, {})[fqn] = key
         for slot, value in source.values.get(stored, {}).items():
@@ -186,9 +197,9 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
     new = {slot: _new_slot(part, slot, own, found, source) for slot, own in keys.items()}
     for slot in values | keys:
         having = keys.get(slot, values.get(slot, {})).keys()
-        lacking = (part.shapes.keys() & found.keys()) - having
+        lacking = (part.shapes.keys() & found.keys()) - having - unfit
         source.match.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
-        without = sorted(part.shapes.keys() - having)
+        without = sorted(part.shapes.keys() - having - unfit)
         if without and part.flat is not None and (slot in plain or new[slot].is_shared):
             found_for = f"saved for {min(having)} and not for {layout.listed(without, most=3)}"
             source.match.problems.append(_in_one_tensor(source.index, slot, found_for))

@@ -56,7 +56,9 @@ class Match:
             kinds["of another shape"] = self.reshaped
             lines = [f"  {kind} ({len(keys)}): {listed(keys)}" for kind, keys in kinds.items() if keys]
             lines += [f"  {problem}" for problem in self.problems[:_SHOWN]]
-            if not self.reshaped and not self.problems:
+            if self.reshaped and not self.problems:
+                lines += ["  Give these the shapes that were saved, or others to what is loaded in on_load_checkpoint."]
+            elif not self.problems:
                 lines += [f"  {hint}strict=False (in a run strict_loading = False of the module) loads what matches."]
             raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]))
         return LoadReport(missing=(*self.missing, *self.kept), unexpected=tuple(self.unexpected))

@@ -120,6 +120,7 @@ def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
         "  missing in the checkpoint (1): model.new",
         "  unexpected in the checkpoint (1): model.gone",
         "  of another shape (1): model.turned (2, 3) there, (3, 2) here",
+        "  Give these the shapes that were saved, or others to what is loaded in on_load_checkpoint.",
     ]
     assert asked["model.same"].eq(0).all()
     with pytest.raises(CheckpointMismatchError, match="of another shape"):
