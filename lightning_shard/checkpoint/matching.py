@@ -184,3 +184,12 @@ def _differing(saved: Any, live: dict[str, Any]) -> Iterator[tuple[str, dict[str
                     yield from _differing(inner_saved, inner_live)
         elif saved[name] != live[name]:
             yield name, saved, live
+
+
+def take_progress(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Leave of ``saved``, the state of a scheduler of another class, what a torch ``scheduler`` can go on from."""
+    if type(scheduler).__module__ == "torch.optim.lr_scheduler":
+        own = scheduler.state_dict()
+        kept = {name: saved[name] for name in ("last_epoch", "_step_count", "_last_lr") if name in saved.keys() & own}
+        saved.clear()
+        saved.update({**own, **kept})

@@ -23,6 +23,7 @@ from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.matching import differing as schedules_differing
+from lightning_shard.checkpoint.matching import take_progress
 from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
@@ -38,6 +39,10 @@ from lightning_shard.tensors.names import fqns, persistent_buffers
 
 ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
+
+
+SCHEDULES = "schedules"
+"""Where a run's state says of which classes its schedulers are."""
 
 
 class Checkpoints(CheckpointIO):
@@ -341,9 +346,20 @@ def _follows_names(module: nn.Module) -> bool:
 def _settle_schedules(schedules: Sequence[Any], state: Mapping[str, Any], *, configured: bool) -> list[str]:
     """Put the winner's settings of schedulers into ``state``, which Lightning loads; what differed, in words."""
     differing = []
+    here = [type(schedule.scheduler).__qualname__ for schedule in schedules]
+    saved_as = state.get(layout.RUN_STATE, {}).get(SCHEDULES, here)
+    if saved_as != here:
+        was, now = (", ".join(names) or "none" for names in (saved_as, here))
+        rank_zero_warn(
+            f"The learning rate's schedules were {was} when the checkpoint was saved, and are {now} here. One in the "
+            "place of another goes on from its number of steps and its learning rate, by its own rule and settings."
+        )
     for number, (schedule, saved) in enumerate(zip(schedules, state.get("lr_schedulers", []), strict=False)):
-        for name, there, here in list(schedules_differing(schedule.scheduler, saved)):
-            winner, other = (here, there) if configured else (there, here)
+        if here[number] != [*saved_as, *here][number]:
+            take_progress(schedule.scheduler, saved)
+            continue
+        for name, there, live in list(schedules_differing(schedule.scheduler, saved)):
+            winner, other = (live, there) if configured else (there, live)
             # Rates at the beginning are those of the groups.
             if name != "base_lrs":
                 differing.append(f"{name} of schedule {number} is {winner[name]}, not {other[name]}")

@@ -22,7 +22,7 @@ from lightning_shard.resume import rng
 from lightning_shard.resume.held import generator_states, load_generator_states, module_numbers
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints, restore_buffers
+from lightning_shard.run.checkpoints import ACCUMULATION, SCHEDULES, Checkpoints, restore_buffers
 from lightning_shard.tensors.names import persistent_buffers
 from lightning_shard.tensors.passing import changed_buffers, known_buffers, load_buffers
 
@@ -116,6 +116,9 @@ class Data:
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
         numbers = module_numbers(trainer.lightning_module).items() if self._known is not None else ()
         kept["numbers"] = {name: now for name, now in numbers if now != self._numbers.get(name)}
+        schedules = [type(each.scheduler).__qualname__ for each in trainer.strategy.lr_scheduler_configs]
+        # Lightning's averaging of weights puts its own in their place, and makes it again.
+        kept |= {} if "SWALR" in schedules else {SCHEDULES: schedules}
         kept["frozen"] = [name for name, frozen in _frozen(trainer).items() if frozen]
         return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, own
 

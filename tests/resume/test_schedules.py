@@ -42,16 +42,19 @@ def test_settings_differ_and_progress_does_not() -> None:
 class Scheduled(TinyLM):
     def __init__(self, lr: float, gamma: float) -> None:
         super().__init__()
-        self.settings = lr, gamma
+        self.settings: tuple[float, Any] = lr, gamma
 
     def configure_optimizers(self) -> Any:
         lr, gamma = self.settings
         optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=lr)
-        schedule = lr_scheduler.ExponentialLR(optimizer, gamma)
+        if callable(gamma):
+            schedule: Any = lr_scheduler.LambdaLR(optimizer, gamma)
+        else:
+            schedule = lr_scheduler.ExponentialLR(optimizer, gamma)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _fit(strategy: Any, lr: float, gamma: float, steps: int, ckpt_path: str | None = None, **flags: Any) -> Any:
+def _fit(strategy: Any, lr: float, gamma: Any, steps: int, ckpt_path: str | None = None, **flags: Any) -> Any:
     trainer = quiet_trainer(strategy=strategy, max_steps=steps, **flags)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -59,7 +62,8 @@ def _fit(strategy: Any, lr: float, gamma: float, steps: int, ckpt_path: str | No
     if ckpt_path is None:
         trainer.save_checkpoint("a.ckpt")
     group = trainer.optimizers[0].param_groups[0]
-    said = [str(warning.message) for warning in caught if "hyperparameters win" in str(warning.message)]
+    said = [str(each.message) for each in caught]
+    said = [text for text in said if "hyperparameters win" in text or "schedules" in text]
     return group["lr"], group["weight_decay"], said
 
 
@@ -67,11 +71,12 @@ def _runs() -> list[Any]:
     _fit("shard_ddp", 0.5, 0.5, 2)
     configured = ShardDDPStrategy(resume_hyperparameters="configuration")
     resumed = [(strategy, 0.25, 0.75) for strategy in ("shard_ddp", configured)]
-    return [_fit(*settings, 3, "a.ckpt") for settings in [("shard_ddp", 0.5, 0.5), *resumed]]
+    other = ("shard_ddp", 0.5, lambda steps: 0.5 / (1 + steps))
+    return [_fit(*settings, 3, "a.ckpt") for settings in [("shard_ddp", 0.5, 0.5), *resumed, other]]
 
 
 def test_whose_win_is_said_and_can_be_chosen() -> None:
-    [(same, saved, own)] = run_distributed(_runs, 1)
+    [(same, saved, own, other)] = run_distributed(_runs, 1)
     assert same == (0.5**4, 0.5, [])
     assert saved[:2] == same[:2]
     assert saved[2] == [
@@ -85,6 +90,11 @@ def test_whose_win_is_said_and_can_be_chosen() -> None:
         "The configuration's hyperparameters win: lr of group 0 of optimizer 0 is 0.0625, not 0.125; weight_decay of "
         "group 0 of optimizer 0 is 0.25, not 0.5; gamma of schedule 0 is 0.75, not 0.5 as in the checkpoint."
     ]
+    # Of another class at the third step.
+    assert other[:2] == (0.5 * 0.5 / 4, 0.5)
+    assert other[2][0].startswith(
+        "The learning rate's schedules were ExponentialLR when the checkpoint was saved, and are LambdaLR here."
+    )
 
 
 def _averaging() -> list[Any]:

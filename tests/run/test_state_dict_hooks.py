@@ -123,9 +123,7 @@ def run(strategy: str, precision: str, folder: str) -> None:
     assert torch.equal(found["embed.weight"], torch.cat([stored["embed.weight"], torch.ones(2, 5)]))
     assert found["head.bias"].tolist() == [stored["head.bias"][0], 7.0, stored["head.bias"][2]]
     assert torch.equal(found["head.weight"], stored["head.weight"])
-    state = (
-        r"optimizer 0 has of embed\.weight is of a parameter of shape \(6, 5\), which is \(8, 5\) here: "
-    )
+    state = r"optimizer 0 has of embed\.weight is of a parameter of shape \(6, 5\), which is \(8, 5\) here: "
     with pytest.raises(CheckpointMismatchError, match=state):
         fit(made(New, grown, rows=ROWS + 2), strategy, precision, 4, path)
 
