@@ -170,7 +170,7 @@ class Data:
             if anew := load_buffers(module, own.get("passing", {}), trainer.strategy.root_device):
                 rank_zero_warn(
                     f"Buffers with persistent=False that steps have changed begin anew: {', '.join(anew)}. They are in "
-                    "the checkpoint if they are plain tensors of at most 64 MiB. Register others with persistent=True."
+                    "the checkpoint if they are plain tensors of at most 64 MiB in all. Register others as persistent."
                 )
             if lost := load_generator_states(loaders.generators(trainer), own.get("generators", {})):
                 rank_zero_warn(

@@ -13,7 +13,7 @@ from lightning_shard.tensors.names import is_persistent, unwrapped_modules
 require(Tensor, "_version", tested="torch 2.11 to 2.13")
 require(nn.Module, "_buffers", tested="torch 2.11 to 2.13")
 
-_MOST_BYTES = 1 << 26  # of a buffer that is saved
+_MOST_BYTES = 1 << 26  # of all that are saved of a rank
 
 Known = dict[str, tuple[Callable[[], Any], int]]
 
@@ -24,14 +24,21 @@ def known_buffers(module: nn.Module) -> Known:
 
 
 def changed_buffers(module: nn.Module, known: Known) -> dict[str, Tensor | None]:
-    """FQN to a copy on the host of each that is not as it was ``known``; None for what is too large to be saved."""
-    changed: dict[str, Tensor | None] = {}
+    """FQN to a copy on the host of each that is not as it was ``known``; None for those that are not saved: they are no
+    plain tensors, or more than `_MOST_BYTES` with the smaller ones.
+    """
+    found = {}
     for name, _, buffer in _passing(module):
         first, version = known.get(name, (lambda: None, 0))
         if buffer is not None and not (first() is buffer and version == _version(buffer)):
-            plain = type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
-            small = plain and buffer.nbytes <= _MOST_BYTES
-            changed[name] = buffer.detach().to("cpu", copy=True).contiguous() if small else None
+            found[name] = buffer
+    changed: dict[str, Tensor | None] = {}
+    total = 0
+    for name, buffer in sorted(found.items(), key=lambda each: each[1].numel() * each[1].itemsize):
+        plain = type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
+        total += buffer.nbytes if plain else 0
+        fits = plain and total <= _MOST_BYTES
+        changed[name] = buffer.detach().to("cpu", copy=True).contiguous() if fits else None
     return changed
 
 

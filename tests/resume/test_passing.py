@@ -92,7 +92,7 @@ def test_buffers_that_no_state_dict_has_go_on_on_each_rank() -> None:
     assert none == []
     assert results[0][0] != results[1][0], "both ranks have the same queue"
     lost = next(said for said in results[0][3] if "persistent" in said)
-    assert lost.startswith("Buffers with persistent=False that steps have changed begin anew: norm.mean, norm.queue")
+    assert lost.startswith("Buffers with persistent=False that steps have changed begin anew: norm.cache, norm.mean")
 
 
 def test_only_what_has_changed_is_saved() -> None:
