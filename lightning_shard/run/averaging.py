@@ -126,6 +126,11 @@ class Averaging:
             found[name] = Pieces(shape, dtype, {tuple(chunk.offsets): next(values).detach() for chunk in chunks})
         return found
 
+    def passing(self) -> dict[str, Tensor]:
+        """FQN to the average of each buffer that no ``state_dict`` has, where buffers are averaged; in place."""
+        buffers = list(self._average.shards.buffers()) if self._average.has_buffers else []
+        return dict(zip(self._others, buffers[len(self._persistent) :], strict=False))
+
     def saved(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """What Lightning dumped, with the module's own state dict and the number of updates."""
         self._share_buffers()

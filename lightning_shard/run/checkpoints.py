@@ -10,7 +10,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.background import Saver
@@ -33,9 +33,11 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
+from lightning_shard.run.buffers import passing_state, restore_buffers
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import fqns, persistent_buffers
+from lightning_shard.tensors.passing import Known
 
 ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
@@ -62,6 +64,8 @@ class Checkpoints(CheckpointIO):
         self.accumulated: load.OpenCheckpoint | None = None
         """The checkpoint that a fit goes on from, until its gradients are loaded, if it has some."""
         self._converted: str | None = None
+        self.known: Known | None = None
+        """The buffers that no ``state_dict`` has, as training began with them; None ahead of it."""
         self._training = False
         self.saved: list[str] = []
         """Paths of the checkpoints with optimizers that were saved since `attach`, the newest first."""
@@ -72,7 +76,7 @@ class Checkpoints(CheckpointIO):
         self._offered = OfferedState(module)
         self._root = root
         self.averaging: Averaging | None = None
-        self.saved = []
+        self.known, self.saved = None, []
 
     def check(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint of a fit can be saved with, where there will be some. ConfigurationError:
@@ -149,7 +153,7 @@ class Checkpoints(CheckpointIO):
                 averages=None if averaging is None else averaging.tensors(),
                 gradients=gradients,
                 trainer_state=checkpoint,
-                own_state=own,
+                own_state=own and {**own, **passing_state(self._module, self.known, averaging)},
                 facts=Facts(
                     engine=self._engine.name,
                     policy=self._policy.text(),
@@ -380,11 +384,3 @@ def _warn_of(report: load.LoadReport, differing: Sequence[str], *, strict: bool,
             else f"The checkpoint's hyperparameters win: {'; '.join(differing)} as configured. Set "
             "resume_hyperparameters: configuration on the strategy for those."
         )
-
-
-@torch.no_grad()
-def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Write the values of ``saved``, by key, into the persistent buffers of ``module``."""
-    for key, _, buffer in persistent_buffers(module):
-        if buffer is not None and key in saved and saved[key].shape == buffer.shape:
-            buffer.copy_(saved[key])

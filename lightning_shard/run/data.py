@@ -22,9 +22,10 @@ from lightning_shard.resume import rng
 from lightning_shard.resume.held import generator_states, load_generator_states, module_numbers
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.checkpoints import ACCUMULATION, SCHEDULES, Checkpoints, restore_buffers
+from lightning_shard.run.buffers import load_passing, restore_buffers
+from lightning_shard.run.checkpoints import ACCUMULATION, SCHEDULES, Checkpoints
 from lightning_shard.tensors.names import persistent_buffers
-from lightning_shard.tensors.passing import changed_buffers, known_buffers, load_buffers
+from lightning_shard.tensors.passing import known_buffers
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -75,8 +76,7 @@ class Data:
         """Nothing was resumed yet; ``sample_seeds``: training samples' random numbers are seeded by epoch and index."""
         self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
-        self._known: dict[str, Any] | None = None  # Buffers that no state_dict has, as training began with them.
-        self._numbers: dict[str, str] = {}  # The module's, likewise.
+        self._numbers: dict[str, str] | None = None  # The module's, as training began with them.
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make a training loader, which Lightning gives on all ranks, resumable, and check it for ``coordinates``."""
@@ -108,14 +108,14 @@ class Data:
             **changed_by_evaluation(trainer),
             "logged": results.training_results_state(trainer),
             "loaders": loaders.loader_states(trainer, counters),
-            "passing": {} if self._known is None else changed_buffers(trainer.lightning_module, self._known),
             **(before_validation if loops.in_validation(trainer) else {}),
             **accumulation_state(trainer),
         }
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
-        numbers = module_numbers(trainer.lightning_module).items() if self._known is not None else ()
-        kept["numbers"] = {name: now for name, now in numbers if now != self._numbers.get(name)}
+        if (first := self._numbers) is not None:
+            numbers = module_numbers(trainer.lightning_module)
+            kept["numbers"] = {name: now for name, now in numbers.items() if now != first.get(name)}
         schedules = [type(each.scheduler).__qualname__ for each in trainer.strategy.lr_scheduler_configs]
         # Lightning's averaging of weights puts its own in their place, and makes it again.
         kept |= {} if "SWALR" in schedules else {SCHEDULES: schedules}
@@ -149,7 +149,7 @@ class Data:
         """
         resumed, self._resumed = self._resumed, None
         module = trainer.lightning_module
-        self._known, self._numbers = known_buffers(module), module_numbers(module)
+        checkpoints.known, self._numbers = known_buffers(module), module_numbers(module)
         accumulate_as_scheduled(trainer)
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
@@ -167,11 +167,7 @@ class Data:
             logged = [r["logged"] for r in ranks]
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
             own = ranks[rank if rank < len(ranks) else 0]
-            if anew := load_buffers(module, own.get("passing", {}), trainer.strategy.root_device):
-                rank_zero_warn(
-                    f"Buffers with persistent=False that steps have changed begin anew: {', '.join(anew)}. They are in "
-                    "the checkpoint if they are plain tensors of at most 64 MiB in all. Register others as persistent."
-                )
+            load_passing(module, checkpoints.averaging, own, trainer.strategy.root_device)
             if lost := load_generator_states(loaders.generators(trainer), own.get("generators", {})):
                 rank_zero_warn(
                     "Generators of the checkpoint that the module, the datamodule and callbacks do not have any more: "
