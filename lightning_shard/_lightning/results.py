@@ -57,12 +57,14 @@ def log_graphs(replacements: Replacements, trainer: Trainer) -> None:
 
 
 def training_results_state(trainer: Trainer) -> dict[str, Any]:
-    """What was logged in this epoch of a fit so far, on this rank (no communication): copies on the CPU that
-    ``weights_only=True`` loads. ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the
-    interval whose plateau schedulers Lightning steps next; ``entries``: the values on their way to an epoch's mean,
-    sum, minimum or maximum, and names of metrics that are logged as objects (their states are the metrics' own);
-    ``evaluation_metrics``: metrics that Lightning is about to reset, as an evaluation has just ended;
-    ``callback_metrics``.
+    """What was logged in this epoch of a fit so far, on this rank: copies on the CPU that ``weights_only=True`` loads.
+    All ranks call it, which communicate at an epoch's end alone.
+
+    ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the interval whose plateau
+    schedulers Lightning steps next; ``late``: names that are logged after this, and before that; ``entries``: the
+    values on their way to an epoch's mean, sum, minimum or maximum, and names of metrics that are logged as objects
+    (their states are the metrics' own); ``evaluation_metrics``: metrics that Lightning is about to reset, as an
+    evaluation has just ended; ``callback_metrics``.
     """
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
@@ -70,18 +72,22 @@ def training_results_state(trainer: Trainer) -> dict[str, Any]:
     entries = {key: _entry_state(entry) for key, entry in live if entry.meta.on_epoch or not entry.is_tensor}
     evaluation = [e.meta.metric_attribute for _, e in _live(fit_loop.epoch_loop.val_loop._results) if not e.is_tensor]
     batches: Any = fit_loop.epoch_loop.batch_progress.current
-    connector = trainer._logger_connector
-    # Between batches of an epoch, reading them computes nothing and so synchronises nothing.
-    seen = connector._callback_metrics if connector._first_loop_iter is None else trainer.callback_metrics
     due = None
     if epochs.processed > epochs.completed:
         due = "epoch"
     elif batches.processed > batches.completed:
         due = "step"
+    connector = trainer._logger_connector
+    # Between batches of an epoch, reading them computes nothing and so synchronises nothing; at its end its values are
+    # those that schedulers are about to step by, but for what the hook that saves goes ahead of.
+    current = connector._first_loop_iter is not None or due == "epoch"
+    seen = trainer.callback_metrics if current else connector._callback_metrics
+    hook = [e.meta for e in fit_loop.epoch_loop._results.values() if e.has_reset and e.meta.fx == "on_train_epoch_end"]
     return {
         "epoch": epochs.ready - 1,
         "ended": epochs.processed >= epochs.ready,
         "due": due,
+        "late": [meta.name for meta in hook] if due == "epoch" else [],
         "entries": entries,
         "evaluation_metrics": [name for name in evaluation if name is not None],
         "callback_metrics": {
@@ -112,7 +118,7 @@ def restore_training_results(
     entries = _merged_entries(by_rank, rank=rank, world_size=world_size)
     _reset_metrics(trainer.lightning_module, [name for state in by_rank[:1] for name in state["evaluation_metrics"]])
     saved = by_rank[0]
-    _step_plateau_schedulers(trainer, saved["due"])
+    _step_plateau_schedulers(trainer, saved["due"], saved.get("late", []))
     epochs: Any = fit_loop.epoch_progress.current
     if saved["epoch"] < 0 or epochs.processed != saved["epoch"]:
         _reset_metrics(trainer.lightning_module, [e["attribute"] for e in entries.values() if e["attribute"]])
@@ -133,10 +139,17 @@ def restore_training_results(
     fit_loop._restarting = False
 
 
-def _step_plateau_schedulers(trainer: Trainer, due: str | None) -> None:
-    """Do what Lightning had left to do when it wrote the checkpoint, and does not do when it resumes."""
+def _step_plateau_schedulers(trainer: Trainer, due: str | None, late: list[str]) -> None:
+    """Do what Lightning had left to do when it wrote the checkpoint, and does not do when it resumes; ``late``: names
+    that had no value yet.
+    """
     configs = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == due]
-    if not configs or any(config.monitor not in trainer.callback_metrics for config in configs):
+    if missing := [c.monitor for c in configs if c.monitor in late or c.monitor not in trainer.callback_metrics]:
+        rank_zero_warn(
+            f"The schedule that monitors {missing[0]} takes no step for the {due} after which the checkpoint was "
+            f"saved, as {missing[0]} was logged after that. Save later, as ModelCheckpoint does, to go on exactly."
+        )
+    if missing or not configs:
         return
     epochs: Any = trainer.fit_loop.epoch_progress.current
     completed = epochs.completed

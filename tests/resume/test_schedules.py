@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from torch.optim import lr_scheduler
 
 from lightning_shard import ShardDDPStrategy
@@ -110,3 +110,54 @@ def _averaging() -> list[Any]:
 def test_the_rate_of_averaging_is_no_other_configuration() -> None:
     [(whole, resumed)] = run_distributed(_averaging, 1)
     assert resumed == whole
+
+
+class Plateau(TinyLM):
+    """Halves its rate in each epoch in which what is monitored has not fallen; it falls by the loss, or the hook."""
+
+    def __init__(self, monitor: str) -> None:
+        super().__init__()
+        self.monitor, self.rates = monitor, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("falling", 8.0 - self.current_epoch, on_step=False, on_epoch=True, sync_dist=True)
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", 8.0 - self.current_epoch)
+
+    def on_train_epoch_start(self) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor}}
+
+
+def _saved_at_ends() -> dict[str, Any]:
+    def save(trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(f"{module.monitor}{trainer.current_epoch}.ckpt")
+
+    found = {}
+    for monitor in ("falling", "late"):
+        module = Plateau(monitor)
+        flags: dict[str, Any] = {"max_epochs": 4, "limit_train_batches": 2, "strategy": "shard_ddp"}
+        quiet_trainer(callbacks=[LambdaCallback(on_train_epoch_end=save)], **flags).fit(module, loader())
+        resumed = Plateau(monitor)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quiet_trainer(**flags).fit(resumed, loader(), ckpt_path=f"{monitor}1.ckpt")
+        said = [str(each.message) for each in caught if "takes no step" in str(each.message)]
+        found[monitor] = module.rates, resumed.rates, said
+    return found
+
+
+def test_a_save_at_an_epochs_end_has_the_values_that_a_schedule_steps_by() -> None:
+    """In a callback's own hook, which is ahead of the module's."""
+    [found] = run_distributed(_saved_at_ends, 1)
+    assert found["falling"] == ([1.0] * 4, [1.0] * 2, [])
+    rates, resumed, (said,) = found["late"]
+    assert rates == [1.0] * 4
+    assert resumed == [1.0] * 2
+    assert said.startswith("The schedule that monitors late takes no step for the epoch after which")
