@@ -8,21 +8,21 @@ train another model. The number that is read from a sum, a norm or ``any()`` of 
 
 import re
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.private_names import require
 from lightning_shard.tensors.full import own_part
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
-require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
+require(type(DTensor._op_dispatcher), "_allow_implicit_replication _custom_op_handlers", tested="torch 2.11 to 2.13")
 require(torch.ops.aten, "_local_scalar_dense _unique2", tested="torch 2.11 to 2.13")
 require(torch, "_C", tested="torch 2.11 to 2.13")
 require(torch._C, "_disabled_torch_function_impl", tested="torch 2.11 to 2.13")
@@ -80,12 +80,7 @@ def answer_in_full() -> Callable[[], None]:
     own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
     own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye}
     own |= dict.fromkeys(_IN_FULL, _in_full) | dict.fromkeys((*_OF_DIM, _aten.diagonal.default), _part_of)
-    own[_aten.view.default] = _reshaped
-    return _handle(own)
-
-
-def _handle(own: dict[Any, Callable[..., Any]]) -> Callable[[], None]:
-    """Call ``own`` for these operators, until the result is called."""
+    own |= dict.fromkeys(_IN_PLACE, _with_shards) | {_aten.view.default: _reshaped}
     handlers = DTensor._op_dispatcher._custom_op_handlers
     own = {op: handler for op, handler in own.items() if handlers.get(op) is not handler}  # Another fit's are there.
     # torch's own for argmin and argmax fails on the ranks whose shards are empty.
@@ -104,7 +99,7 @@ def _handle(own: dict[Any, Callable[..., Any]]) -> Callable[[], None]:
 def parts_as_torch_does() -> Generator[None, None, None]:
     """Leave out what `answer_in_full` does for parts of tensors, at the cost of collectives."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    own = {op: handler for op, handler in handlers.items() if handler in (_in_full, _part_of, _reshaped)}
+    own = {op: handler for op, handler in handlers.items() if handler in (_in_full, _part_of, _reshaped, _with_shards)}
     for op in own:
         del handlers[op]
     try:
@@ -142,7 +137,7 @@ def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _with_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
-    if isinstance(tensor, DTensor) and _sharded_dims(tensor):
+    if DTensor._op_dispatcher._allow_implicit_replication and isinstance(tensor, DTensor) and _sharded_dims(tensor):
         rest = [
             _placed(each.expand(tensor.shape), tensor)
             if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.ndim
@@ -201,21 +196,25 @@ class PlainTensorsInHooks:
     """Takes plain tensors that meet DTensors in the user's hooks for what they are there: full, equal on all ranks."""
 
     def __init__(self) -> None:
-        self._depth, self._allowed = 0, ExitStack()
+        self._depth = 0
 
     def begins(self, action: str) -> None:
         """``action`` is Lightning's name for it."""
-        if _HOOK.match(action):
-            self._depth += 1
-            if self._depth == 1:
-                self._allowed.enter_context(implicit_replication())
-                self._allowed.callback(_handle(dict.fromkeys(_IN_PLACE, _with_shards)))
+        self._step(action, 1)
 
     def ends(self, action: str) -> None:
-        if _HOOK.match(action):
-            self._depth -= 1
-            if not self._depth:
-                self._allowed.close()
+        self._step(action, -1)
+
+    def _step(self, action: str, step: int) -> None:
+        if _is_hook(action):
+            self._depth += step
+            # As torch's implicit_replication does; several hooks run in each batch.
+            DTensor._op_dispatcher._allow_implicit_replication = self._depth > 0
+
+
+@cache
+def _is_hook(action: str) -> bool:
+    return _HOOK.match(action) is not None
 
 
 class _Source:
