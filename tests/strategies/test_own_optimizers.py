@@ -12,7 +12,7 @@ from tests.harness import run_distributed
 from tests.models import quiet_trainer
 from tests.optimizers import Noisy
 from tests.strategies.everywhere import same_everywhere
-from tests.strategies.indexed import PRECISIONS, Indexed, data
+from tests.strategies.indexed import PRECISIONS, Indexed, data, refusal
 
 
 class Averaging(torch.optim.SGD):
@@ -106,6 +106,31 @@ class DecaysByHand(Indexed):
 @PRECISIONS
 def test_what_is_written_to_the_optimizers_parameters_is_taken_over(precision: str) -> None:
     same_everywhere(DecaysByHand, precision, strategies=("ddp", "full", "zero_1", "zero_2", "zero_3", "zero_3_offload"))
+
+
+class ClipsLate(Indexed):
+    """Writes that torch does not count, and that begin when the run is under way."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step > 5:
+            self.head.weight.data.clamp_(-0.02, 0.02)
+
+
+def test_what_hooks_begin_to_write_later_is_taken_over() -> None:
+    same_everywhere(ClipsLate, "32-true", strategies=("ddp", "full", "zero_1", "zero_2"))
+
+
+def _clips_late() -> list[str]:
+    found = []
+    for stage in (1, 2):
+        trainer = quiet_trainer(strategy=f"shard_deepspeed_stage_{stage}", precision="bf16-mixed", max_epochs=2)
+        found.append(refusal(trainer.fit, ClipsLate(), data())[1])
+    return found
+
+
+def test_what_hooks_begin_to_write_later_is_refused_where_copies_have_fewer_digits() -> None:
+    for found in run_distributed(_clips_late, 2):
+        assert all(said.startswith("head.weight was written to between two steps") for said in found), found
 
 
 class Drawing(Indexed):

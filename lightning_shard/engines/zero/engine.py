@@ -176,8 +176,10 @@ class Zero(Engine):
         self._stepping = self._begin_stepping(running, step, rests=rests)
         self._closing.callback(self._stepping.close)
         self._parameters = list(self._module.parameters())
-        self._written = Written(self._module, running, self._values) if running.groups else None
         if running.groups:
+            self._written = Written(self._module, running, self._values)
+            if self._stage < 3:  # There released ones are looked at (`WatchedUses`).
+                self._closing.enter_context(self._written.reads_noted())
             stepped = layout.masters(running.groups)
             names = {p: fqn for p, fqn in parameter_names(self._module).items() if fqn in stepped}
             self._gradient_uses = GradientUses(self._called, names, running.groups, self._stepping.drop)

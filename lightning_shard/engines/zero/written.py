@@ -27,8 +27,10 @@ from lightning_shard.tensors.names import named_parameters
 _same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
 
 _COMPARED = 3
-"""Steps in which values are compared. Later on it is looked at where parameters lie and how often they were written to,
-both of which ``parameter.data.clamp_`` leaves as they are, unless writes were found."""
+"""Steps in which all values are compared. Later on those whose ``data`` was read, where parameters lie, and how often
+they were written to, which ``parameter.data.clamp_`` does not count, unless writes were found."""
+
+_DATA: Any = Tensor.data  # the descriptor
 
 
 class Written:
@@ -38,8 +40,27 @@ class Written:
         self._parameters = {fqn: p for fqn, p in named_parameters(module).items() if p.is_floating_point()}
         self._running, self._values = running, values
         self._steps, self._found = 0, False
+        self._read: set[str] = set()
+        self._fqns = {id(parameter): fqn for fqn, parameter in self._parameters.items()}
         self._cast = {fqn for fqn, _, kept in self._kept() if kept.dtype != self._parameters[fqn].dtype}
         self.note()
+
+    @contextmanager
+    def reads_noted(self) -> Generator[None, None, None]:
+        """Note whose ``data`` is read by the user, who may write to it."""
+
+        def read(parameter: Tensor) -> Tensor:
+            if (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
+                self._read.add(fqn)
+            data: Tensor = _DATA.__get__(parameter)
+            return data
+
+        data: Any = property(read, _DATA.__set__)
+        nn.Parameter.data = data
+        try:
+            yield
+        finally:
+            del nn.Parameter.data
 
     def note(self) -> None:
         """Say that the engine has put parameters where they are now, and written the masters."""
@@ -68,12 +89,13 @@ class Written:
             refresh(self._running)
             self.note()
         touched = {fqn for fqn, p in self._parameters.items() if not self._is_as_noted(fqn, p)}
+        read, self._read = self._read, set()
         compares = self._found or self._steps <= _COMPARED
-        if not touched and not compares:
+        if not touched and not read and not compares:
             return
         # Alike on all ranks, which run the same code.
         wrong = [fqn for fqn in sorted(touched) if self._running.stage == 3 or fqn in self._cast]
-        for fqn, own, kept in self._pairs(touched, compares):
+        for fqn, own, kept in self._pairs(touched | read, compares):
             if _same(own.to(kept.device), kept.to(own.dtype)):
                 continue
             self._found = True
@@ -83,7 +105,7 @@ class Written:
                 kept.copy_(own)
         # Ranks write to their own parts, and what one alone has written is not the optimizer's.
         self._masters = self._versions()
-        if self._steps <= _COMPARED and (self._cast or self._running.stage == 3):
+        if (read or self._steps <= _COMPARED) and (self._cast or self._running.stage == 3):
             # Each rank has compared its own part.
             wrong = [fqn for found in Ranks.of().gather(wrong) for fqn in found]
         if wrong:
