@@ -22,7 +22,7 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.full import own_part
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
-require(type(DTensor._op_dispatcher), "_allow_implicit_replication _custom_op_handlers", tested="torch 2.11 to 2.13")
+require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
 require(torch.ops.aten, "_local_scalar_dense _unique2", tested="torch 2.11 to 2.13")
 require(torch, "_C", tested="torch 2.11 to 2.13")
 require(torch._C, "_disabled_torch_function_impl", tested="torch 2.11 to 2.13")
@@ -53,13 +53,21 @@ _IN_FULL: tuple[Any, ...] = (
     *(_aten.index_put_.default, _aten.index.Tensor, _aten.masked_select.default, _aten.fill_diagonal_.default),
     *(_aten.scatter_.value, _aten.scatter_.src, _aten.scatter_add_.default, _aten.nonzero.default),
     *(_aten._unique2.default, _aten.kthvalue.default, _aten.allclose.default),
+    *(_aten.index_select.default, _aten.gather.default),
 )
 _HOOK = re.compile(r"\[(LightningModule|Callback)\].*\.(on_\w+|configure_gradient_clipping|lr_scheduler_step)$")
-# torch changes no shards of a dimension of one row by what is on every rank.
+# A plain tensor beside a DTensor is taken for a full one in these, where the result has the DTensor's shape. Activations
+# have other shapes: of them each rank has its own.
 _IN_PLACE: tuple[Any, ...] = (
     *(_aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
     *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
     *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.clamp_.Tensor),
+)
+_POINTWISE: tuple[Any, ...] = (
+    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.lerp.Scalar, _aten.lerp.Tensor),
+    *(_aten.where.self, _aten.where.ScalarOther, _aten.maximum.default, _aten.minimum.default),
+    *(_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.clamp.Tensor),
+    *(_aten.eq.Tensor, _aten.ne.Tensor, _aten.lt.Tensor, _aten.le.Tensor, _aten.gt.Tensor, _aten.ge.Tensor),
 )
 # Views, with the index of the argument that is their dimension.
 _OF_DIM = {
@@ -80,7 +88,7 @@ def answer_in_full() -> Callable[[], None]:
     own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
     own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye}
     own |= dict.fromkeys(_IN_FULL, _in_full) | dict.fromkeys((*_OF_DIM, _aten.diagonal.default), _part_of)
-    own |= dict.fromkeys(_IN_PLACE, _with_shards) | {_aten.view.default: _reshaped}
+    own |= dict.fromkeys((*_IN_PLACE, *_POINTWISE), _with_plain) | {_aten.view.default: _reshaped}
     handlers = DTensor._op_dispatcher._custom_op_handlers
     own = {op: handler for op, handler in own.items() if handlers.get(op) is not handler}  # Another fit's are there.
     # torch's own for argmin and argmax fails on the ranks whose shards are empty.
@@ -99,7 +107,7 @@ def answer_in_full() -> Callable[[], None]:
 def parts_as_torch_does() -> Generator[None, None, None]:
     """Leave out what `answer_in_full` does for parts of tensors, at the cost of collectives."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    own = {op: handler for op, handler in handlers.items() if handler in (_in_full, _part_of, _reshaped, _with_shards)}
+    own = {op: handler for op, handler in handlers.items() if handler in (_in_full, _part_of, _reshaped, _with_plain)}
     for op in own:
         del handlers[op]
     try:
@@ -135,16 +143,21 @@ def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-def _with_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, *rest = args
-    if DTensor._op_dispatcher._allow_implicit_replication and isinstance(tensor, DTensor) and _sharded_dims(tensor):
-        rest = [
-            _placed(each.expand(tensor.shape), tensor)
-            if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.ndim
-            else each
-            for each in rest
-        ]
-    return _own(op, (tensor, *rest), kwargs)
+def _with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = [each for each in args if isinstance(each, Tensor) and each.ndim]
+    like = next((each for each in given if isinstance(each, DTensor)), None)
+    if PlainTensorsInHooks.depth and like is not None and not all(isinstance(each, DTensor) for each in given):
+        if op._schema.is_mutable and not isinstance(args[0], DTensor):
+            return op(*tree_map_only(DTensor, _full, args), **kwargs)
+        if torch.broadcast_shapes(*(each.shape for each in given)) == like.shape:
+            shape, chosen = like.shape, like
+            args = tuple(
+                _placed(each.expand(shape), chosen)
+                if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.ndim
+                else each
+                for each in args
+            )
+    return _own(op, args, kwargs)
 
 
 def _part_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,21 +208,16 @@ def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class PlainTensorsInHooks:
     """Takes plain tensors that meet DTensors in the user's hooks for what they are there: full, equal on all ranks."""
 
-    def __init__(self) -> None:
-        self._depth = 0
+    depth = 0  # of hooks in hooks, in this process
 
-    def begins(self, action: str) -> None:
+    @classmethod
+    def begins(cls, action: str) -> None:
         """``action`` is Lightning's name for it."""
-        self._step(action, 1)
+        cls.depth += _is_hook(action)
 
-    def ends(self, action: str) -> None:
-        self._step(action, -1)
-
-    def _step(self, action: str, step: int) -> None:
-        if _is_hook(action):
-            self._depth += step
-            # As torch's implicit_replication does; several hooks run in each batch.
-            DTensor._op_dispatcher._allow_implicit_replication = self._depth > 0
+    @classmethod
+    def ends(cls, action: str) -> None:
+        cls.depth -= _is_hook(action)
 
 
 @cache

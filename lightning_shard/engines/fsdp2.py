@@ -48,8 +48,7 @@ class FSDP2Engine(StepsOwnParameters):
         super().__init__(options, forward, at_boundary=at_boundary)
         self._units: UnitOptions = units or options
         self._usage: UnitUsage | None = None
-        plain = PlainTensorsInHooks()
-        self.hooks = plain.begins, plain.ends
+        self.hooks = PlainTensorsInHooks.begins, PlainTensorsInHooks.ends
 
     @abstractmethod
     def _applier(self, run: Run) -> ApplyUnit:

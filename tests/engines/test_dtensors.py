@@ -86,7 +86,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 @torch.no_grad()
 def _different(*, as_full: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plain = PlainTensorsInHooks()
+    plain = PlainTensorsInHooks
     undo = answer_in_full() if as_full else nullcontext
     plain.begins(HOOK)
     found = []
@@ -116,21 +116,31 @@ def test_torch_alone_loses_them() -> None:
         assert {"row", "rows", "element", "set element", "narrow", "chunk", "diagonal", "iterate"} <= {*lost}
 
 
-def _meets_plain(action: str) -> str:
-    sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
-    plain = PlainTensorsInHooks()
-    plain.begins(action)
-    try:
-        sharded.mul_(torch.ones(4))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        plain.ends(action)
-    return "taken"
+def _meets_plain(action: str) -> list[str]:
+    sharded = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    found = []
+    undo = answer_in_full()
+    PlainTensorsInHooks.begins(action)
+    for act in (
+        lambda: sharded.mul_(torch.ones(4)),
+        lambda: sharded * torch.ones(4, 4),
+        lambda: torch.ones(4, 4).copy_(sharded),
+        lambda: sharded * torch.ones(2, 4, 4),  # As a rank's own activations are.
+        lambda: torch.nn.functional.linear(torch.ones(2, 4), sharded),
+    ):
+        try:
+            act()
+            found.append("taken")
+        except RuntimeError as error:
+            found.append(str(error))
+    PlainTensorsInHooks.ends(action)
+    undo()
+    return found
 
 
-@pytest.mark.parametrize("action", ["[Strategy]ShardFSDPStrategy.training_step", "optimizer_step"])
-def test_plain_tensors_are_taken_in_hooks_alone(action: str) -> None:
-    assert "mixed torch.Tensor and DTensor" in run_distributed(_meets_plain, 1, action)[0]
-    assert run_distributed(_meets_plain, 1, HOOK) == ["taken"]
-    assert "mixed torch.Tensor and DTensor" in run_distributed(_meets_plain, 1, action)[0]
+def test_plain_tensors_are_taken_in_hooks_alone_and_never_for_activations() -> None:
+    for action in ("[Strategy]ShardFSDPStrategy.training_step", HOOK, "optimizer_step"):
+        (found,) = run_distributed(_meets_plain, 1, action)
+        refused = found[3:] if action == HOOK else found
+        assert found[: -len(refused)] == ["taken"] * 3 if action == HOOK else not found[: -len(refused)]
+        assert all("mixed torch.Tensor and DTensor" in said for said in refused)
