@@ -56,8 +56,8 @@ _IN_FULL: tuple[Any, ...] = (
     *(_aten.index_select.default, _aten.gather.default),
 )
 _HOOK = re.compile(r"\[(LightningModule|Callback)\].*\.(on_\w+|configure_gradient_clipping|lr_scheduler_step)$")
-# A plain tensor beside a DTensor is taken for a full one in these, where the result has the DTensor's shape. Activations
-# have other shapes: of them each rank has its own.
+# A plain tensor beside a DTensor is taken for a full one in these, where the result has the DTensor's shape. Others
+# are those of activations, of which each rank has its own.
 _IN_PLACE: tuple[Any, ...] = (
     *(_aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
     *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
