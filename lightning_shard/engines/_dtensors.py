@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.private_names import require
-from lightning_shard.tensors.full import own_part
+from lightning_shard.tensors.full import full_of, own_part, scatter_full
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
 require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
@@ -50,7 +50,7 @@ _OF_VALUES: tuple[Any, ...] = (
 _IN_FULL: tuple[Any, ...] = (
     *(_aten.fill_.Tensor, _aten.triu_.default, _aten.tril_.default, _aten.renorm.default, _aten.renorm_.default),
     *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.index_copy_.default, _aten.index_add_.default),
-    *(_aten.index_put_.default, _aten.index.Tensor, _aten.masked_select.default, _aten.fill_diagonal_.default),
+    *(_aten.index_put_.default, _aten.index.Tensor, _aten.masked_select.default),
     *(_aten.scatter_.value, _aten.scatter_.src, _aten.scatter_add_.default, _aten.nonzero.default),
     *(_aten._unique2.default, _aten.kthvalue.default, _aten.allclose.default),
     *(_aten.index_select.default, _aten.gather.default),
@@ -129,11 +129,11 @@ def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _of_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
-    return tree_map_only(Tensor, lambda full: _placed(full, tensor), op(_full(tensor), *rest, **kwargs))
+    return tree_map_only(Tensor, lambda full: _placed(full, tensor), op(full_of(tensor), *rest, **kwargs))
 
 
 def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    full, full_kwargs = tree_map_only(DTensor, _full, (args, kwargs))
+    full, full_kwargs = tree_map_only(DTensor, full_of, (args, kwargs))
     out = op(*full, **full_kwargs)
     tensor = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
     if not op._schema.is_mutable:
@@ -148,7 +148,7 @@ def _with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = next((each for each in given if isinstance(each, DTensor)), None)
     if PlainTensorsInHooks.depth and like is not None and not all(isinstance(each, DTensor) for each in given):
         if op._schema.is_mutable and not isinstance(args[0], DTensor):
-            return op(*tree_map_only(DTensor, _full, args), **kwargs)
+            return op(*tree_map_only(DTensor, full_of, args), **kwargs)
         if torch.broadcast_shapes(*(each.shape for each in given)) == like.shape:
             shape, chosen = like.shape, like
             args = tuple(
@@ -178,7 +178,7 @@ def _part_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _reshaped(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return _own(op, args, kwargs)
-    except RuntimeError:  # It would mix rows of two ranks; on all ranks alike.
+    except RuntimeError:  # It would mix rows of two ranks; the same on all.
         if not _sharded_dims(args[0]):
             raise
         return _of_full(op, args, kwargs)
@@ -231,12 +231,12 @@ class _Source:
     def __init__(self, tensor: DTensor) -> None:
         self._tensor, self._seen = tensor, tensor._version
         with torch.no_grad():
-            self.full = _full(tensor).clone()
+            self.full = full_of(tensor).clone()
 
     def refresh(self) -> None:
         """Follow what was written to the tensor since."""
         if self._seen != self._tensor._version:
-            self.full.copy_(_full(self._tensor))
+            self.full.copy_(full_of(self._tensor))
             self._seen = self._tensor._version
 
     def write(self, part: Tensor) -> None:
@@ -293,20 +293,14 @@ class _Part(Tensor):
         return repr(self.part)
 
 
-def _full(tensor: DTensor) -> Tensor:
-    # A shard that is kept on the host is gathered by the device.
-    moved: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-    return moved.full_tensor()
-
-
 def _sharded_dims(tensor: DTensor) -> set[int]:
     return {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
 
 
 @torch.no_grad()
 def _keep(full: Tensor, tensor: DTensor) -> None:
-    """Write this rank's part of ``full`` to it."""
-    tensor.to_local().copy_(own_part(full, tensor))
+    """Write this rank's part of ``full`` to it, and count that."""
+    scatter_full(full, tensor)
     increment_version(tensor)
 
 

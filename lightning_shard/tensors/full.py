@@ -15,9 +15,7 @@ from lightning_shard.tensors.flat import FlatTensor, LiveTensor
 def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
     """A bitwise copy of the full tensor on every rank. All ranks call it; a `FlatTensor`'s is made on ``device``."""
     if isinstance(live, DTensor):
-        # An offloaded shard is on the host, where the mesh may have no backend.
-        moved: DTensor = live.detach().to(live.device_mesh.device_type)  # type: ignore[assignment]
-        return moved.full_tensor().clone()
+        return full_of(live).clone()
     if isinstance(live, Tensor):
         return live.detach().clone()
     full = torch.zeros(live.shape, dtype=live.dtype, device=device)
@@ -39,6 +37,13 @@ def scatter_full(value: Tensor, live: LiveTensor) -> None:
     else:
         for index, part in _boxes(live):
             part.copy_(value[index])
+
+
+def full_of(tensor: DTensor) -> Tensor:
+    """All of ``tensor`` on its mesh's device, which may share its memory where each rank has it. All ranks call it."""
+    # An offloaded shard is on the host, where the mesh may have no backend.
+    moved: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+    return moved.full_tensor()
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:
