@@ -41,7 +41,7 @@ class MemoryCallback(MetersStep):
 
     Attributes:
         predicted: the fullest rank's account of a step, by arithmetic at the start; None under other strategies and
-            for modules that were cut before the run.
+            for modules that were sharded before the run.
         measured: this rank's account of the first step; None before it.
         ranks: all ranks' measured accounts, on every rank.
     """
@@ -61,7 +61,7 @@ class MemoryCallback(MetersStep):
         self._started = False
 
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the module's parameters while they are whole. This package's strategies call it."""
+        """Note the module's parameters while they are full. This package's strategies call it."""
         self._predicting(trainer, lambda memory: memory.note_module())
 
     def _predicting(self, trainer: Trainer, ask: Callable[[Any], Any]) -> Any:

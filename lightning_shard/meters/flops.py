@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lightning_shard.devices import in_use
+from lightning_shard.engines.resident import tensors_in
 from lightning_shard.tensors import tracing
 from lightning_shard.tensors.fake import fake_operations
 
@@ -58,7 +59,9 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
         _same_random_states(), fake_operations(), _eager_forward(), NumbersReadAsOne(), counted.operations,
         attention_by(counted.count_attention), torch.enable_grad(),
     ):  # fmt: skip
-        outputs = _outputs(function())
+        output = function()
+        loss = output.get("loss", output) if isinstance(output, Mapping) else output
+        outputs = [tensor for tensor in tensors_in(loss) if tensor.requires_grad]
         forward = counted.total()
         counted.in_backward = True
         if leaves := _leaves(outputs):
@@ -159,16 +162,6 @@ def _eager_forward() -> Generator[None, None, None]:
             yield
     finally:
         checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
-
-
-def _outputs(output: object) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    if isinstance(output, Mapping):
-        return _outputs(output["loss"] if "loss" in output else list(output.values()))
-    if isinstance(output, list | tuple):
-        return [tensor for item in output for tensor in _outputs(item)]
-    return []
 
 
 def _leaves(outputs: list[Tensor]) -> list[Tensor]:

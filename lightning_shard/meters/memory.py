@@ -77,12 +77,12 @@ class StepMeter:
     """Measures one optimizer step: the most that this rank holds of each kind, at the times when it is asked: start it
     before a forward pass, and call `forward_ended`, `ready_to_step` and `stepped` in this order; `stop` takes the hooks
     away. Activations are what autograd has saved when backward begins, with checkpointing the inputs of what is
-    recomputed; parameters that it saves whole count as gathered. The sum of the kinds' greatest values is a bound from
+    recomputed; full parameters that it saves count as gathered. The sum of the kinds' greatest values is a bound from
     above.
     """
 
     def __init__(self, module: nn.Module, held: Held, gathered: Held | None = None, *, device: torch.device) -> None:
-        """Say what is looked at: ``held`` gives all that the rank holds but activations, ``gathered`` what is whole for
+        """Say what is looked at: ``held`` gives all that the rank holds but activations, ``gathered`` what is full for
         the moment, of engines that free it before forward ends; default: FSDP2's.
         """
         self.account = MemoryAccount()
@@ -91,15 +91,15 @@ class StepMeter:
         self._saved: WeakSet[_Saved] = WeakSet()
         self._kept: list[_Saved] = []  # What selective checkpointing keeps, which autograd does not know of.
         # Not their addresses, which activations get as soon as an engine has freed what was gathered.
-        self._whole: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._full: WeakSet[torch.UntypedStorage] = WeakSet()
         self._hooks: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
 
     def start(self) -> None:
         """Before forward: watch what autograd saves, and what is gathered for each module that has parameters."""
         self._note()
-        # Before whose forward an engine gathers: FSDP2's units, and what has cut parameters outside of them. No others:
-        # a hook inside of what is compiled would be compiled with it, and once more without it.
+        # Before whose forward an engine gathers: FSDP2's units, and what has sharded parameters outside of them. No
+        # others: a hook inside of what is compiled would be compiled with it, and once more without it.
         units = [part for part in self._module.modules() if isinstance(part, FSDPModule) and part is not self._module]
         inside = {part for unit in units for part in unit.modules()}
         outside = [part for part in self._module.modules() if part not in inside]
@@ -111,8 +111,8 @@ class StepMeter:
         self._saving.__enter__()
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        whole = any(storage in self._whole for storage in _untyped(tensor))
-        saved = _Saved(tensor, "gathered" if whole else "activations")
+        full = any(storage in self._full for storage in _untyped(tensor))
+        saved = _Saved(tensor, "gathered" if full else "activations")
         self._saved.add(saved)
         return saved
 
@@ -123,11 +123,11 @@ class StepMeter:
         if torch.compiler.is_compiling():
             # In a module that the user compiles.
             return
-        whole = list(self._gathered())
-        self.account = most(self.account, account(whole))
-        for each in whole:
+        full = list(self._gathered())
+        self.account = most(self.account, account(full))
+        for each in full:
             if isinstance(each.tensor, Tensor):
-                self._whole.update(_untyped(each.tensor))
+                self._full.update(_untyped(each.tensor))
 
     def _note(self, saved: Iterable[_Saved] = ()) -> None:
         known: set[Storage] = set()
@@ -140,7 +140,7 @@ class StepMeter:
         saved = [*self._saved, *self._kept]
         self._stop_watching()
         self._note(saved)
-        self._whole.clear()
+        self._full.clear()
 
     def ready_to_step(self) -> None:
         """Before the optimizer steps: count the gradients."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from lightning_shard.engines.resident import tensors_in
 from lightning_shard.meters.peaks import mfu
 from lightning_shard.private_names import require
 from lightning_shard.text import columns, show_seconds
@@ -42,7 +43,7 @@ def batch_size(
     an entry ``attention_mask`` of the tokens' shape is zero, else where ``labels``, or another such integer tensor, is
     -100.
     """
-    tensors = list(_tensors(batch))
+    tensors = list(tensors_in(batch))
     named = _entry(batch, "input_ids" if tokens_key is None else tokens_key)
     tokens = named if named is not None else next((tensor for tensor in tensors if _is_tokens(tensor)), None)
     if tokens is None:
@@ -78,16 +79,6 @@ def _is_tokens(tensor: Tensor) -> bool:
         return False
     # Of more dims, bytes are pictures.
     return tensor.ndim == 2 if tensor.dtype == torch.uint8 else tensor.ndim > 1
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        return [tensor for item in batch for tensor in _tensors(item)]
-    return []
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """One training step of a module on tensors without data: activations by shard unit, and the time of its operators.
 
-The step runs once, for all engines and numbers of ranks: the module whole, with the casts and checkpointing that every
+The step runs once, for all engines and numbers of ranks: the full module, with the casts and checkpointing that every
 engine here installs. What an engine holds beside it is arithmetic (`lightning_shard.planning.step_memory`).
 """
 

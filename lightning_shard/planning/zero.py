@@ -48,7 +48,7 @@ def step_memory(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
 
 
 def start_of_fit(training: Training, engine: DeepSpeedFacts) -> Point | None:
-    """Below stage 3 the whole module comes onto the device in the dtypes that it was loaded in
+    """Below stage 3 the full module comes onto the device in the dtypes that it was loaded in
     (`engines.torch_ddp.prepare_replica`) before it is cast; None: in a step there is no less.
     """
     model = training.model

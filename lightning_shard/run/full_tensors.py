@@ -1,4 +1,4 @@
-"""Reading and changing a whole parameter, gradient or optimizer state by FQN, the same on every engine; and a
+"""Reading and changing a full parameter, gradient or optimizer state by FQN, the same on every engine; and a
 LightningModule from a checkpoint directory, on one process.
 """
 
@@ -26,7 +26,7 @@ from lightning_shard.tensors.names import fqns
 
 
 def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor | None:
-    """A copy of a whole tensor, the same on every rank. Collective: all ranks call it.
+    """A copy of a full tensor, the same on every rank. Collective: all ranks call it.
 
     Args:
         trainer: in a run with a strategy of this package; optimizer state and gradients are there in a fit alone.
@@ -45,12 +45,12 @@ def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor |
 
 
 def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "parameter") -> None:
-    """Give a whole tensor new values, on every rank and where forward sees them. Collective: all ranks call it.
+    """Give a full tensor new values, on every rank and where forward sees them. Collective: all ranks call it.
 
     Args:
         trainer: as for `full_tensor`.
         fqn: as for `full_tensor`.
-        value: equal on all ranks, of the whole tensor's shape; it is cast to the dtype that the tensor is held in.
+        value: equal on all ranks, of the full tensor's shape; it is cast to the dtype that the tensor is held in.
         kind: as for `full_tensor`.
 
     Raises:
@@ -90,7 +90,7 @@ class FullTensors:
         if tuple(live.shape) != tuple(value.shape):
             raise ConfigurationError(
                 f"the new {kind} of {fqn} has shape {tuple(value.shape)}, but must have {tuple(live.shape)}: all ranks "
-                "give the whole tensor."
+                "give the full tensor."
             )
         scatter_full(value, live)
         if kind == "parameter":
@@ -119,7 +119,7 @@ M = TypeVar("M", bound=LightningModule)
 def load_from_checkpoint(module_class: type[M], path: StrPath, *, strict: bool | None = None, **kwargs: Any) -> M:
     """Build a module as ``module_class.load_from_checkpoint`` does and fill it from the directory ``path``.
 
-    Each process by itself: every tensor is whole and on the host. A module that ``configure_model`` builds on the meta
+    Each process by itself: every tensor is full and on the host. A module that ``configure_model`` builds on the meta
     device is given memory first, and needs every tensor to be in the checkpoint.
 
     Args:

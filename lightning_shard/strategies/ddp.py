@@ -18,7 +18,7 @@ from lightning_shard.strategies.strategy import ShardStrategy
 
 
 class ShardDDPStrategy(ShardStrategy):
-    """Data parallelism with a whole replica on every rank.
+    """Data parallelism with a full replica on every rank.
 
     Precision ``32-true`` runs on torch's ``DistributedDataParallel``. Every other precision, and a model with frozen
     16-bit parameters, runs on torch's FSDP2-based ``replicate``, which casts, reduces and accumulates exactly as

@@ -51,7 +51,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             communication_data_type: dtype in which gradients cross the network; default: the precision policy's.
             config: a whole DeepSpeed configuration, as the path of a JSON file or as a mapping; the arguments above
                 are laid over it. "auto" takes a value from the Trainer, the optimizer or the model.
-            mesh: DeepSpeed cuts over all processes; an axis ``replicate`` other than 1 is refused.
+            mesh: DeepSpeed shards over all processes; an axis ``replicate`` other than 1 is refused.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.

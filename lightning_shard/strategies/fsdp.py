@@ -55,7 +55,7 @@ class ShardFSDPStrategy(ShardStrategy):
             cpu_offload: keep parameters, gradients and optimizer state on the host and step there.
             forward_prefetch: units to gather ahead in forward; 0 leaves it to torch, which overlaps the next one.
             backward_prefetch: the same in backward.
-            ignored_modules: classes, or their names, of modules that stay whole on every rank; their gradients are
+            ignored_modules: classes, or their names, of modules that stay full on every rank; their gradients are
                 averaged before the step.
             forward_methods: names of methods that run a model besides ``forward``. Default: encode, generate.
             find_unused_parameters: let ranks tell each other in every step which parameters they used, and not only in

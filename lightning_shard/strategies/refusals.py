@@ -184,7 +184,7 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
         # It looks for single elements of plain parameters.
         if not engine.replicates:
             raise ConfigurationError(
-                f"ModelPruning works on whole parameters, which {run} does not have. Use shard_ddp with precision "
+                f"ModelPruning works on full parameters, which {run} does not have. Use shard_ddp with precision "
                 "'32-true'."
             )
         if trainer.checkpoint_callbacks:

@@ -133,7 +133,7 @@ class Accumulated(NamedTuple):
     """The gradient of a parameter from the micro-batches of a step so far, live."""
 
     tensor: LiveTensor
-    # Averaged over the ranks, and cut as the parameter is; else full, and of this rank's batches alone.
+    # Averaged over the ranks, and sharded as the parameter is; else full, and of this rank's batches alone.
     reduced: bool
 
     @property

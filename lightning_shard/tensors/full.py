@@ -47,7 +47,7 @@ def full_of(tensor: DTensor) -> Tensor:
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a full tensor, the same on all ranks, cut as ``like`` is. No communication."""
+    """This rank's part of a full tensor, the same on all ranks, sharded as ``like`` is. No communication."""
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 

@@ -265,7 +265,7 @@ def test_pruning_is_refused_where_parameters_are_cut() -> None:
     for strategy, precision in (("shard_fsdp", "32-true"), ("shard_ddp", "bf16-mixed")):
         for error, message in run_distributed(refusal, 2, _pruned, strategy, precision):
             assert error == "ConfigurationError"
-            assert "works on whole parameters, which Shard" in message
+            assert "works on full parameters, which Shard" in message
 
 
 def test_pruning_is_refused_where_it_rewrites_checkpoints() -> None:

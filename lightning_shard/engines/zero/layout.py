@@ -105,7 +105,7 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 
 def in_leaf_modules(module: nn.Module) -> set[str]:
-    """FQNs of the parameters in the modules that stage 3 gathers and reduces whole, whatever of them runs."""
+    """FQNs of the parameters in the modules that stage 3 gathers and reduces in full, whatever of them runs."""
     from deepspeed.utils import z3_leaf_module
 
     leaves = [(fqn, m) for fqn, m in unwrapped_modules(module) if z3_leaf_module(m)]

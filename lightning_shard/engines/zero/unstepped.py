@@ -24,7 +24,7 @@ class Unstepped:
         self, running: Running, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str], always: bool
     ) -> None:
         """Look at a fit's trainable ``parameters``. ``rests``: gradients of zero change nothing, or are left out.
-        ``together``: FQNs in leaf modules, which stage 3 reduces whole. ``always``: ranks compare each step.
+        ``together``: FQNs in leaf modules, which stage 3 reduces in full. ``always``: ranks compare each step.
         """
         self._parameters, self._rests, self._together = parameters, rests, together
         self.usage = Usage(parameters, always=always)

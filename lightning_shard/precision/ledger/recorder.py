@@ -100,7 +100,7 @@ class Recorder:
         for module in self._outside:
             # Functions: a copy of the module, as MetricTracker makes some, would copy what a method is bound to.
             self._undo.append(module.register_forward_pre_hook(lambda *seen: self._see(*seen)).remove)
-            # Ahead of ZeRO-3's hook, which cuts again what the module has read.
+            # Ahead of ZeRO-3's hook, which reshards what the module has read.
             self._undo.append(module.register_forward_hook(lambda *seen: self._see_read(*seen), prepend=True).remove)
         self._undo += [optimizer.register_step_post_hook(self._step).remove for optimizer in self._optimizers]
         casting.OBSERVERS.append(self._see_inside)
@@ -140,7 +140,7 @@ class Recorder:
         return [
             (below, attribute)
             for below in module.modules()
-            # Not by getattr: a cut parameter that is read in a forward is what ZeRO-3 from then on gathers for the
+            # Not by getattr: a sharded parameter that is read in a forward is what ZeRO-3 from then on gathers for the
             # module around, and keeps, in every step.
             for attribute, parameter in _own(below)
             if (below, attribute) in self._places
