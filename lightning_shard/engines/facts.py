@@ -22,13 +22,18 @@ class _OfTorch:
     own_cpu_optimizer: ClassVar[bool] = False  # Whether under offload kernels of the engine's own step, and not torch.
 
 
-class _Replicated(_OfTorch):
-    """What holds of engines that keep all states in full on every rank."""
+@dataclass(frozen=True, kw_only=True)
+class TorchDDPFacts(_OfTorch):
+    """torch's DistributedDataParallel."""
 
     # Kinds of `lightning_shard.memory.KINDS` of which a rank keeps a shard.
     sharded: ClassVar[frozenset[str]] = frozenset()
     shards: ClassVar[int] = 1  # Over how many ranks these are sharded.
+
     ranks: int
+    gradient_as_bucket_view: bool = False
+    # Whether accumulated gradients are reduced once (``accumulate_sync``), and not after each micro-batch.
+    reduce_at_boundary: bool = True
 
     @property
     def communicators(self) -> int:
@@ -37,26 +42,8 @@ class _Replicated(_OfTorch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchDDPFacts(_Replicated):
-    """torch's DistributedDataParallel."""
-
-    ranks: int
-    gradient_as_bucket_view: bool = False
-    # Whether accumulated gradients are reduced once (``accumulate_sync``), and not after each micro-batch.
-    reduce_at_boundary: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicateFacts(_Replicated):
-    """torch's FSDP2-based ``replicate``."""
-
-    ranks: int
-    reduce_at_boundary: bool = True  # As `TorchDDPFacts`'s.
-
-
-@dataclass(frozen=True, kw_only=True)
 class FSDPFacts(_OfTorch):
-    """FSDP2 on a mesh of ``replicate`` x ``shard`` processes."""
+    """FSDP2 on a mesh of ``replicate`` x ``shard`` processes; torch's ``replicate`` is that with one shard."""
 
     sharded: ClassVar[frozenset[str]] = frozenset({"parameters", "gradients", "optimizer"})
 
@@ -138,7 +125,7 @@ class DeepSpeedFacts:
         return self.ranks == 1 and (self.param_device == "none" or self.device_is_cpu)
 
 
-EngineFacts = TorchDDPFacts | ReplicateFacts | FSDPFacts | DeepSpeedFacts
+EngineFacts = TorchDDPFacts | FSDPFacts | DeepSpeedFacts
 
 
 def deepspeed_facts(config: Mapping[str, Any], ranks: int, accumulate: torch.dtype, device_type: str) -> DeepSpeedFacts:

@@ -5,7 +5,7 @@ from torch import nn
 
 from lightning_shard.engines._fsdp2 import replicate
 from lightning_shard.engines.engine import PlannedRun, Run
-from lightning_shard.engines.facts import ReplicateFacts
+from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.engines.fsdp2 import FSDP2Engine
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.torch_ddp import DDPOptions
@@ -36,8 +36,11 @@ class Replicate(FSDP2Engine):
                 "DistributedDataParallel. Remove it, or use precision '32-true'."
             )
 
-    def facts(self, module: nn.Module, run: PlannedRun) -> ReplicateFacts:
-        return ReplicateFacts(ranks=run.ranks, reduce_at_boundary=self._at_boundary and run.ranks > 1)
+    def facts(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
+        # Gathered from forward to backward, in a copy even where the dtype is the parameters'
+        # (``FSDPParamGroup.wait_for_unshard``).
+        at_boundary = self._at_boundary and run.ranks > 1
+        return FSDPFacts(replicate=run.ranks, shard=1, reshard_after_forward=False, reduce_at_boundary=at_boundary)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         # Frozen 16-bit parameters are seen here only.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
+from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes
 from lightning_shard.planning import fully_shard, torch_ddp, zero
 from lightning_shard.planning.facts import Training
@@ -20,26 +20,15 @@ from lightning_shard.text import show_bytes
 _ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFacts: fully_shard, DeepSpeedFacts: zero}
 
 
-def _arithmetic(engine: EngineFacts) -> tuple[Any, EngineFacts]:
-    """The module of an engine, with its facts. ``replicate`` is FSDP2 with one shard, gathered from forward to backward
-    in a copy even where the dtype is the parameters' (``FSDPParamGroup.wait_for_unshard``).
-    """
-    if isinstance(engine, ReplicateFacts):
-        at_boundary = engine.reduce_at_boundary
-        engine = FSDPFacts(replicate=engine.ranks, shard=1, reshard_after_forward=False, reduce_at_boundary=at_boundary)
-    return _ARITHMETIC[type(engine)], engine
-
-
 def step_memory(training: Training, engine: EngineFacts) -> StepMemory:
     """What the rank that needs most has resident in the optimizer's step, and what waits for it."""
-    module, engine = _arithmetic(engine)
-    found: StepMemory = module.step_memory(training, engine)
+    found: StepMemory = _ARITHMETIC[type(engine)].step_memory(training, engine)
     return found
 
 
 def step_points(training: Training, engine: EngineFacts, trace: Trace | None) -> list[Point]:
     """The memory of that rank in its fullest micro-batch, with the trace's activations, and in the step."""
-    module, engine = _arithmetic(engine)
+    module = _ARITHMETIC[type(engine)]
     memory, followed = module.step_memory(training, engine), trace or without_activations(training)
     points = list(module.step_points(training, engine, memory, followed))
     last = optimizer_point(memory, training, followed, engine.shards if engine.sharded else None)
@@ -57,8 +46,11 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace | None) ->
 
 def start_points(training: Training, engine: EngineFacts) -> list[Point]:
     """The start of a fit, of engines that may have less in a step; of others nothing."""
-    module, engine = _arithmetic(engine)
-    start = module.start_of_fit(training, engine) if isinstance(engine, FSDPFacts | DeepSpeedFacts) else None
+    start = (
+        _ARITHMETIC[type(engine)].start_of_fit(training, engine)
+        if isinstance(engine, FSDPFacts | DeepSpeedFacts)
+        else None
+    )
     return [] if start is None else [start]
 
 
@@ -78,5 +70,4 @@ def padding_note(training: Training, engine: EngineFacts) -> str | None:
 
 def collectives(training: Training, engine: EngineFacts) -> list[Collective]:
     """What one optimizer step sends, without norms, losses and buffers, which are small."""
-    module = torch_ddp if isinstance(engine, ReplicateFacts) else _ARITHMETIC[type(engine)]
-    return [c for c in module.collectives(training, engine) if c.ranks > 1 and c.payload]
+    return [c for c in _ARITHMETIC[type(engine)].collectives(training, engine) if c.ranks > 1 and c.payload]

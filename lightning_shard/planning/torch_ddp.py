@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_shard.engines.facts import ReplicateFacts, TorchDDPFacts
+from lightning_shard.engines.facts import FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
@@ -51,7 +51,7 @@ def step_points(training: Training, engine: TorchDDPFacts, memory: StepMemory, t
         done = segment.complete or done
 
 
-def collectives(training: Training, engine: TorchDDPFacts | ReplicateFacts) -> list[Collective]:
+def collectives(training: Training, engine: TorchDDPFacts | FSDPFacts) -> list[Collective]:
     payload = sum(p.numel for p in training.model.trainable) * training.policy.reduce.itemsize
     times = 1 if engine.reduce_at_boundary else training.micro_batches
     return [Collective(kind="all-reduce", what="gradients", ranks=engine.ranks, payload=payload * times)]
