@@ -32,6 +32,7 @@ _FEW = {0: (), 1: (96,), 2: (8, 12), 3: (4, 4, 6), 4: (4, 4, 3, 2)}
 """What shows on few elements is not tried on many: Shampoo takes roots of a matrix of their number squared."""
 _FEW_CUTS = (32, 64)  # No part ends within a vector of a CPU's.
 _STEPS = 3
+_FEW_STEPS = 30  # Warm-ups end, and what is applied every so many steps is.
 
 _SHORT = 7
 """Elements of parts that are shorter than a vector of a CPU's: some fused kernels round otherwise at a tensor's end."""
@@ -82,7 +83,7 @@ def probe(
             if kind not in known:
                 tried = partial(_try, optimizer, group, dtype=dtype, aligned=aligned, alone=alone, device=device)
                 few = Needs()
-                with suppress(ConfigurationError):  # It is told of the many, if it is so there.
+                with suppress(_CanNotTry):  # It may ask for more elements.
                     few = tried(_FEW[ndim])
                 known[kind] = few if few.full else few | tried(_SHAPES[ndim])
             needs |= known[kind]
@@ -91,6 +92,10 @@ def probe(
 
 _found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], Needs]] = WeakKeyDictionary()
 """What the probes of this process found, by class and by the hyperparameters that are no plain numbers."""
+
+
+class _CanNotTry(ConfigurationError):
+    """A step over made-up tensors fails."""
 
 
 def _try(
@@ -110,7 +115,7 @@ def _try(
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
     # What follows its progress needs some steps. Of other sizes, so that a mean over both shows.
-    steps = _STEPS if shape == _SHAPES[len(shape)] else 4 * _STEPS
+    steps = _STEPS if shape == _SHAPES[len(shape)] else _FEW_STEPS
     values, *different = [[made(), 100 * made()] for _ in range(1 + steps)]
     # Orthogonal to its value, on which AdamP's kin project whole parameters.
     different[0] = [_turned(value) for value in values]
@@ -122,7 +127,7 @@ def _try(
         except Exception as error:
             if alone:
                 return Needs(full=True)
-            raise ConfigurationError(
+            raise _CanNotTry(
                 f"{type(optimizer).__qualname__} can't be tried on a tensor of shape {shape} "
                 f"({type(error).__name__}: {error}), so that nobody knows what it does to shards of a parameter. Use "
                 "shard_ddp, or an optimizer that makes its state when it steps and keeps its parameters in its groups "
@@ -135,7 +140,6 @@ def _try(
         _refuse_unsharded(optimizer, tried, exact=exact)
         if needs.draws:
             return needs
-        # The insides of a quantised state have other shapes than their parameter.
         first = [pair[0] for pair in gradients]
         same = not shape or _same_in_parts(tried.step, tried.full, values[0], first, exact=exact)
         if not tried.insides and same and _takes_shards(tried.step, group, dtype):
@@ -153,7 +157,7 @@ class _Stepped:
     """What some steps of a copy led to."""
 
     values: list[Tensor]
-    insides: bool  # Whether its state has tensors with others inside.
+    insides: bool  # Whether its state has other things than values of elements, such as quantised tensors.
     again: bool  # Whether a closure was called twice in a step, or after a change of values.
 
 
@@ -163,7 +167,7 @@ class _Tried:
 
     step: Callable[..., _Stepped]  # Steps a copy, with a closure if it needs one.
     full: Tensor  # The first one after the steps.
-    insides: bool  # Whether its state has tensors with others inside.
+    insides: bool  # As of `_Stepped`.
     coupled: bool
     needs: Needs  # Without what parts show.
 
@@ -244,8 +248,21 @@ def _stepped(
         closure = _Closure(tensors, losses[index]) if losses else None
         step(copy, *([] if closure is None else [closure]))
         again |= closure is not None and closure.again
-    insides = any(map(has_tensors_inside, tensors_in(copy.state)))
+    insides = not _of_elements(copy.state, values[0].shape)  # of several, all have one shape
     return _Stepped(values=[tensor.detach() for tensor in tensors], insides=insides, again=again)
+
+
+def _of_elements(state: Any, shape: torch.Size) -> bool:
+    """Whether ``state`` has a value for each element of a parameter of ``shape``, or one for all. Else more than that
+    may come of it, such as preconditioners that are first applied after some hundred steps.
+    """
+    if isinstance(state, Mapping):
+        return all(_of_elements(value, shape) for value in state.values())
+    if isinstance(state, list | tuple):
+        return all(_of_elements(value, shape) for value in state)
+    if isinstance(state, Tensor):
+        return not has_tensors_inside(state) and (state.numel() <= 1 or state.shape == shape)
+    return state is None or isinstance(state, int | float | str)
 
 
 class _Closure:

@@ -127,19 +127,33 @@ def install_casts(
 def _refuse_fp32_parametrizations(root: nn.Module, dtype: torch.dtype) -> None:
     """Raise PrecisionError for parametrizations that torch computes with fp32 buffers of its own, or in fp32 alone."""
     for name, module in root.named_modules():
-        vectors = {key for key, _ in module.named_buffers(recurse=False) if key.endswith("_u")}
-        if "_u" in vectors or any(hasattr(module, f"{key[:-2]}_orig") for key in vectors):
-            what = "a spectral norm, whose vectors are fp32 and can't be multiplied with"
-        elif (chart := getattr(module, "orthogonal_map", None)) and (
-            hasattr(module, "base") or chart.name != "matrix_exp"
-        ):
-            what = "an orthogonal parametrization, whose base is fp32 and whose kernels don't take"
-        else:
-            continue
-        raise PrecisionError(
-            f"{name} has {what} weights in {dtype}. "
-            "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
-        )
+        if what := _in_fp32_alone(module):
+            raise PrecisionError(
+                f"{name} has {what} weights in {dtype}. "
+                "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
+            )
+
+
+def _in_fp32_alone(module: nn.Module) -> str:
+    """What of ``module`` computes with fp32 weights alone; empty if nothing does."""
+    vectors = {key for key, _ in module.named_buffers(recurse=False) if key.endswith("_u")}
+    if "_u" in vectors or any(hasattr(module, f"{key[:-2]}_orig") for key in vectors):
+        return "a spectral norm, whose vectors are fp32 and can't be multiplied with"
+    chart = getattr(module, "orthogonal_map", None)
+    if chart is not None and (hasattr(module, "base") or chart.name != "matrix_exp"):
+        return "an orthogonal parametrization, whose base is fp32 and whose kernels don't take"
+    return ""
+
+
+def widen_statistics(root: nn.Module) -> None:
+    """Put running statistics, and the buffers of parametrizations that compute with fp32 weights alone, into fp32 where
+    they were loaded in 16 bits, as masters are: torch refuses 16-bit ones beside fp32 weights, and they would drift.
+    """
+    for module in root.modules():
+        if isinstance(module, _NormBase) or _in_fp32_alone(module):
+            for buffer in module.buffers(recurse=False):
+                if buffer.is_floating_point() and buffer.itemsize < 4:
+                    buffer.data = buffer.data.float()
 
 
 def _casting_to(dtype: torch.dtype) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine, PlannedRun, Run, TrainerFacts
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.precision.casting import widen_statistics
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
@@ -105,8 +106,11 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
             hook(trainer, module)
 
 
-def lay_out_parameters(module: LightningModule) -> None:
-    """Lay out every parameter row by row: kernels round by the layout of their operands, and shards have no other."""
+def lay_out_tensors(module: LightningModule) -> None:
+    """Lay out every parameter row by row: kernels round by the layout of their operands, and shards have no other.
+    Running statistics that were loaded in 16 bits become fp32.
+    """
+    widen_statistics(module)
     for parameter in (p for p in module.parameters() if p.layout == torch.strided and not is_lazy(p)):
         # `is_contiguous` looks at no dim of size 1, and kernels do.
         if parameter.stride() != torch.empty(parameter.shape, device="meta").stride():

@@ -218,9 +218,9 @@ class ShardStrategy(ParallelStrategy):
         loops.use_no_grad_in_evaluation(self._replacements, trainer)
         if self._fits and self.preemption.keep_batch and module.automatic_optimization:
             parts.fit.keep_batch(trainer, self._identity)  # ahead of the engine, which is built for it
+        parts.fit.lay_out_tensors(module)  # ahead of the ledger, which notes their dtypes
         run = self._begin(trainer, engine)
         log_graphs(self._replacements, trainer)
-        parts.fit.lay_out_parameters(module)
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
         self.barrier("engine")
