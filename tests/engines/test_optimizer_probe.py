@@ -111,36 +111,6 @@ class Squaring(Noisy):
         super().step(closure)
 
 
-class Later(optim.SGD):
-    """Scales rows by what it has summed of them, from step 1,000 on, as preconditioners do."""
-
-    class Sums:
-        rows: Any = 0.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            steps = self.state[p].setdefault("step", 0) + 1
-            sums = self.state[p].setdefault("sums", self.Sums())
-            sums.rows = sums.rows + p.grad.sum(-1, keepdim=True)
-            if steps > 1000:
-                p /= 1 + sums.rows
-            self.state[p]["step"] = steps
-
-
-class Warming(optim.SGD):
-    """Divides by the norm of a parameter from its 20th step on."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["step"] = self.state[p].get("step", 0) + 1
-            if self.state[p]["step"] > 20:
-                p /= p.norm()
-
-
 FULL: list[Any] = [
     Lamb,
     lambda p: Lamb(p, lr=0.0),
@@ -148,8 +118,6 @@ FULL: list[Any] = [
     lambda p: optim.Muon(p[:1]),
     lambda p: Wrapping(Lamb(p)),
     Projecting,
-    Later,
-    Warming,
     # On a CPU torch rounds a tensor's last elements, which fill no vector, otherwise than the others.
     lambda p: optim.AdamW(p, fused=True),
     lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -159,7 +127,7 @@ FULL: list[Any] = [
 @pytest.mark.parametrize(
     "make",
     FULL,
-    ids=[*("lamb", "begins at 0", "adafactor", "muon", "wrapped", "projecting"), "later", "warming", "adamw", "sgd"],
+    ids=["lamb", "begins at 0", "adafactor", "muon", "wrapped", "projecting", "fused adamw", "fused sgd"],
 )
 def test_others_need_full_parameters(make: Any) -> None:
     assert probed(make(parameters()))

@@ -1,4 +1,4 @@
-"""What a cast makes of tensors and of the containers that they are in."""
+"""What a cast makes of tensors and of the containers that they are in, and which buffers become fp32."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_shard.precision.casting import cast_floating
+from lightning_shard.precision.casting import cast_floating, widen_statistics
 
 BF16 = torch.bfloat16
 Point = namedtuple("Point", ["x", "y"])
@@ -84,3 +84,26 @@ def test_one_tensor_stays_one() -> None:
     (first, again), named = cast_floating(((tensor, tensor), {"x": tensor}), BF16)
     assert first is again is named["x"]
     assert first is not tensor
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.SyncBatchNorm(6),
+        nn.InstanceNorm1d(6, track_running_stats=True),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)),
+        nn.utils.spectral_norm(nn.Linear(6, 4)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_statistics_that_were_loaded_in_16_bits_are_fp32(module: nn.Module) -> None:
+    root = nn.ModuleDict({"module": module, "other": nn.Module()})
+    root["other"].register_buffer("table", torch.ones(2))
+    root.to(BF16)
+    before = dict(root.named_buffers())
+    widen_statistics(root)
+    found = {name: buffer.dtype for name, buffer in root["module"].named_buffers() if buffer.is_floating_point()}
+    assert set(found.values()) == {torch.float32}
+    assert root["other"].table.dtype == BF16
+    assert all(buffer is before[name] for name, buffer in root.named_buffers())

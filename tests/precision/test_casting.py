@@ -20,12 +20,7 @@ from torchmetrics import MeanMetric
 from lightning_shard.engines.transforms import checkpoint_forward
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision import casting
-from lightning_shard.precision.casting import (
-    cast_trainable_parameters,
-    install_casts,
-    replace_forward,
-    widen_statistics,
-)
+from lightning_shard.precision.casting import cast_trainable_parameters, install_casts, replace_forward
 from lightning_shard.precision.policy import autocasting, policy_from
 from tests.harness import run_distributed
 from tests.precision.test_cast_values import f32
@@ -162,29 +157,6 @@ def test_running_statistics_meet_fp32(norm: nn.Module, shape: tuple[int, ...]) -
     root.norm.eval()
     reference.eval()
     close(root.norm(x), reference(x.float()))
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.SyncBatchNorm(6),
-        nn.InstanceNorm1d(6, track_running_stats=True),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)),
-        nn.utils.spectral_norm(nn.Linear(6, 4)),
-        nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)),
-    ],
-    ids=lambda module: type(module).__name__,
-)
-def test_statistics_that_were_loaded_in_16_bits_are_fp32(module: nn.Module) -> None:
-    root = Model(module=module, other=nn.Module())
-    root.other.register_buffer("table", torch.ones(2))
-    root.to(BF16)
-    before = dict(root.named_buffers())
-    widen_statistics(root)
-    found = {name: buffer.dtype for name, buffer in root.module.named_buffers() if buffer.is_floating_point()}
-    assert set(found.values()) == {torch.float32}
-    assert root.other.table.dtype == BF16
-    assert all(buffer is before[name] for name, buffer in root.named_buffers()), "others may hold them"
 
 
 def test_a_norm_without_running_statistics_is_cast_like_the_rest() -> None:
