@@ -125,16 +125,22 @@ def generators(trainer: Trainer) -> dict[str, Any]:
     """Name to generator of those that the module, the datamodule, callbacks and the validation's loaders draw from, and
     that no training loader saves.
     """
-    held: dict[str, Any] = {"validation": trainer.fit_loop.epoch_loop.val_loop._data_source.instance}
-    held["datamodule"] = getattr(trainer, "datamodule", None)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        held.setdefault(type(callback).__name__, []).append(callback)
+    held = {"validation": trainer.fit_loop.epoch_loop.val_loop._data_source.instance, **helpers(trainer)}
     apart = [trainer, trainer.strategy]
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
         partly = isinstance(loader, ResumableLoader)
         owners = [loader.batch_sampler, loader.sampler, loader.drawers] if partly else [loader]
         apart += generators_of(*owners)
     return module_generators(trainer.lightning_module, held, apart)
+
+
+def helpers(trainer: Trainer) -> dict[str, Any]:
+    """By name the datamodule and the callbacks."""
+    found = {"datamodule": getattr(trainer, "datamodule", None)}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        found[f"{name}.{len([each for each in found if each.startswith(f'{name}.')])}"] = callback
+    return found
 
 
 def reload_epoch(trainer: Trainer) -> int | None:

@@ -68,8 +68,9 @@ def training_results_state(trainer: Trainer) -> dict[str, Any]:
     """
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
-    live = _live(fit_loop.epoch_loop._results)
-    entries = {key: _entry_state(entry) for key, entry in live if entry.meta.on_epoch or not entry.is_tensor}
+    results = fit_loop.epoch_loop._results
+    entries = dict(results.pending) if isinstance(results, _ResumedResults) else {}  # not logged again since a resume
+    entries |= {key: _entry_state(e) for key, e in _live(results) if e.meta.on_epoch or not e.is_tensor}
     evaluation = [e.meta.metric_attribute for _, e in _live(fit_loop.epoch_loop.val_loop._results) if not e.is_tensor]
     batches: Any = fit_loop.epoch_loop.batch_progress.current
     due = None
@@ -166,24 +167,24 @@ class _ResumedResults(_ResultCollection):
     def __init__(self, trainer: Trainer, entries: dict[str, dict[str, Any]], *, so_far: _ResultCollection) -> None:
         super().__init__(training=True)
         self._trainer = trainer
-        self._pending = entries
+        self.pending = entries
         self._created: list[str] = []
         for key, entry in so_far.items():
             # Of an earlier fit, or of hooks of this one that have just run: not those of the interrupted epoch.
             super().__setitem__(key, entry)
             if not entry.has_reset:
-                self._pending.pop(key, None)
+                self.pending.pop(key, None)
 
     @torch.compiler.disable
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         key = f"{fx}.{name}"
-        if key in self._pending and key in self:
+        if key in self.pending and key in self:
             # An empty entry of an earlier fit with this trainer.
             del self[key]
         super().log(fx, name, value, *args, **kwargs)
 
     def __setitem__(self, key: str, entry: _ResultMetric) -> None:
-        saved = self._pending.pop(key, None)
+        saved = self.pending.pop(key, None)
         if saved is not None:
             _give(entry, saved)
         super().__setitem__(key, entry)
@@ -195,7 +196,7 @@ class _ResumedResults(_ResultCollection):
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         if metrics is None and fx is None:
-            self._pending.clear()
+            self.pending.clear()
             for key in self._created:
                 # The next epoch's may be logged in another way.
                 self.pop(key).reset()
@@ -206,12 +207,12 @@ class _ResumedResults(_ResultCollection):
         """At the epoch's end: create the entries that no batch after the resume has logged."""
         lost = []
         # `__setitem__` takes them out.
-        for key, saved in list(self._pending.items()):
+        for key, saved in list(self.pending.items()):
             self.pop(key, None)
             entry = _new_entry(self._trainer, saved)
             if entry is None:
                 lost.append(saved["meta"]["name"])
-                del self._pending[key]
+                del self.pending[key]
             else:
                 self[key] = entry
                 self._created.append(key)

@@ -22,6 +22,7 @@ from lightning_shard.resume import rng
 from lightning_shard.tensors.names import unwrapped_modules
 
 _MOST_HELD, _OF_EACH = 10_000, 100
+_MOST_SUMMED = 1 << 20  # Numbers of a tensor, above which it is not looked into.
 _LIBRARIES = {
     *sys.stdlib_module_names,
     "torch",
@@ -148,18 +149,44 @@ def module_generators(module: nn.Module, others: Mapping[str, Any], apart: Itera
     return found | {path: value for path, value in deeper if rng.generator_kind(value) is not None}
 
 
-def module_numbers(module: nn.Module) -> dict[str, str]:
-    """Path to value, in words, of each number and small tensor on the host that ``module`` and the modules in it have
-    as attributes, but for those of metrics and of libraries.
+def kept_values(module: nn.Module, others: Mapping[str, Any]) -> dict[str, str]:
+    """Path to value, in words, of what ``module``, the modules in it and ``others``, which no library has, keep as
+    attributes, and objects there: plain values, tensors, and of collections the number of values.
     """
-    found = {}
-    for path, owner in unwrapped_modules(module):
-        for name, value in {} if isinstance(owner, Metric) else vars(owner).items():
-            with suppress(Exception):  # as there
-                own = name not in _OF_MODULES and not name.startswith(("_", "ds_"))
-                if own and (noted := _noted(value))[0] in (_NUMBER, "bool"):
-                    found[f"{path}.{name}".lstrip(".")] = str(noted[1])
+    found: dict[str, str] = {}
+    owners = [*unwrapped_modules(module), *((path, owner) for path, owner in others.items() if not _of_library(owner))]
+    for path, owner in owners:
+        for name, value in _own_values(path, owner):
+            found |= _in_words(name, value)
+            # What loads samples is restored by its loader.
+            gives = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
+            for inner, part in [] if gives or callable(value) or _of_library(value) else _own_values(name, value):
+                found |= _in_words(inner, part)
     return found
+
+
+def _own_values(path: str, owner: Any) -> list[tuple[str, Any]]:
+    with suppress(Exception):  # as there
+        held = {} if isinstance(owner, Metric) else owner.__dict__
+        own = [name for name in held if name not in _OF_MODULES and not name.startswith(("_", "ds_"))]
+        return [(f"{path}.{name}".lstrip("."), held[name]) for name in own]
+    return []
+
+
+def _in_words(path: str, value: Any) -> dict[str, str]:
+    with suppress(Exception):  # as there
+        kind, noted = _noted(value)
+        if kind == _OTHER and type(value) is torch.Tensor and value.numel() <= _MOST_SUMMED:
+            return {path: f"a tensor of sum {value.detach().double().sum().item():.9g}"}
+        if kind == _OTHER and isinstance(value, list | dict | set | deque):
+            return {path: f"{len(value)} values"}
+        if kind not in (_OTHER, "generator"):
+            return {path: str(noted)}
+    return {}
+
+
+def _of_library(owner: Any) -> bool:
+    return type(owner).__module__.partition(".")[0] in _LIBRARIES
 
 
 def generator_states(generators: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

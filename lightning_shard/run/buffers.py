@@ -1,4 +1,6 @@
-"""What each rank's own state keeps of buffers: those that no ``state_dict`` has, and those of the middle of a step."""
+"""What each rank's own state keeps of buffers: those that no ``state_dict`` has; and in the middle of a step, or of a
+validation, which runs again, its own values of the others.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +14,13 @@ from lightning_shard.tensors.names import persistent_buffers
 from lightning_shard.tensors.passing import Known, changed_buffers, load_buffers
 
 _BUFFERS, _AVERAGES = "passing", "passing_averages"
+OWN = "buffers"
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Copies on the host of the persistent buffers of ``module``, by key."""
+    found = {key: buffer for key, _, buffer in persistent_buffers(module) if buffer is not None}
+    return {key: buffer.detach().to("cpu", copy=True) for key, buffer in found.items()}
 
 
 def passing_state(module: nn.Module, known: Known | None, averaging: Averaging | None) -> dict[str, Any]:

@@ -33,11 +33,11 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
-from lightning_shard.run.buffers import passing_state, restore_buffers
+from lightning_shard.run.buffers import OWN, own_buffers, passing_state, restore_buffers
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import fqns, persistent_buffers
-from lightning_shard.tensors.passing import Known
+from lightning_shard.tensors.passing import Known, known_buffers
 
 ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
@@ -65,7 +65,7 @@ class Checkpoints(CheckpointIO):
         """The checkpoint that a fit goes on from, until its gradients are loaded, if it has some."""
         self._converted: str | None = None
         self.known: Known | None = None
-        """The buffers that no ``state_dict`` has, as training began with them; None ahead of it."""
+        """The buffers that no ``state_dict`` has, as they were when all was set up; None ahead of it."""
         self._training = False
         self.saved: list[str] = []
         """Paths of the checkpoints with optimizers that were saved since `attach`, the newest first."""
@@ -77,6 +77,10 @@ class Checkpoints(CheckpointIO):
         self._root = root
         self.averaging: Averaging | None = None
         self.known, self.saved = None, []
+
+    def all_is_set_up(self) -> None:
+        """Keep what tells later which buffers have changed, as in the sanity check, which a resumed run leaves out."""
+        self.known = known_buffers(self._module)
 
     def check(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint of a fit can be saved with, where there will be some. ConfigurationError:
@@ -124,6 +128,9 @@ class Checkpoints(CheckpointIO):
         """
         target = Ranks.of().broadcast(os.fspath(path))
         where = place(target, storage_options)
+        mine = own_buffers(self._module)
+        if own and (ACCUMULATION in own or not self._engine.shares_buffers):
+            own = {OWN: mine, **own}  # of a rank's own batches; in a validation those before it
         self.synchronize()
         averaging = self.averaging
         if averaging is not None:
@@ -153,7 +160,7 @@ class Checkpoints(CheckpointIO):
                 averages=None if averaging is None else averaging.tensors(),
                 gradients=gradients,
                 trainer_state=checkpoint,
-                own_state=own and {**own, **passing_state(self._module, self.known, averaging)},
+                own_state=own and {**passing_state(self._module, self.known, averaging), **own},
                 facts=Facts(
                     engine=self._engine.name,
                     policy=self._policy.text(),
@@ -168,9 +175,11 @@ class Checkpoints(CheckpointIO):
             self.saved = [target, *(path for path in self.saved if path != target)]
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
         with nullcontext() if averaging is None else averaging.out_of_module():
+            if own and OWN in own:
+                restore_buffers(self._module, own[OWN])
+                self.synchronize_buffers()
             self.saver.save(where, collect, background=background and self._training, wanted=self._skeleton)
-        # A save changes no run: a step has buffers of each rank's own batches, and rank 0's were saved.
-        restore_buffers(self._module, (own or {}).get(ACCUMULATION, {}).get("buffers", {}))
+        restore_buffers(self._module, mine)  # A save changes no run.
 
     def _gradients(self, step: Mapping[str, Any] | None, target: str) -> Mapping[str, Accumulated]:
         """The gradients of a ``step`` in the middle of which a checkpoint is saved; None: between steps."""

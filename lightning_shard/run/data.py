@@ -19,13 +19,11 @@ from lightning_shard._lightning.callbacks import accumulate_as_scheduled, thaw_a
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
-from lightning_shard.resume.held import generator_states, load_generator_states, module_numbers
+from lightning_shard.resume.held import generator_states, kept_values, load_generator_states
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.buffers import load_passing, restore_buffers
+from lightning_shard.run.buffers import OWN, load_passing, own_buffers, passing_state, restore_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, SCHEDULES, Checkpoints
-from lightning_shard.tensors.names import persistent_buffers
-from lightning_shard.tensors.passing import known_buffers
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -76,7 +74,7 @@ class Data:
         """Nothing was resumed yet; ``sample_seeds``: training samples' random numbers are seeded by epoch and index."""
         self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
-        self._numbers: dict[str, str] | None = None  # The module's, as training began with them.
+        self._kept: dict[str, str] | None = None  # What objects kept as training began.
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make a training loader, which Lightning gives on all ranks, resumable, and check it for ``coordinates``."""
@@ -93,7 +91,7 @@ class Data:
         self, trainer: Trainer, checkpoint: Mapping[str, Any], before_validation: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """``checkpoint`` with the run's state, and what this rank alone goes on with; of weights only none.
-        ``before_validation``: `changed_by_evaluation` as it was then, which a save in one keeps.
+        ``before_validation``: what `changed_by_validation` gave then, which a save in one keeps.
         """
         if OPTIMIZER_STATES not in checkpoint:
             return dict(checkpoint), None
@@ -105,17 +103,17 @@ class Data:
             )
         counters, epoch_ends = loops.saved_after_batch(trainer, checkpoint["loops"])
         own = {
-            **changed_by_evaluation(trainer),
+            **_changed_by_evaluation(trainer),
             "logged": results.training_results_state(trainer),
             "loaders": loaders.loader_states(trainer, counters),
-            **(before_validation if loops.in_validation(trainer) else {}),
             **accumulation_state(trainer),
         }
+        own |= before_validation if loops.in_validation(trainer) else {}
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
-        if (first := self._numbers) is not None:
-            numbers = module_numbers(trainer.lightning_module)
-            kept["numbers"] = {name: now for name, now in numbers.items() if now != first.get(name)}
+        if (first := self._kept) is not None:
+            values = _kept_values(trainer)
+            kept["numbers"] = {name: now for name, now in values.items() if now != first.get(name)}
         schedules = [type(each.scheduler).__qualname__ for each in trainer.strategy.lr_scheduler_configs]
         # Lightning's averaging of weights puts its own in their place, and makes it again.
         kept |= {} if "SWALR" in schedules else {SCHEDULES: schedules}
@@ -149,12 +147,12 @@ class Data:
         """
         resumed, self._resumed = self._resumed, None
         module = trainer.lightning_module
-        checkpoints.known, self._numbers = known_buffers(module), module_numbers(module)
+        self._kept = _kept_values(trainer)
         accumulate_as_scheduled(trainer)
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
             frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))
-            for warning in filter(None, (other, frozen, other_numbers(resumed.get("numbers", {}), self._numbers))):
+            for warning in filter(None, (other, frozen, other_numbers(resumed.get("numbers", {}), self._kept))):
                 rank_zero_warn(warning)
         # Ahead of what says that the loops do not resume any more.
         loaders.recount_batches(trainer, (resumed or {}).get("reloaded"))
@@ -168,6 +166,8 @@ class Data:
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
             own = ranks[rank if rank < len(ranks) else 0]
             load_passing(module, checkpoints.averaging, own, trainer.strategy.root_device)
+            if len(ranks) == size:
+                restore_buffers(module, own.get(OWN, {}))
             if lost := load_generator_states(loaders.generators(trainer), own.get("generators", {})):
                 rank_zero_warn(
                     "Generators of the checkpoint that the module, the datamodule and callbacks do not have any more: "
@@ -218,21 +218,38 @@ def other_frozen(saved: list[str] | None, frozen: Mapping[str, bool]) -> str | N
     )
 
 
+def _kept_values(trainer: Trainer) -> dict[str, str]:
+    helpers = loaders.helpers(trainer)
+    named = {name if name == "datamodule" else f"{_CALLBACK}{name}": each for name, each in helpers.items()}
+    return kept_values(trainer.lightning_module, named)
+
+
+_CALLBACK = "callback "
+
+
 def other_numbers(saved: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """What to say of numbers of the module, by name and in words, that steps had changed and are others ``here``."""
-    other = [name for name, value in saved.items() if here.get(name) != value]
+    """What to say of values, by name and in words, that steps had changed and are others ``here``."""
+    # A callback that is gone has nothing to go on with.
+    there = [name for name in saved if name in here or not name.startswith(_CALLBACK)]
+    other = [name for name in there if here.get(name) != saved[name]]
     if not other:
         return None
-    shown = [f"{name} ({saved[name][:40]} then, {here.get(name, 'not there')[:40]} now)" for name in other[:4]]
+    shown = [f"{name} ({saved[name][:40]} then, {here.get(name, 'not there')[:40]} now)" for name in other[:6]]
     return (
-        f"Numbers that the module keeps as attributes and changes in training are not in a checkpoint, and begin anew: "
-        f"{', '.join(shown)}{', ...' if other[4:] else ''}. Where a step depends on them, register a buffer, or keep "
-        "them in on_save_checkpoint and on_load_checkpoint."
+        "What the module and callbacks keep as attributes and change in training is not in a checkpoint, and begins "
+        f"anew: {', '.join(shown)}{', and others' if other[6:] else ''}. Where a step needs it, register a buffer, or "
+        "keep it in on_save_checkpoint and on_load_checkpoint."
     )
 
 
-def changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:
-    """The parts of this rank's state that validation changes, copied."""
+def changed_by_validation(trainer: Trainer, checkpoints: Checkpoints) -> dict[str, Any]:
+    """The parts of this rank's state that a validation may change, copied: a save in it goes back to its beginning."""
+    module = trainer.lightning_module
+    passing = passing_state(module, checkpoints.known, checkpoints.averaging)
+    return {**_changed_by_evaluation(trainer), **passing, OWN: own_buffers(module)}
+
+
+def _changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:
     states = generator_states(loaders.generators(trainer))
     return {"rng": rng.rng_state(), "generators": states, "metrics": metric_states(trainer.lightning_module)}
 
@@ -252,10 +269,7 @@ def accumulation_state(trainer: Trainer) -> dict[str, Any]:
         )
     if not (batches := loops.accumulated_batches(trainer)):
         return {}
-    # Each rank's own batches have changed them since the step began.
-    buffers = {name: b.detach().clone() for name, _, b in persistent_buffers(trainer.lightning_module) if b is not None}
-    kept = {"batches": batches, "factors": _factors(trainer, 1), "buffers": buffers}
-    return {ACCUMULATION: {**kept, **plugin.accumulation(trainer)}}
+    return {ACCUMULATION: {"batches": batches, "factors": _factors(trainer, 1), **plugin.accumulation(trainer)}}
 
 
 def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], checkpoints: Checkpoints) -> None:
@@ -275,8 +289,6 @@ def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], ch
         plugin: Any = trainer.precision_plugin
         factor = plugin.resume_accumulation([rank[ACCUMULATION] for rank in ranks])
         checkpoints.load_gradients(factor * prod(saved["factors"]) / prod(here))
-        if len(ranks) == trainer.world_size:
-            restore_buffers(trainer.lightning_module, ranks[trainer.global_rank][ACCUMULATION].get("buffers", {}))
         return
     rank_zero_warn(
         f"The checkpoint was saved after {saved['batches']} of the {saved['factors'][2]} batches that one step "

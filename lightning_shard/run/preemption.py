@@ -31,7 +31,7 @@ from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.data import changed_by_evaluation
+from lightning_shard.run.data import changed_by_validation
 
 AUTO = "auto"  # The ``ckpt_path`` that means: the newest intact checkpoint of this run, if there is one.
 FOLDER = "preempted"  # In the Trainer's ``default_root_dir``: where a stopped run saves, one checkpoint for each run.
@@ -227,7 +227,11 @@ class Preemption:
             (loops.mark_before_validation if validates else loops.mark_after_batch)(trainer)
             self._save_and_leave(trainer)
         if validates:
-            self.before_validation = changed_by_evaluation(trainer)
+            self.validation_follows(trainer)
+
+    def validation_follows(self, trainer: Trainer) -> None:
+        """Keep what a validation may change, ahead of the first thing that it does."""
+        self.before_validation = changed_by_validation(trainer, self._checkpoints)
 
     def in_validation(self, trainer: Trainer) -> None:
         """Ahead of each batch of a validation inside a fit, of which all ranks have equally many; raises Preempted."""

@@ -234,6 +234,7 @@ class ShardStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
         self._freezing = parts.Freezing(module, frozen_too=engine.gathers_in_forward and not engine.follows_freezing)
         self.setup_precision_plugin()
+        self.checkpoints.all_is_set_up()
 
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
         module, plan = self._module, self.planned_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
@@ -349,6 +350,7 @@ class ShardStrategy(ParallelStrategy):
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer, self.checkpoints)
         callbacks.go_on_in_mid_epoch(trainer)
+        self._preemption.validation_follows(trainer)  # it may be the first that a resumed run does
         self._compiler.start()
 
     @override

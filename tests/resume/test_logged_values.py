@@ -51,6 +51,14 @@ def test_the_resumed_run_logs_the_same(uninterrupted: tuple[Lines, Logs, Path], 
     assert resumed_module.val_best.compute() == module.val_best.compute()
 
 
+def test_a_run_that_is_resumed_twice_in_an_epoch(uninterrupted: tuple[Lines, Logs, Path], tmp_path: Path) -> None:
+    lines, _, folder = uninterrupted
+    fit(ckpt=folder / "batch" / "8.ckpt", callbacks=[saved_in(tmp_path, "batch")])
+    resumed, _, _ = fit(ckpt=tmp_path / "batch" / "9.ckpt")
+    # "start" and "early" were logged before both checkpoints alone; on_train_start is called again.
+    assert {**epoch_line(resumed, 1), "begun": 0} == {**epoch_line(lines, 1), "begun": 0}
+
+
 def test_stock_lightning_loses_the_earlier_batches(uninterrupted: tuple[Lines, Logs, Path]) -> None:
     lines, _, folder = uninterrupted
     stock, _, _ = fit(ckpt=folder / "batch" / "8.ckpt", carry=False)

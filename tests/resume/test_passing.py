@@ -1,5 +1,5 @@
-"""Buffers with ``persistent=False`` go on after a resume as they were, and are in no ``state_dict``; numbers that a
-module keeps as attributes are told.
+"""Buffers with ``persistent=False`` go on after a resume as they were, and are in no ``state_dict``; what a module or a
+callback keeps as attributes is told.
 """
 
 from __future__ import annotations
@@ -19,6 +19,28 @@ from tests.models import quiet_trainer
 WIDTH = 4
 
 
+class Meter:
+    """The helper object that so many modules have."""
+
+    def __init__(self) -> None:
+        self.sum, self.name = 0.0, "loss"
+
+
+class Counts(pl.Callback):
+    def __init__(self) -> None:
+        self.batches, self.saved = 0, 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+        self.saved += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": self.saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state["saved"]
+
+
 class Queue(pl.LightningModule):
     """Steps by what earlier batches left: a counter, an average, a queue of keys, a cache that grows."""
 
@@ -30,14 +52,17 @@ class Queue(pl.LightningModule):
         for name, shape in {"count": (), "mean": (WIDTH,), "queue": (6, WIDTH)}.items():
             self.norm.register_buffer(name, torch.zeros(shape), persistent=False)
         self.norm.register_buffer("cache", None, persistent=False)
-        self.calls, self.norm.seen, self.losses = 0, 0.5, [0.0]  # type: ignore[assignment]
+        self.calls, self.norm.seen, self.losses = 0, 0.5, [torch.zeros(2)]  # type: ignore[assignment]
+        self.meter, self.keys, self.same = Meter(), torch.zeros(100), torch.ones(100)
         self.norm.register_buffer("mask", torch.ones(WIDTH), persistent=False)
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         own: Any = self.norm
         self.calls += 1
         own.seen += 1
-        self.losses.append(0.0)
+        self.losses.append(torch.zeros(2))
+        self.meter.sum += 0.5
+        self.keys[batch_idx] = 1
         key = self.layer(x)
         with torch.no_grad():
             own.count += 1
@@ -62,7 +87,8 @@ class Queue(pl.LightningModule):
 
 
 def _fit(steps: int, path: str | None = None, save: str | None = None) -> tuple[list[Any], list[str]]:
-    module, trainer = Queue(), quiet_trainer(strategy="shard_fsdp", max_steps=steps, log_every_n_steps=1)
+    settings: dict[str, Any] = {"strategy": "shard_fsdp", "max_steps": steps, "log_every_n_steps": 1}
+    module, trainer = Queue(), quiet_trainer(**settings, callbacks=[Counts()])
     data = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -88,7 +114,14 @@ def test_buffers_that_no_state_dict_has_go_on_on_each_rank() -> None:
     for whole, resumed, _, _ in results:
         assert resumed == whole
     (number,), none = (said for _, _, said, _ in results)
-    assert "begin anew: norm.seen (3.5 then, 0.5 now). Where a step depends" in number
+    shown = (
+        "losses (4 values then, 1 values now), meter.sum (1.5 then, 0.0 now), keys (a tensor of sum 3 then, a tensor"
+    )
+    assert (
+        f"begins anew: {shown} of sum 0 now), norm.seen (3.5 then, 0.5 now), callback Counts.0.batches (3 then, 0"
+        in number
+    )
+    assert not any(f" {name} (" in number for name in ("calls", "same", "callback Counts.0.saved", "meter.name"))
     assert none == []
     assert results[0][0] != results[1][0], "both ranks have the same queue"
     lost = next(said for said in results[0][3] if "persistent" in said)

@@ -29,13 +29,17 @@ RUN = "torchrun-harness"
 
 
 class Told(TinyLM):
-    """Draws random numbers in training and validation; one rank is told to stop at ``moment``."""
+    """Draws random numbers in training and validation, which also changes buffers that it computes with; one rank is
+    told to stop at ``moment``.
+    """
 
     def __init__(self, moment: tuple[str, int] | None = None, number: int = signal.SIGUSR1) -> None:
         super().__init__(dropout=0.1)
         self.moment, self.number = moment, number
         self.validated: list[tuple[int, int]] = []
         self.epochs: list[tuple[str, int]] = []
+        self.register_buffer("validations", torch.zeros(()))
+        self.register_buffer("passing", torch.zeros(()), persistent=False)
 
     def _tell(self, *moment: Any) -> None:
         if moment == self.moment and self.trainer.global_rank == 1:
@@ -43,11 +47,13 @@ class Told(TinyLM):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self._tell("train", len(self.seen))
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx) * (1 + self.validations + self.passing)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._tell("validation", self.global_step)
-        torch.rand(())
+        noise = torch.rand(())
+        self.validations += 0.1 * noise
+        self.passing += 0.1 + noise
         super().validation_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
