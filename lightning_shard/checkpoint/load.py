@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -302,6 +303,7 @@ class Found:
     own: tuple[tuple[str, Mapping[str, Any]], ...]
     broken: tuple[str, ...]  # Why others of the run, or of which that can't be told, are passed over.
     others: tuple[str, ...]  # Names of other runs that have checkpoints there.
+    files: tuple[str, ...] = ()  # Of the one-file form, which names no run, those written after the newest of ``own``.
     # The first of ``own`` whose files all have their checksums, opened by `open_newest`; None where there is none.
     newest: OpenCheckpoint | None = None
 
@@ -334,6 +336,7 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
     own: list[tuple[int, float, str, Mapping[str, Any]]] = []
     broken: list[str] = []
     others: set[str] = set()
+    files: list[Path] = []
     resolved = {place(folder).resolve(): None for folder in folders}
     for path in (path for folder in resolved for path in layout.checkpoint_names(folder)):
         try:
@@ -342,7 +345,9 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
             raise  # What is there can't be told: an older one, or none, would be a wrong answer.
         except errors.CheckpointError as error:
             # Else it is half-written, or no checkpoint.
-            if path.name.endswith(".ckpt") and not isinstance(error, errors.CheckpointNotFoundError):
+            if isinstance(path, Path) and path.is_file():
+                files += [path] if path.suffix == ".ckpt" else []
+            elif path.name.endswith(".ckpt") and not isinstance(error, errors.CheckpointNotFoundError):
                 broken.append(f"{error}, so that it can't be told whose it is")
             continue
         if facts.get("name") != run:
@@ -352,7 +357,13 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
         else:
             own.append((int(facts["step"]), float(facts["time"]), str(path), facts))
     newest_first = sorted(own, key=lambda one: one[:3], reverse=True)
-    return Found(own=tuple(one[2:] for one in newest_first), broken=tuple(broken), others=tuple(sorted(others)))
+    saved = newest_first[0][1] if newest_first else 0.0
+    return Found(
+        own=tuple(one[2:] for one in newest_first),
+        broken=tuple(broken),
+        others=tuple(sorted(others)),
+        files=tuple(sorted(str(path) for path in files if path.stat().st_mtime > saved)),
+    )
 
 
 def _run_and_damage(path: AnyPath) -> tuple[Mapping[str, Any], list[str]]:

@@ -68,6 +68,21 @@ def test_what_is_no_state_of_a_run_is_not_taken(tmp_path: Path) -> None:
     assert [run["step"] for _, run in find_checkpoints([tmp_path], "a").own] == [2]
 
 
+def test_newer_files_that_name_no_run_are_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    identity = RunIdentity(name="a", root=str(tmp_path))
+    (tmp_path / "log.txt").write_text("no checkpoint")
+    for name, time in (("1.full.ckpt", 100.0), ("2.full.ckpt", 200.0)):
+        torch.save({}, tmp_path / name)
+        os.utime(tmp_path / name, (time, time))
+    for saved, expected in ((None, "1.full.ckpt 2.full.ckpt"), (150.0, "2.full.ckpt"), (250.0, "")):
+        if saved is not None:
+            _save(tmp_path / "a.ckpt", _run("a", 1, saved))
+        assert (identity.choose_checkpoint("auto", fitting=True, folders=[tmp_path]) is None) == (saved is None)
+        told = " ".join(str(each.message) for each in recwarn if "do not say what run" in str(each.message))
+        assert [name for name in ("1.full.ckpt", "2.full.ckpt") if name in told] == expected.split()
+        recwarn.clear()
+
+
 def test_a_broken_one_is_named(tmp_path: Path) -> None:
     _save(tmp_path / "old.ckpt", _run("a", 1))
     new = _save(tmp_path / "new.ckpt", _run("a", 2))
