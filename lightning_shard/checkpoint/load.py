@@ -31,6 +31,7 @@ from lightning_shard.checkpoint.files.manifest import (
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
+from lightning_shard.checkpoint.match_optimizers import OptimizerPlan, plan_optimizers
 from lightning_shard.checkpoint.matching import LoadReport, by_key, match_keys
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.state_dict import StateDict, StoredValues
@@ -163,7 +164,7 @@ def load_training_state(
     def named(name: str) -> Tensor:
         return full(state.keys[name])
 
-    def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], load_optimizers.OptimizerPlan, LoadReport]:
+    def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], OptimizerPlan, LoadReport]:
         saved = _optimizer_states(checkpoint) if optimizers else []
         shapes = {name: state.shapes[key] for name, key in state.keys.items()}
         names = optimizer_state.make_room(module, optimizer_state.sharded_names(module), shapes, named)
@@ -175,9 +176,7 @@ def load_training_state(
         if ranks.is_first:  # which all ranks hear of
             doubles = matched.doubles
             matched.unexpected.extend(key for key, taken in doubles if not _equal(full(key), full(taken)))
-        plan = load_optimizers.plan_optimizers(
-            optimizers, names, found, saved, matched, configured=configured, homes=state.keys
-        )
+        plan = plan_optimizers(optimizers, names, found, saved, matched, configured=configured, homes=state.keys)
         report = matched.judge(checkpoint.path, strict)
         report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
         live, targets = by_key(wanted), []
