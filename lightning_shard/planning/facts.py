@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightning_shard.checkpoint.optimizer_state import state_of_small
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.units import Unit, ignored_parameters
 from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explained, unit_names
-from lightning_shard.planning.operators import BytesMoved
+from lightning_shard.planning.operators import Device, OperatorTimes
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.tensors.tracing import tree_leaves
 
@@ -187,7 +187,8 @@ def trace_optimizer(root: nn.Module, optimizer: Optimizer, mode: Any) -> Optimiz
     gradients = [p.grad for p in parameters if p.grad is not None]
     live = LiveBytes([*root.parameters(), *root.buffers(), *gradients])
     live.begin("backward", "")
-    counted = BytesMoved()
+    # On a device whose seconds are bytes.
+    counted = OperatorTimes(Device(products=inf, single=inf, memory=1.0, kernel=0.0), lambda: 0)
     try:
         with mode, live, counted:
             optimizer.step()
@@ -213,7 +214,7 @@ def trace_optimizer(root: nn.Module, optimizer: Optimizer, mode: Any) -> Optimiz
         fixed_bytes=fixed,
         unsharded_bytes=unsharded,
         temporary=max(0.0, peak / stepped) if stepped else 0.0,
-        moved=counted.count / max(1, stepped),
+        moved=(counted.parts[0].products + counted.parts[0].memory) / max(1, stepped),
     )
 
 

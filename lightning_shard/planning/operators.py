@@ -133,6 +133,8 @@ class OperatorTimes(TorchDispatchMode):
         if runs_kernel(func):
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+            # What gives back nothing writes to what it was given first: a tensor, or a list of them.
+            outputs = outputs or inputs[: len(args[0]) if args and isinstance(args[0], list | tuple) else 1]
             self._add(arithmetic_seconds(self.device, func, args, kwargs, result), func, inputs, outputs)
         return result
 
@@ -169,18 +171,3 @@ class OperatorTimes(TorchDispatchMode):
             else:
                 self._made.pop(storage_key(tensor), None)
         return count
-
-
-class BytesMoved(TorchDispatchMode):
-    """Counts what operators read and write."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if runs_kernel(func):
-            inputs, outputs = ([t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in (args, result))
-            # What an operator in place gives back is nothing, or what it was given and writes.
-            in_place = inputs[: len(args[0]) if isinstance(args[0], list | tuple) else 1] if not outputs else []
-            self.count += moved(func, inputs, outputs or in_place)
-        return result
