@@ -24,13 +24,12 @@ from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.engines.optimizer_probe import probe
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.facts import OptimizerFacts, trace_optimizer
-from lightning_shard.planning.memory_trace import restoring
 from lightning_shard.planning.traffic import Nodes
-from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.precision.policy import SHORT_FORMS
 from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.tensors import fake
+from lightning_shard.tensors.names import replace_tensors
 
 
 class _StandIn(SimpleNamespace):
@@ -300,18 +299,22 @@ def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
     """The state that the optimizers, made anew, make in a step of master weights; of several the one with the most
     stands for all: memory is counted by one rule for each parameter.
     """
-    restore = restoring(inputs.module)
+    master = inputs.strategy.policy.master
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(master) if tensor.requires_grad and tensor.is_floating_point() else tensor
+
+    with inputs.mode:
+        restore = replace_tensors(inputs.module, cast)
     try:
-        with inputs.mode:
-            cast_trainable_parameters(inputs.module, inputs.strategy.policy.master)
         optimizers = optimizers_of(inputs)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             # As on GPUs, where torch's optimizers step all tensors at once.
             if "foreach" in group and not group["foreach"] and not group.get("fused"):
                 group["foreach"] = group["foreach"] is None
         traced = [trace_optimizer(inputs.module, optimizer, inputs.mode) for optimizer in optimizers]
-        master, aligned = inputs.strategy.policy.master, inputs.strategy.aligned
         with fake.fake_world(inputs.nodes.ranks):
+            aligned = inputs.strategy.aligned
             whole = any(probe(each, dtype=master, aligned=aligned, alone=True).full for each in optimizers)
         return replace(together(optimizers, traced, master), whole=whole)
     finally:

@@ -23,6 +23,7 @@ from lightning_shard.planning.operators import Device, OperatorTimes, Work
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy, autocasting
 from lightning_shard.tensors import fake
+from lightning_shard.tensors.names import replace_tensors
 from lightning_shard.tensors.tracing import READ_NUMBER, storage_key, tree_leaves, tree_map, tree_map_only
 from lightning_shard.text import first_line
 
@@ -68,9 +69,8 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
     """
     size = batch_size or batch_size_of(step.batch)
     with ExitStack() as stack:
-        stack.callback(restoring(root))
         dtypes = computes(step.units, policy.compute)
-        cast_parameters(root, policy.compute, dtypes)
+        stack.callback(cast_parameters(root, policy.compute, dtypes))
         if {policy.compute, *dtypes.values()} != {torch.float32}:
             stack.callback(install_casts(root, policy.compute, inside=dtypes, output=policy.output))
         for module in checkpointed_modules(root, list(step.units), step.checkpointing):
@@ -174,8 +174,10 @@ def unit_names(units: Sequence[Unit]) -> dict[int, str]:
     return found
 
 
-def cast_parameters(root: nn.Module, compute: torch.dtype, inside: Mapping[nn.Module, torch.dtype]) -> None:
-    """Replace every floating parameter by one of dtype ``compute``, or of its module's, ``inside``; ties stay ties."""
+def cast_parameters(
+    root: nn.Module, compute: torch.dtype, inside: Mapping[nn.Module, torch.dtype]
+) -> Callable[[], None]:
+    """Replace every floating parameter by one of dtype ``compute``, or of its module's, ``inside``, until undone."""
     others = {id(p): dtype for module, dtype in inside.items() for p in module.parameters(recurse=False)}
 
     def cast(tensor: Tensor) -> Tensor:
@@ -183,19 +185,7 @@ def cast_parameters(root: nn.Module, compute: torch.dtype, inside: Mapping[nn.Mo
         own = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dtype != dtype
         return tensor.detach().to(dtype) if own else tensor
 
-    fake.replace_tensors(root, cast)
-
-
-def restoring(root: nn.Module) -> Callable[[], None]:
-    """A function that puts the parameters of now back."""
-    before = [(m, list(m.named_parameters(recurse=False, remove_duplicate=False))) for m in root.modules()]
-
-    def restore() -> None:
-        for module, parameters in before:
-            for name, parameter in parameters:
-                setattr(module, name, parameter)
-
-    return restore
+    return replace_tensors(root, cast)
 
 
 def batch_size_of(batch: Any) -> int:

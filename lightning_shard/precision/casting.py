@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.float8 import Float8, install_float8
-from lightning_shard.tensors.names import parameter_names
+from lightning_shard.tensors.names import parameter_names, replace_tensors
 
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 """Called with each module that runs on cast parameters, while they are in their place; empty but in a first step."""
@@ -338,11 +338,12 @@ def _seen_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Let ``module.<name>`` give every parameter below ``module`` in ``dtype``, with gradients to the original."""
     hidden: list[tuple[dict[str, Any], str, Tensor | None]] = []
     try:
-        for owner, name, parameter in _owners(module):
-            if parameter.is_floating_point() and parameter.ndim > 0:
-                hidden.append((owner.__dict__, name, owner.__dict__.get(name)))
-                # An instance attribute hides the registered parameter; here maybe one that an outer call hid.
-                owner.__dict__[name] = getattr(owner, name).to(dtype)
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter.is_floating_point() and parameter.ndim > 0:
+                    hidden.append((owner.__dict__, name, owner.__dict__.get(name)))
+                    # An instance attribute hides the registered parameter; here maybe one that an outer call hid.
+                    owner.__dict__[name] = getattr(owner, name).to(dtype)
         if not torch.compiler.is_compiling():
             for observe in OBSERVERS:
                 observe(module)
@@ -367,23 +368,12 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
     return undo
 
 
-def _owners(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in root.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield module, name, parameter
-
-
 def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Replace every trainable floating parameter under ``root``, plain or DTensor, by one of ``dtype``, ties kept,
     before an optimizer is built and before FSDP's lazy initialisation. Returns the FQN of each that changed, with its
     old dtype.
     """
     names = parameter_names(root)
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module, name, parameter in list(_owners(root)):
-        if not (parameter.requires_grad and parameter.is_floating_point()) or parameter.dtype == dtype:
-            continue
-        if parameter not in replaced:
-            replaced[parameter] = nn.Parameter(parameter.detach().to(dtype))
-        setattr(module, name, replaced[parameter])
-    return {names[parameter]: parameter.dtype for parameter in replaced}
+    cast = {p for p in names if p.requires_grad and p.is_floating_point() and p.dtype != dtype}
+    replace_tensors(root, lambda tensor: tensor.detach().to(dtype) if tensor in cast else tensor)
+    return {name: parameter.dtype for parameter, name in names.items() if parameter in cast}

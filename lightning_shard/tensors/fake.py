@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.names import of_its_class, replace_tensors
 from lightning_shard.tensors.tracing import TorchDispatchMode, dispatch_modes, tree_map_only
 
 M = TypeVar("M", bound=nn.Module)
@@ -79,26 +80,9 @@ def make_fake(root: nn.Module, mode: FakeTensorMode) -> None:
 def meta_copy(module: M) -> M:
     """A deep copy on the meta device, ties and all; what else ``module`` (full) holds is copied, or raises."""
     tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(t): _of_its_class(t, torch.empty_like(t, device="meta")) for t in tensors})
+    return copy.deepcopy(module, {id(t): of_its_class(t, torch.empty_like(t, device="meta")) for t in tensors})
 
 
 def put_on_device(module: nn.Module, device: torch.device) -> None:
     """Inside of `fake_operations`, give a `meta_copy` parameters and buffers on ``device``, which take no memory."""
     replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device))
-
-
-def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Replace parameters and buffers by what ``make`` gives for each; ties stay ties."""
-    # With the replaced tensors, whose ids must stay theirs.
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in root.modules():
-        own: list[tuple[str, Tensor]] = [*module.named_parameters(recurse=False, remove_duplicate=False)]
-        for name, tensor in [*own, *module.named_buffers(recurse=False, remove_duplicate=False)]:
-            if id(tensor) not in made:
-                made[id(tensor)] = tensor, _of_its_class(tensor, make(tensor))
-            setattr(module, name, made[id(tensor)][1])
-
-
-def _of_its_class(tensor: Tensor, made: Tensor) -> Tensor:
-    is_parameter = isinstance(tensor, nn.Parameter) and made is not tensor
-    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made

@@ -1,6 +1,6 @@
 """The names of a module's tensors: FQNs in the unwrapped module, as its author wrote it, whatever wraps it now."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,3 +147,30 @@ def class_name(module: nn.Module) -> str:
         if not cls.__module__.startswith("torch.distributed") and cls.__module__ != "abc":
             return cls.__name__
     return type(module).__name__
+
+
+def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Replace parameters and buffers by what ``make`` gives for each, ties kept; the result puts those before back."""
+    # With the replaced tensors, whose ids must stay theirs.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    before: list[tuple[nn.Module, str, Tensor]] = []
+    for module in root.modules():
+        own: list[tuple[str, Tensor]] = [*module.named_parameters(recurse=False, remove_duplicate=False)]
+        for name, tensor in [*own, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor, of_its_class(tensor, make(tensor))
+            if (new := made[id(tensor)][1]) is not tensor:
+                setattr(module, name, new)
+                before.append((module, name, tensor))
+
+    def restore() -> None:
+        for place in before:
+            setattr(*place)
+
+    return restore
+
+
+def of_its_class(tensor: Tensor, made: Tensor) -> Tensor:
+    """``made`` as a parameter where ``tensor`` is one."""
+    is_parameter = isinstance(tensor, nn.Parameter) and made is not tensor
+    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
