@@ -78,20 +78,23 @@ def first_node(text: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", text).partition(",")[0]
 
 
-def parse_time_left(text: str) -> float | None:
-    """Seconds of what ``squeue -o %L`` prints (``1-02:03:04``, ``02:03:04``, ``3:04``); None for no limit."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if match is None:
+def parse_time(text: str) -> float | None:
+    """Seconds of a time as SLURM prints and takes it: ``1-02:03:04``, ``1-02``, ``02:03:04``, ``3:04``, minutes alone;
+    None for others, such as ``UNLIMITED``.
+    """
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    hours, minutes, seconds = ([*parts, 0, 0] if days else [0, *parts, 0] if len(parts) < 3 else parts)[:3]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def time_left(job: SlurmJob) -> float | None:
     """Seconds until SLURM ends the job; None where it has no limit or SLURM does not answer."""
     code, output = _run("squeue", "--noheader", "--jobs", job.label, "--format", "%L")
     lines = output.split()
-    return parse_time_left(lines[0]) if code == 0 and lines else None
+    return parse_time(lines[0]) if code == 0 and lines else None
 
 
 def is_cancelled(job: SlurmJob) -> bool:
@@ -105,7 +108,7 @@ def shows_cancelled(text: str) -> bool:
     shown = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if shown.get("JobState") not in ("COMPLETING", "CANCELLED"):
         return False
-    limit, run = parse_time_left(shown.get("TimeLimit", "")), parse_time_left(shown.get("RunTime", ""))
+    limit, run = parse_time(shown.get("TimeLimit", "")), parse_time(shown.get("RunTime", ""))
     return limit is None or run is None or run < limit
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_shard.cluster.slurm import parse_time
 from lightning_shard.commands import config_files, given
 from lightning_shard.commands.options import KEYS, OptionsParser, actions, add_output, options_parser, refuse_to_replace
 from lightning_shard.errors import ConfigurationError
@@ -57,12 +58,9 @@ def check(options: argparse.Namespace) -> None:
 def _check_time(options: argparse.Namespace) -> None:
     if options.time is None:
         return
-    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}|\d+", options.time):
+    limit = parse_time(options.time)
+    if limit is None:
         raise ConfigurationError(f"time is {options.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS.")
-    days, _, clock = options.time.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    hours, minutes, seconds = ([*parts, 0, 0] if days else [0, *parts, 0] if len(parts) < 3 else parts)[:3]
-    limit = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     # SLURM signals up to a minute early, and counts no limit as 0.
     if 0 < limit <= options.signal_seconds + 60:
         raise ConfigurationError(

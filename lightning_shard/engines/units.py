@@ -141,19 +141,32 @@ def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.M
         names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         return [m for m in _below(root).values() if class_name(m) in names] or _repeated_blocks(root)
     named = class_names(rule.modules or [])
-    _check_names(root, named)
-    return [m for m in _below(root).values() if class_name(m) in named]
+    below = _below(root).values()
+    _check_names(named, filter(_has_parameters, below), "units", " with parameters")
+    idle = {class_name(m) for m in below if not runs_forward(m)}
+    if refused := [n for n in named if n in idle]:
+        raise WrappingError(
+            f"units names {', '.join(map(repr, refused))}, whose forward never runs and so can't be a shard unit. "
+            "Name the class of the modules inside it, or of the one that it is in."
+        )
+    return [m for m in below if class_name(m) in named]
 
 
 def of_classes(root: nn.Module, names: Iterable[str], option: str) -> list[nn.Module]:
     """The modules of the named classes; WrappingError: ``option`` names one that matches nothing."""
-    names, present = set(names), {class_name(m) for m in root.modules()}
-    if missing := sorted(names - present):
-        raise WrappingError(
-            f"{option} names {', '.join(map(repr, missing))}, but the model has no module of that class. Classes that "
-            f"are there: {', '.join(sorted(present))}."
-        )
+    names = set(names)
+    _check_names(sorted(names), root.modules(), option)
     return [m for m in root.modules() if class_name(m) in names]
+
+
+def _check_names(names: Iterable[str], modules: Iterable[nn.Module], option: str, having: str = "") -> None:
+    present = Counter(map(class_name, modules))
+    if missing := [n for n in names if n not in present]:
+        listing = ", ".join(f"{name} (x{count})" for name, count in sorted(present.items())) or "none"
+        raise WrappingError(
+            f"{option} names {', '.join(map(repr, missing))}, but the model has no module of that class{having}. "
+            f"Classes that are there: {listing}."
+        )
 
 
 def ignored_parameters(
@@ -195,23 +208,6 @@ def runs_forward(module: nn.Module) -> bool:
     """Whether a module's ``forward`` is what uses its parameters: not of containers, nor ``nn.MultiheadAttention``."""
     has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)
-
-
-def _check_names(root: nn.Module, names: list[str]) -> None:
-    present = Counter(class_name(m) for m in _below(root).values() if _has_parameters(m))
-    missing = [n for n in names if n not in present]
-    if missing:
-        listing = ", ".join(f"{name} (x{count})" for name, count in sorted(present.items())) or "none"
-        raise WrappingError(
-            f"units names {', '.join(map(repr, missing))}, but the model has no module of that class with parameters. "
-            f"Classes that are there: {listing}."
-        )
-    idle = {class_name(m) for m in _below(root).values() if not runs_forward(m)}
-    if refused := [n for n in names if n in idle]:
-        raise WrappingError(
-            f"units names {', '.join(map(repr, refused))}, whose forward never runs and so can't be a shard unit. "
-            "Name the class of the modules inside it, or of the one that it is in."
-        )
 
 
 def _repeated_blocks(module: nn.Module) -> list[nn.Module]:

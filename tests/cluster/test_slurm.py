@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_shard.cluster.slurm import expand_counts, first_node, parse_time_left, read_job, shows_cancelled
+from lightning_shard.cluster.slurm import expand_counts, first_node, parse_time, read_job, shows_cancelled
 
 # srun --nodes 2 --ntasks-per-node 2 in a batch job, on its second node.
 STEP = {
@@ -88,10 +88,19 @@ def test_the_first_node(text: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("3:04", 184), ("02:03:04", 7384), ("1-02:03:04", 93784), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+    [
+        ("3:04", 184),
+        ("02:03:04", 7384),
+        ("1-02:03:04", 93784),
+        ("1-02", 93600),
+        ("5", 300),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+        ("", None),
+    ],
 )
-def test_time_left(text: str, seconds: float | None) -> None:
-    assert parse_time_left(text) == seconds
+def test_times(text: str, seconds: float | None) -> None:
+    assert parse_time(text) == seconds
 
 
 @pytest.mark.parametrize(
