@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 import types
@@ -89,11 +90,12 @@ class Caching(Numbers):
         super().__init__(LENGTH)
         self.file: Any = None
         self.worker: Any = None
+        self.is_open = False
         self.samples: dict[int, Any] = {}
 
     def __getitem__(self, index: int) -> Any:
         if self.file is None:
-            self.file, self.worker = object(), 0
+            self.file, self.worker, self.is_open = object(), 0, True
         return self.samples.setdefault(index, torch.tensor([index]))
 
 
@@ -218,6 +220,36 @@ def test_numbers_keep_their_type() -> None:
     assert first + rows(resumed) == rows(make(Awkward()))
     # So do those of samplers, on the way into a checkpoint and out of it.
     assert type(decoded(through_file(encoded({"state": np.uint64(5)})))["state"]) is np.uint64
+
+
+def test_what_others_hold_too_is_written_in_place() -> None:
+    def made() -> Any:
+        return types.SimpleNamespace(a=[1, 2], b={"n": 1}, c=torch.tensor([1, 2]), d=np.array([1, 2]))
+
+    saved, here = made(), made()
+    numbers, shared = held.Numbers({"held": saved}), dict(vars(here))
+    saved.a.append(3)
+    saved.b["m"] = 2
+    saved.c += 1
+    saved.d += 1
+    held.Numbers({"held": here}).write(numbers.read())
+    assert repr(here) == repr(saved) != repr(made())
+    assert all(vars(here)[name] is value for name, value in shared.items())
+
+
+NESTED = random.Random(1)
+
+
+def test_generators_are_found_in_what_functions_hold_and_name() -> None:
+    own = [random.Random(number) for number in range(3)]
+
+    def drawing() -> Any:
+        return lambda: NESTED.random()
+
+    drawing.rng = own[0]  # type: ignore[attr-defined]
+    everywhere = [torch.default_generator, random.random.__self__, np.random.rand.__self__]  # type: ignore[attr-defined]
+    found = held.generators_of(everywhere, functools.partial(drawing, own[1], rng=own[2]))
+    assert {id(generator) for generator in found} == {id(generator) for generator in (*own, NESTED)}
 
 
 @pytest.mark.parametrize(
