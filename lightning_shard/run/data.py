@@ -91,7 +91,8 @@ class Data:
         self, trainer: Trainer, checkpoint: Mapping[str, Any], before_validation: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """``checkpoint`` with the run's state, and what this rank alone goes on with; of weights only none.
-        ``before_validation``: what `changed_by_validation` gave then, which a save in one keeps.
+        ``before_validation``: what `changed_by_validation` gave then, which a save in one keeps. Where a resumed run has
+        not begun to train, what it was resumed from is saved again.
         """
         if OPTIMIZER_STATES not in checkpoint:
             return dict(checkpoint), None
@@ -109,6 +110,15 @@ class Data:
             **accumulation_state(trainer),
         }
         own |= before_validation if loops.in_validation(trainer) else {}
+        if (resumed := self._resumed) is not None:
+            ranks = resumed["ranks"]
+            if len(ranks) == trainer.world_size and ACCUMULATION not in ranks[0]:
+                kept = {name: value for name, value in resumed.items() if name != "ranks"}
+                return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, ranks[trainer.global_rank]
+            rank_zero_warn(
+                "A checkpoint is saved in on_train_start of a resumed run, to which its random numbers, metrics and "
+                "gradients are not given back yet: it lacks them. Save after a step."
+            )
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
         if (first := self._kept) is not None:

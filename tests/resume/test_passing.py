@@ -27,8 +27,12 @@ class Meter:
 
 
 class Counts(pl.Callback):
-    def __init__(self) -> None:
-        self.batches, self.saved = 0, 0
+    def __init__(self, first: str | None) -> None:
+        self.batches, self.saved, self.first = 0, 0, first
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.first is not None:
+            trainer.save_checkpoint(self.first)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.batches += 1
@@ -86,9 +90,11 @@ class Queue(pl.LightningModule):
         return [t.tolist() for t in (*weights, *self.norm.buffers())]
 
 
-def _fit(steps: int, path: str | None = None, save: str | None = None) -> tuple[list[Any], list[str]]:
+def _fit(
+    steps: int, path: str | None = None, save: str | None = None, first: str | None = None
+) -> tuple[list[Any], list[str]]:
     settings: dict[str, Any] = {"strategy": "shard_fsdp", "max_steps": steps, "log_every_n_steps": 1}
-    module, trainer = Queue(), quiet_trainer(**settings, callbacks=[Counts()])
+    module, trainer = Queue(), quiet_trainer(**settings, callbacks=[Counts(first)])
     data = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -103,7 +109,9 @@ def _resumed() -> Any:
     whole, _ = _fit(6)
     _fit(3, save="half.ckpt")
     assert not [name for name in Queue().state_dict() if "queue" in name]
-    resumed, said = _fit(6, "half.ckpt")
+    resumed, said = _fit(6, "half.ckpt", first="again.ckpt")
+    # Saved ahead of the moment at which a resumed run is given back what is each rank's own.
+    assert _fit(6, "again.ckpt")[0] == whole
     passing._MOST_BYTES = 8
     _fit(3, save="small.ckpt")
     return whole, resumed, said, _fit(6, "small.ckpt")[1]
