@@ -91,8 +91,8 @@ class Data:
         self, trainer: Trainer, checkpoint: Mapping[str, Any], before_validation: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """``checkpoint`` with the run's state, and what this rank alone goes on with; of weights only none.
-        ``before_validation``: what `changed_by_validation` gave then, which a save in one keeps. Where a resumed run has
-        not begun to train, what it was resumed from is saved again.
+        ``before_validation``: what `changed_by_validation` gave then, which a save in one keeps. Where a resumed run
+        has not begun to train, what it was resumed from is saved again.
         """
         if OPTIMIZER_STATES not in checkpoint:
             return dict(checkpoint), None
