@@ -22,6 +22,7 @@ from lightning_shard.checkpoint.files.layout import SlotName, listed
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, parts
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
 from lightning_shard.ranks import warn_on_first_rank
+from lightning_shard.resume.held import small_values
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
 from lightning_shard.tensors.names import Names, fqns, persistent_buffers
@@ -301,8 +302,8 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
             small, state, apart = (own and _step_small(live, torch.zeros(shape))) or (torch.empty(0), {}, [])
             if apart:
                 warn_on_first_rank(
-                    f"{kind_of(live)} keeps {', '.join(apart)} outside of its `state` and parameter groups, which "
-                    "alone are saved: a resumed run begins with new ones."
+                    f"{kind_of(live)} keeps {', '.join(apart)} outside of its `state` and parameter groups, which are "
+                    "saved with numbers beside them: a resumed run begins with new ones."
                 )
             try:
                 for slot, value in flat.plain_slots(state).items():
@@ -357,8 +358,15 @@ def _step_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str
             new.step(closure)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
-    apart = [name for name, value in _attributes(new).items() if value != before.get(name)]
+    saved = small_values(new)
+    apart = [name for name, value in _attributes(new).items() if value != before.get(name) and name not in saved]
     return small, new.state.get(small, {}), apart
+
+
+def own_values(optimizers: Sequence[AnyOptimizer]) -> list[dict[str, Any]]:
+    """Of each optimizer, if no library's own, plain values that it keeps beside its state and parameter groups."""
+    live = [flat.torch_optimizer(optimizer) for optimizer in optimizers]
+    return [{} if type(each).__module__.startswith(("torch.", "deepspeed.")) else small_values(each) for each in live]
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:

@@ -165,6 +165,17 @@ def kept_values(module: nn.Module, others: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def small_values(owner: Any) -> dict[str, Any]:
+    """Attributes of ``owner`` that are plain values, or collections of a few, as `set_values` takes them."""
+    return {name: _saved(value) for name, value in vars(owner).items() if _noted(value)[0] not in (_OTHER, "generator")}
+
+
+def set_values(owner: Any, values: Mapping[str, Any]) -> None:
+    """Give ``owner`` the attributes that `small_values` gave."""
+    for name, value in values.items():
+        setattr(owner, name, rng.decoded(copy.deepcopy(value["value"])))
+
+
 def _own_values(path: str, owner: Any) -> list[tuple[str, Any]]:
     with suppress(Exception):  # as there
         held = {} if isinstance(owner, Metric) else owner.__dict__

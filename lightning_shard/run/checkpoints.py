@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from lightning_shard.checkpoint.gradients import load_gradients, stored_gradient
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.matching import differing as schedules_differing
 from lightning_shard.checkpoint.matching import take_progress
-from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, sharded_names
+from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, own_values, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
 from lightning_shard.checkpoint.state_dict import OfferedState, follow_names
@@ -32,10 +33,11 @@ from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
+from lightning_shard.resume.held import set_values
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.buffers import OWN, own_buffers, passing_state, restore_buffers
 from lightning_shard.run.ledger import RunLedger
-from lightning_shard.tensors.flat import Accumulated
+from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
 from lightning_shard.tensors.passing import Known, known_buffers
 
@@ -45,6 +47,9 @@ ACCUMULATION = "accumulation"
 
 SCHEDULES = "schedules"
 """Where a run's state says of which classes its schedulers are."""
+
+
+_VALUES = "optimizer_values"
 
 
 class Checkpoints(CheckpointIO):
@@ -81,6 +86,13 @@ class Checkpoints(CheckpointIO):
     def all_is_set_up(self) -> None:
         """Keep what tells later which buffers have changed, as in the sanity check, which a resumed run leaves out."""
         self.known = known_buffers(self._module)
+        self._values = own_values(self._engine.tensors.optimizers())
+
+    def _changed_values(self) -> list[dict[str, Any]]:
+        """What `own_values` has of the optimizers that is not as it was when all was set up."""
+        now = own_values(self._engine.tensors.optimizers())
+        pairs = zip(now, self._values, strict=False)
+        return [{n: v for n, v in new.items() if repr(v) != repr(old.get(n))} for new, old in pairs]
 
     def check(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint of a fit can be saved with, where there will be some. ConfigurationError:
@@ -160,7 +172,8 @@ class Checkpoints(CheckpointIO):
                 averages=None if averaging is None else averaging.tensors(),
                 gradients=gradients,
                 trainer_state=checkpoint,
-                own_state=own and {**passing_state(self._module, self.known, averaging), **own},
+                own_state=own
+                and {**passing_state(self._module, self.known, averaging), _VALUES: self._changed_values(), **own},
                 facts=Facts(
                     engine=self._engine.name,
                     policy=self._policy.text(),
@@ -261,6 +274,7 @@ class Checkpoints(CheckpointIO):
         self._loading = opened if opened is not None and is_open else load.open_checkpoint(path)
         self._loading.directory.path = place(given)  # which errors name
         state = load.with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
+        self._loading = replace(self._loading, trainer_state=state)
         return {**state, "state_dict": self._loading.state_dict() if _follows_names(self._module) else {}}
 
     def _convert(self, path: StrPath) -> str:
@@ -340,6 +354,10 @@ class Checkpoints(CheckpointIO):
         if self.averaging is not None:
             self.averaging.loaded(state, averages=report.averages)
         if optimizers:
+            own = state.get(layout.RUN_STATE, {}).get("ranks", [])
+            values = own[Ranks.of().rank % len(own)].get(_VALUES, []) if own else []
+            for optimizer, kept in zip(tensors.optimizers(), values, strict=False):
+                set_values(torch_optimizer(optimizer), kept)
             self._engine.resumed()
 
     def load_gradients(self, factor: float) -> None:

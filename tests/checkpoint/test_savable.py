@@ -87,14 +87,15 @@ def test_an_optimizer_whose_state_no_checkpoint_can_have_is_refused_before_it_st
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a count of its own."""
+    """Keeps counts of its own: one, and one that is many numbers."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
-        self.count = 0
+        self.count, self.steps = [0.0] * 100, 0
 
     def step(self, closure: Any = None) -> Any:
-        self.count += 1
+        self.count[self.steps] = 1.0
+        self.steps += 1
         return super().step(closure)
 
 

@@ -1,4 +1,4 @@
-"""Buffers with ``persistent=False`` go on after a resume as they were, and are in no ``state_dict``; what a module or a
+"""Buffers with ``persistent=False`` and an optimizer's own numbers go on after a resume; what a module or a
 callback keeps as attributes is told.
 """
 
@@ -45,6 +45,22 @@ class Counts(pl.Callback):
         self.saved = state["saved"]
 
 
+class Warm(torch.optim.AdamW):
+    """Steps by how often it has stepped, which is in none of its groups."""
+
+    calls = 0
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.rate = lr
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = self.rate / self.calls
+        return super().step(closure)
+
+
 class Queue(pl.LightningModule):
     """Steps by what earlier batches left: a counter, an average, a queue of keys, a cache that grows."""
 
@@ -77,7 +93,7 @@ class Queue(pl.LightningModule):
         return left.square().mean() / (own.count + own.cache.std(0, False))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
+        return Warm(self.parameters(), lr=0.05)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["calls"] = self.calls
