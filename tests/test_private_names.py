@@ -136,7 +136,7 @@ USES = {
         "children and buffers under each of their names, what was compiled",
         "_buffers _compiled_call_impl _modules _non_persistent_buffers_set _torchdynamo_orig_callable",
     ),
-    "tensors/passing.py": ("buffers that no state_dict has, and whether they were written to", "_buffers _version"),
+    "tensors/nonpersistent.py": ("buffers that no state_dict has, and writes to them", "_buffers _version"),
     "tensors/tracing.py": (
         "modes that follow operators",
         "_cdata _cudnn_rnn _cudnn_rnn_backward _grouped_mm _get_current_dispatch_mode_stack _local_scalar_dense"

@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.optimizer_state import live_tensors
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.resident import Resident
-from lightning_shard.tensors.flat import LiveTensor, Pieces
+from lightning_shard.tensors.flat import BoxTensor, LiveTensor
 from lightning_shard.tensors.names import Names, fqns
 
 
@@ -117,16 +117,16 @@ class Averaging:
 
     # Checkpoints
 
-    def tensors(self) -> dict[str, Pieces]:
+    def tensors(self) -> dict[str, BoxTensor]:
         """FQN to the average, of parameters, and of persistent buffers where they are averaged; in place."""
         average, found = self._average.shards, {}
         values = chain(average.parameters(), average.buffers())
         for name in (*self._parameters, *(self._persistent if self._average.has_buffers else ())):
             shape, dtype, chunks = self._places[name]
-            found[name] = Pieces(shape, dtype, {tuple(chunk.offsets): next(values).detach() for chunk in chunks})
+            found[name] = BoxTensor(shape, dtype, {tuple(chunk.offsets): next(values).detach() for chunk in chunks})
         return found
 
-    def passing(self) -> dict[str, Tensor]:
+    def nonpersistent(self) -> dict[str, Tensor]:
         """FQN to the average of each buffer that no ``state_dict`` has, where buffers are averaged; in place."""
         buffers = list(self._average.shards.buffers()) if self._average.has_buffers else []
         return dict(zip(self._others, buffers[len(self._persistent) :], strict=False))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.tensors.names import persistent_buffers
-from lightning_shard.tensors.passing import Known, changed_buffers, load_buffers
+from lightning_shard.tensors.nonpersistent import Known, changed_buffers, load_buffers
 
 _BUFFERS, _AVERAGES = "passing", "passing_averages"
 OWN = "buffers"
@@ -23,25 +23,25 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {key: buffer.detach().to("cpu", copy=True) for key, buffer in found.items()}
 
 
-def passing_state(module: nn.Module, known: Known | None, averaging: Averaging | None) -> dict[str, Any]:
+def buffer_state(module: nn.Module, known: Known | None, averaging: Averaging | None) -> dict[str, Any]:
     """Buffers with ``persistent=False`` that are not as they were ``known`` when training began, if it has, and their
     averages; no average is in the module's place.
     """
     changed = {} if known is None else changed_buffers(module, known)
-    averages = {} if averaging is None else averaging.passing()
+    averages = {} if averaging is None else averaging.nonpersistent()
     kept = {name: averages[name].cpu().clone() for name, b in changed.items() if name in averages and b is not None}
     return {_BUFFERS: changed, _AVERAGES: kept}
 
 
 @torch.no_grad()
-def load_passing(module: nn.Module, averaging: Averaging | None, own: Mapping[str, Any], device: torch.device) -> None:
-    """Set what `passing_state` put into this rank's ``own`` state; which begin anew is told."""
+def set_buffers(module: nn.Module, averaging: Averaging | None, own: Mapping[str, Any], device: torch.device) -> None:
+    """Set what `buffer_state` put into this rank's ``own`` state; which begin anew is told."""
     if anew := load_buffers(module, own.get(_BUFFERS, {}), device):
         rank_zero_warn(
             f"Buffers with persistent=False that steps have changed begin anew: {', '.join(anew)}. They are in the "
             "checkpoint if they are plain tensors of at most 64 MiB in all. Register others as persistent."
         )
-    averages = {} if averaging is None else averaging.passing()
+    averages = {} if averaging is None else averaging.nonpersistent()
     for name, value in own.get(_AVERAGES, {}).items():
         if name in averages and averages[name].shape == value.shape:
             averages[name].copy_(value)

@@ -35,11 +35,11 @@ from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.held import set_values
 from lightning_shard.run.averaging import Averaging
-from lightning_shard.run.buffers import OWN, own_buffers, passing_state, restore_buffers
+from lightning_shard.run.buffers import OWN, buffer_state, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
-from lightning_shard.tensors.passing import Known, known_buffers
+from lightning_shard.tensors.nonpersistent import Known, known_buffers
 
 ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
@@ -173,7 +173,7 @@ class Checkpoints(CheckpointIO):
                 gradients=gradients,
                 trainer_state=checkpoint,
                 own_state=own
-                and {**passing_state(self._module, self.known, averaging), _VALUES: self._changed_values(), **own},
+                and {**buffer_state(self._module, self.known, averaging), _VALUES: self._changed_values(), **own},
                 facts=Facts(
                     engine=self._engine.name,
                     policy=self._policy.text(),

@@ -22,7 +22,7 @@ from lightning_shard.resume import rng
 from lightning_shard.resume.held import generator_states, kept_values, load_generator_states
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.buffers import OWN, load_passing, own_buffers, passing_state, restore_buffers
+from lightning_shard.run.buffers import OWN, buffer_state, own_buffers, restore_buffers, set_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, SCHEDULES, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
@@ -175,7 +175,7 @@ class Data:
             logged = [r["logged"] for r in ranks]
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
             own = ranks[rank if rank < len(ranks) else 0]
-            load_passing(module, checkpoints.averaging, own, trainer.strategy.root_device)
+            set_buffers(module, checkpoints.averaging, own, trainer.strategy.root_device)
             if len(ranks) == size:
                 restore_buffers(module, own.get(OWN, {}))
             if lost := load_generator_states(loaders.generators(trainer), own.get("generators", {})):
@@ -255,8 +255,8 @@ def other_numbers(saved: Mapping[str, str], here: Mapping[str, str]) -> str | No
 def changed_by_validation(trainer: Trainer, checkpoints: Checkpoints) -> dict[str, Any]:
     """The parts of this rank's state that a validation may change, copied: a save in it goes back to its beginning."""
     module = trainer.lightning_module
-    passing = passing_state(module, checkpoints.known, checkpoints.averaging)
-    return {**_changed_by_evaluation(trainer), **passing, OWN: own_buffers(module)}
+    buffers = buffer_state(module, checkpoints.known, checkpoints.averaging)
+    return {**_changed_by_evaluation(trainer), **buffers, OWN: own_buffers(module)}
 
 
 def _changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class FlatSlice:
     start: int  # Where the slice begins in the tensor, in elements of its row-major order.
 
 
-class Pieces:
+class BoxTensor:
     """This rank's boxes of a tensor of ``shape``, by their offsets, with what `tensor_files` asks of a tensor."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[tuple[int, ...], Tensor]) -> None:
@@ -97,7 +97,7 @@ class Pieces:
         return self._pieces[tuple(index.offset)]
 
 
-class FlatTensor(Pieces):
+class FlatTensor(BoxTensor):
     """This rank's slices of a tensor, if any; those of all ranks, which may be equal, have all elements."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Iterable[FlatSlice]) -> None:

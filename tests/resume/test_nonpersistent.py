@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard.tensors import passing
+from lightning_shard.tensors import nonpersistent
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
@@ -128,7 +128,7 @@ def _resumed() -> Any:
     resumed, said = _fit(6, "half.ckpt", first="again.ckpt")
     # Saved ahead of the moment at which a resumed run is given back what is each rank's own.
     assert _fit(6, "again.ckpt")[0] == whole
-    passing._MOST_BYTES = 8
+    nonpersistent._MOST_BYTES = 8
     _fit(3, save="small.ckpt")
     return whole, resumed, said, _fit(6, "small.ckpt")[1]
 
@@ -154,7 +154,7 @@ def test_buffers_that_no_state_dict_has_go_on_on_each_rank() -> None:
 
 def test_only_what_has_changed_is_saved() -> None:
     module = Queue()
-    known = passing.known_buffers(module)
-    assert passing.changed_buffers(module, known) == {}
+    known = nonpersistent.known_buffers(module)
+    assert nonpersistent.changed_buffers(module, known) == {}
     module.norm.count += 1  # type: ignore[operator]
-    assert list(passing.changed_buffers(module, known)) == ["norm.count"]
+    assert list(nonpersistent.changed_buffers(module, known)) == ["norm.count"]

@@ -20,7 +20,7 @@ Known = dict[str, tuple[Callable[[], Any], int]]
 
 def known_buffers(module: nn.Module) -> Known:
     """What tells later whether these buffers have changed, which reads no device and keeps none of them."""
-    return {name: (weakref.ref(buffer), _version(buffer)) for name, _, buffer in _passing(module) if buffer is not None}
+    return {name: (weakref.ref(buffer), _version(buffer)) for name, _, buffer in _named(module) if buffer is not None}
 
 
 def changed_buffers(module: nn.Module, known: Known) -> dict[str, Tensor | None]:
@@ -28,7 +28,7 @@ def changed_buffers(module: nn.Module, known: Known) -> dict[str, Tensor | None]
     plain tensors, or more than `_MOST_BYTES` with the smaller ones.
     """
     found = {}
-    for name, _, buffer in _passing(module):
+    for name, _, buffer in _named(module):
         first, version = known.get(name, (lambda: None, 0))
         if buffer is not None and not (first() is buffer and version == _version(buffer)):
             found[name] = buffer
@@ -45,7 +45,7 @@ def changed_buffers(module: nn.Module, known: Known) -> dict[str, Tensor | None]
 @torch.no_grad()
 def load_buffers(module: nn.Module, saved: Mapping[str, Tensor | None], device: torch.device) -> list[str]:
     """Set what `changed_buffers` gave, in place where it fits; names of those that begin anew."""
-    places = {name: (owner, buffer) for name, owner, buffer in _passing(module)}
+    places = {name: (owner, buffer) for name, owner, buffer in _named(module)}
     for name, value in saved.items():
         owner, buffer = places.get(name, (None, None))
         if value is None or owner is None:
@@ -58,7 +58,7 @@ def load_buffers(module: nn.Module, saved: Mapping[str, Tensor | None], device: 
     return [name for name, value in saved.items() if value is None or name not in places]
 
 
-def _passing(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor | None]]:
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor | None]]:
     for path, owner in unwrapped_modules(module):
         for name, buffer in owner._buffers.items():
             if not is_persistent(owner, name):
