@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_shard
-from lightning_shard import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, load_from_checkpoint
+from lightning_shard import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    load_from_checkpoint,
+    registry,
+    tools,
+)
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any
 from tests.harness import run_distributed
@@ -102,6 +109,23 @@ def test_a_module_is_built_and_filled(tmp_path: Path, strategy: str, ranks: int)
     on_meta = Regression.load_from_checkpoint(path, strict=True, meta=True)
     assert torch.equal(on_meta.norm.running_mean, expected["norm.running_mean"])
     assert torch.equal(on_meta.second.weight, expected["second.weight"])
+
+
+def test_lightnings_own_method_takes_what_it_takes_for_a_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    expected = run_distributed(trained, 1, path, "shard_ddp")[0]["second.weight"]
+    tools.convert(path, "memory://lfc/a.ckpt", form="portable")
+    assert torch.equal(Larger.load_from_checkpoint(path, "cpu", None, False, True).second.weight, expected)
+    assert Regression.load_from_checkpoint(
+        checkpoint_path=path, map_location=torch.device("meta")
+    ).second.weight.is_meta
+    stored = Regression.load_from_checkpoint("memory://lfc/a.ckpt", weights_only=True, note="mine")
+    assert (stored.note, torch.equal(stored.second.weight, expected)) == ("mine", True)
+    with pytest.raises(TypeError, match="cannot be called on an instance"):
+        stored.load_from_checkpoint(path)
+    assert not registry._is_directory("https://host/a.ckpt"), "a URL that Lightning downloads is looked into"
+    registry.register()
+    assert type(vars(pl.LightningModule)["load_from_checkpoint"]._stock) is not registry._Reader
 
 
 class Larger(Regression):

@@ -237,6 +237,13 @@ def test_what_others_hold_too_is_written_in_place() -> None:
     assert all(vars(here)[name] is value for name, value in shared.items())
 
 
+def test_generators_that_are_gone_or_of_another_kind_are_named() -> None:
+    saved = held.generator_states({"a": random.Random(1), "b": random.Random(2), "c": random.Random(3)})
+    here = {"a": random.Random(4), "b": np.random.default_rng(5)}
+    assert held.load_generator_states(here, saved) == ["b", "c"]
+    assert here["a"].random() == random.Random(1).random()
+
+
 NESTED = random.Random(1)
 
 
