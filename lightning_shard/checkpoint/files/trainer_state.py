@@ -59,7 +59,8 @@ def decode_state(data: bytes, where: Place) -> dict[str, Any]:
     """
     with damaged_if(partial(refusal, where)):
         state = load_archive(io.BytesIO(data), where)
-        if any(isinstance(part, Tensor) and part.nbytes > 2 * len(data) + _MOST_BYTES for part in parts(state)):
+        tensors = [part for part in parts(state) if isinstance(part, Tensor) and part.layout == torch.strided]
+        if any(tensor.nbytes > 2 * len(data) + _MOST_BYTES for tensor in tensors):
             raise CheckpointCorruptError(f"{where} has {len(data)} bytes, and a tensor of many more in them")
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"{where} holds a {type(state).__name__}, not a dictionary")
