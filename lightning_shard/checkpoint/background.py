@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class _Ongoing:
     path: AnyPath  # As it was given, the same on every rank.
     write: BackgroundWrite
     outcome: Agreement
+    links: set[str] = field(default_factory=set)  # Names that become links to it.
 
 
 class Saver:
@@ -96,8 +97,9 @@ class Saver:
         return self._ongoing is not None
 
     def is_writing(self, path: str | os.PathLike[str]) -> bool:
-        """Whether the checkpoint at ``path`` is still being written, as far as this rank was told."""
-        return self._ongoing is not None and os.path.normpath(str(self._ongoing.path)) == os.path.normpath(path)
+        """Whether the checkpoint at ``path``, or of that link, is still being written, as far as this rank was told."""
+        names = [] if self._ongoing is None else [str(self._ongoing.path), *self._ongoing.links]
+        return os.path.normpath(path) in map(os.path.normpath, names)
 
     def look(self) -> None:
         """`finish` ahead of a step if it has ended on all ranks, which learn of it in the same step. No rank waits."""
@@ -132,6 +134,8 @@ class Saver:
 
     def link(self, path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
         """Make ``name`` a link to the checkpoint at ``path``, once that is complete. Rank 0 acts."""
+        if self._ongoing is not None:
+            self._ongoing.links.add(os.fspath(name))
         self._when_complete(partial(commit.link, path, name))
 
     def _when_complete(self, act: Callable[[], None]) -> None:

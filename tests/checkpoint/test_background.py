@@ -103,17 +103,25 @@ def test_nothing_old_is_removed_before_the_new_is_whole(tmp_path: Path, saver: S
         saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
         saver.remove(old)
         saver.link(new, last)
+        saver.link(new, tmp_path / "first.ckpt")
+        # A second callback takes another name for its link, as where the first one's is there.
+        assert [saver.is_writing(tmp_path / name) for name in ("new.ckpt", "first.ckpt", "old.ckpt")] == [
+            True,
+            True,
+            False,
+        ]
         assert is_checkpoint(old)
         assert is_checkpoint(last)
         assert not new.exists()
     saver.finish()
     assert not old.exists()
-    assert os.readlink(last) == "new.ckpt"
+    assert os.readlink(last) == os.readlink(tmp_path / "first.ckpt") == "new.ckpt"
+    assert not saver.is_writing(tmp_path / "first.ckpt")
     assert torch.equal(stored(last)["model.w"], torch.ones(3))
     # And once nothing is under way, at once.
     saver.link(new, tmp_path / "other.ckpt")
     saver.remove(tmp_path / "other.ckpt")
-    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "new.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "last.ckpt", "new.ckpt"]
 
 
 def test_a_failed_write_leaves_what_it_was_to_replace(tmp_path: Path, saver: Saver) -> None:
