@@ -232,6 +232,15 @@ def settle_progress(trainer: Trainer) -> None:
         loop.restarting = True
 
 
+def count_begun_epoch(trainer: Trainer) -> None:
+    """When training starts at an epoch's start: count that epoch, which Lightning forgets, so that states saved in it
+    would be taken for those of the epoch before.
+    """
+    if trainer.fit_loop.restarted_on_epoch_start:
+        current = trainer.fit_loop.epoch_progress.current
+        current.ready = current.completed + 1
+
+
 def end_epoch(replacements: Replacements, trainer: Trainer) -> None:
     """After loading a state at the end of an epoch: run no batch, no validation, but step the epoch's schedulers."""
     fit_loop = trainer.fit_loop

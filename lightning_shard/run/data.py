@@ -166,6 +166,7 @@ class Data:
                 rank_zero_warn(warning)
         # Ahead of what says that the loops do not resume any more.
         loaders.recount_batches(trainer, (resumed or {}).get("reloaded"))
+        loops.count_begun_epoch(trainer)
         if resumed is not None:
             trainer.should_stop = trainer.should_stop or bool(resumed.get("stop"))
             resume_accumulation(trainer, resumed["ranks"], checkpoints)

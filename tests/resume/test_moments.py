@@ -151,6 +151,27 @@ def test_a_save_in_any_hook_leaves_nothing_out(hook: str, numbers: list[int]) ->
         assert rest == whole[start:]
 
 
+class Logged(Noted):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("mean", batch.mean(), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _means() -> list[float]:
+    means = []
+    for path, hook in ((None, "on_train_epoch_start"), ("2.ckpt", "on_train_batch_end"), ("1.ckpt", "on_fit_end")):
+        pl.seed_everything(1, verbose=False)
+        trainer = quiet_trainer(strategy="shard_ddp", max_epochs=2, num_sanity_val_steps=0, callbacks=[Saves(hook)])
+        trainer.fit(Logged(_shuffled), ckpt_path=path)
+        means.append(trainer.callback_metrics["mean"].item())
+    return means
+
+
+def test_a_run_that_went_on_at_an_epochs_start_is_resumed_in_that_epoch() -> None:
+    [means] = run_distributed(_means, 1)
+    assert len(set(means)) == 1
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_loader_that_has_ended_before_the_others_is_not_begun_again(streams: bool) -> None:
     loaders = partial(_several, "max_size", streams=streams)
