@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_shard.run.data import other_numbers
 from lightning_shard.tensors import nonpersistent
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
@@ -150,6 +151,14 @@ def test_buffers_that_no_state_dict_has_go_on_on_each_rank() -> None:
     assert results[0][0] != results[1][0], "both ranks have the same queue"
     lost = next(said for said in results[0][3] if "persistent" in said)
     assert lost.startswith("Buffers with persistent=False that steps have changed begin anew: norm.cache, norm.mean")
+
+
+def test_values_of_a_callback_that_is_gone_are_not_told() -> None:
+    saved = {"callback Gone.0.count": "1", "callback Here.0.count": "1", "made": "1", "same": "1"}
+    told = other_numbers(saved, {"callback Here.0.count": "0", "same": "1"})
+    assert told is not None
+    assert "anew: callback Here.0.count (1 then, 0 now), made (1 then, not there now). Where" in told
+    assert other_numbers({"callback Gone.0.count": "1"}, {}) is None
 
 
 def test_only_what_has_changed_is_saved() -> None:
