@@ -238,9 +238,8 @@ class ShardStrategy(ParallelStrategy):
 
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
         module, plan = self._module, self.planned_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
-        self._engine, self._ledger = engine, parts.RunLedger()
+        self._engine, self._ledger, forward = engine, parts.RunLedger(), self._settings.forward
         check_float8(plan.policy.float8, self.root_device, launched=True)
-        forward = self._settings.forward
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {plan.precision!r}")
@@ -341,11 +340,10 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        trainer = self._module.trainer
+        trainer, go_back = self._module.trainer, self.precision_plugin.after_batch
         self.checkpoints.start_of_training()
         self._ledger.start_of_training()
         self._preemption.start(self._identity)
-        go_back = self.precision_plugin.after_batch
         parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer, self.checkpoints)
