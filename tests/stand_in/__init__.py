@@ -33,6 +33,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.utils.cpp_extension import get_default_build_root, load
 
+from lightning_shard.engines.zero import process
 from lightning_shard.strategies.strategy import ShardStrategy
 
 NAME = "standin"
@@ -218,7 +219,6 @@ class StandIn(Accelerator):
 def _accelerate_deepspeed() -> None:
     """Give DeepSpeed its own accelerator for CUDA, with this device's name and the CPU's kernels."""
     from deepspeed.accelerator import cuda_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     source = Path(cuda_accelerator.__file__).read_text()
     for old, new in (
@@ -230,7 +230,7 @@ def _accelerate_deepspeed() -> None:
         source = source.replace(old, new)
     names = {"__name__": "deepspeed.accelerator.standin", "__package__": "deepspeed.accelerator"}
     exec(compile(source, "<DeepSpeed's CUDA accelerator>", "exec"), names)
-    cpu = CPU_Accelerator()
+    cpu = process._cpu_accelerator()
 
     class Ours(names["CUDA_Accelerator"]):  # type: ignore[misc,name-defined]
         create_op_builder, get_op_builder, op_builder_dir = (
