@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.devices import in_use
 from lightning_shard.engines._dtensors import parts_as_torch_does
 from lightning_shard.engines.resident import tensors_in
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.resume.rng import rng_state, same, set_rng_state, undrawn
 from lightning_shard.tensors.flat import has_tensors_inside
 
 # Block-wise states quantise from 4,096 elements on, some only full blocks, of 2,048 at most; no block ends where a part
@@ -121,7 +121,7 @@ def _try(
     different[0] = [_turned(value) for value in values]
     # The first one twice: what estimates a step's size from its progress (Prodigy) changes it only then.
     gradients = [different[0], *different]
-    with torch.random.fork_rng(in_use()):
+    with undrawn():
         try:
             tried = _compared(partial(_stepped, optimizer, group), values, gradients)
         except Exception as error:
@@ -173,7 +173,7 @@ class _Tried:
 
 
 def _compared(step: Callable[..., _Stepped], values: list[Tensor], gradients: list[list[Tensor]]) -> _Tried:
-    random, losses = torch.get_rng_state(), [float(4 ** (index % 3)) for index in range(len(gradients))]
+    random, losses = rng_state(), [float(4 ** (index % 3)) for index in range(len(gradients))]
     asks = False
     try:
         stepped = step(values, gradients)
@@ -183,12 +183,12 @@ def _compared(step: Callable[..., _Stepped], values: list[Tensor], gradients: li
             stepped = step(values, gradients)
         except Exception:
             raise error from None
-    draws = not torch.equal(random, torch.get_rng_state())
+    draws = not same(random, rng_state())
     reads, again = False, stepped.again
     with suppress(Exception):  # It takes no closure.
         given = []
         for each in (losses, [1.0] * len(losses)):
-            torch.set_rng_state(random)
+            set_rng_state(random)
             given.append(step(values, gradients, losses=each))
         reads, again = not all(map(_equal, *(each.values for each in given))), given[0].again
         step = partial(step, losses=losses) if reads else step

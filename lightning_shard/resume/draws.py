@@ -4,7 +4,7 @@ import hashlib
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from lightning_shard.resume.held import Numbers, generators_of
-from lightning_shard.resume.rng import GENERATORS, generator_kind, generator_state, rng_state, set_rng_state
+from lightning_shard.resume.rng import GENERATORS, generator_kind, generator_state, undrawn
 from lightning_shard.resume.shape import Delegating
 
 _LOOKS = 64  # Samples of a worker process after which numbers that were drawn are not looked for any more.
@@ -84,14 +84,8 @@ class DrawingDataset(Delegating, Dataset[Any]):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Leave the generators of the training process as they are; in a worker, collating follows the samples too."""
-        if not self._seeded or get_worker_info() is not None:
+        with undrawn(device=False) if self._seeded and get_worker_info() is None else nullcontext():
             yield
-            return
-        before = rng_state(device=False)
-        try:
-            yield
-        finally:
-            set_rng_state(before)
 
     def _look(self, generators: list[Any]) -> None:
         """Compare the generators with those at this process' first sample, and kept numbers with those after it."""

@@ -154,10 +154,9 @@ class ResumableLoader(DelegatingLoader):
             if set_epoch is not None and state["epoch"] is not None:
                 set_epoch(state["epoch"])
         elif state.get("states") and state["rng"] is not None:
-            before = rng.rng_state(device=False)
-            self._generators.restore(_snapshot(state))
-            self._states.finish(state["states"], self._source.full)
-            rng.set_rng_state(before)
+            with rng.undrawn(device=False):
+                self._generators.restore(_snapshot(state))
+                self._states.finish(state["states"], self._source.full)
         attributes = state.get("attributes_now", {})
         self._generators.set_states(state["generators_now"], attributes)
         drawers, saved = self.drawers, state.get("drawers", [])

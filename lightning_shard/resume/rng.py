@@ -3,11 +3,13 @@
 import copy
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_shard.devices import accelerator, in_use
 from lightning_shard.tensors.tracing import tree_map
@@ -41,6 +43,27 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if (kind := accelerator()) is not None and kind.type in state:
         torch.get_device_module(kind).set_rng_state(state[kind.type].cpu())
+
+
+@contextmanager
+def undrawn(*, device: bool = True) -> Generator[None, None, None]:
+    """Whatever is drawn inside, the generators that :func:`rng_state` names are the same afterwards."""
+    before = rng_state(device=device)
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two states of generators or samplers are equal."""
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
 
 
 def derived_rng_seed(seed: int, rank: int, step: int) -> int:

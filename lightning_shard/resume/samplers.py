@@ -235,7 +235,7 @@ class States:
 
         def skipped() -> Iterator[Any]:
             behind = sum(1 for _ in itertools.islice(iterator, count))
-            if saved and (behind < count or not _same(self.read(), saved["consumed"])):
+            if saved and (behind < count or not rng.same(self.read(), saved["consumed"])):
                 self.write(saved["consumed"])
                 yield from iter(items)
             else:
@@ -247,18 +247,8 @@ class States:
         """Leave the samplers as the epoch that was ``saved`` left them."""
         self.write(saved["start"])
         deque(itertools.islice(items, saved["drawn"] + saved["ended"]), maxlen=0)
-        if not _same(self.read(), saved["now"]):
+        if not rng.same(self.read(), saved["now"]):
             self.write(saved["now"])
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return bool(first == second)
 
 
 Snapshot = tuple[dict[str, Any], list[Any], dict[str, Any]]

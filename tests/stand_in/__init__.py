@@ -4,11 +4,12 @@ Its memory is host memory and its kernels are the CPU's (`device.cpp`), so that 
 convolutions and attention, where torch chooses other kernels for it. What a GPU does otherwise it does too:
 
 - An operator over tensors of the device and of the host is refused.
+- Random numbers come from the device's own generator.
 - Memory begins as NaN and becomes NaN when it is freed, also while another stream has yet to read it
   (``record_stream`` was forgotten).
 - Copies with ``non_blocking=True`` between the device and pinned memory happen late, in the order of their stream: the
   host sees NaN until it waits for the stream, an event or the device.
-- The default process group has no CPU backend but the one that is asked for, and is split as NCCL's is.
+- The default process group has no CPU backend but where ``TESTS_GROUPS=cpu`` asks for it, and is split as NCCL's is.
 - torch and DeepSpeed take it for an accelerator with streams and events, and so choose their kernels over lists of
   tensors, their streams and their pinned buffers.
 
@@ -71,6 +72,11 @@ def chosen() -> bool:
     return os.environ.get("TESTS_DEVICE") == "stand_in"
 
 
+def backend() -> str:
+    """That of a test's process group: the device's alone, as NCCL is, or with gloo for the CPU where a test asks so."""
+    return f"cpu:gloo,{NAME}:{NAME}" if os.environ.get("TESTS_GROUPS") == "cpu" else NAME
+
+
 @functools.cache
 def extension() -> Any:
     """The compiled device; about 20 seconds the first time."""
@@ -120,7 +126,8 @@ class Current:
         extension().set_device(self._before)
 
 
-_NO_STATE = torch.zeros(16, dtype=torch.uint8)  # random numbers are drawn from the CPU's generator
+def _every() -> range:
+    return range(extension().device_count())
 
 
 def _module() -> types.ModuleType:
@@ -166,13 +173,12 @@ def _module() -> types.ModuleType:
         empty_cache=lambda: None,
         # Random numbers
         _is_in_bad_fork=lambda: False,
-        manual_seed=lambda seed: None,
-        manual_seed_all=lambda seed: None,
-        seed_all=lambda: None,
-        get_rng_state=lambda device=None: _NO_STATE,
-        set_rng_state=lambda state, device=None: None,
-        get_rng_state_all=lambda: [_NO_STATE] * extension().device_count(),
-        set_rng_state_all=lambda states: None,
+        manual_seed=lambda seed: extension().seed_generator(_index(), seed),
+        manual_seed_all=lambda seed: [extension().seed_generator(device, seed) for device in _every()],
+        get_rng_state=lambda device=None: extension().generator_state(_index(device)),
+        set_rng_state=lambda state, device=None: extension().set_generator_state(_index(device), state),
+        get_rng_state_all=lambda: list(map(extension().generator_state, _every())),
+        set_rng_state_all=lambda states: [*map(extension().set_generator_state, _every(), states)],
     )
     return module
 

@@ -258,10 +258,22 @@ bool is_pinned(const void* data) {
   return at < found->first + found->second;
 }
 
-struct Generator final : at::CPUGeneratorImpl {
-  explicit Generator(DeviceIndex index) : CPUGeneratorImpl(c10::default_rng_seed_val) {
-    device_ = Device(kStandIn, index);
-    key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+// Its numbers are those of a CPU's generator, with a state of its own.
+struct Generator final : c10::GeneratorImpl {
+  at::Generator numbers = at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val);
+  explicit Generator(DeviceIndex index)
+      : GeneratorImpl(Device(kStandIn, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  void set_current_seed(uint64_t seed) override { numbers.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { numbers.set_offset(offset); }
+  uint64_t get_offset() const override { return numbers.get_offset(); }
+  uint64_t current_seed() const override { return numbers.current_seed(); }
+  uint64_t seed() override { return numbers.seed(); }
+  void set_state(const c10::TensorImpl& state) override { numbers.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return numbers.unsafeGetGeneratorImpl()->get_state(); }
+  GeneratorImpl* clone_impl() const override {
+    auto* copy = new Generator(device_.index());
+    copy->numbers = numbers.clone();
+    return copy;
   }
 };
 
@@ -460,6 +472,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
   if (device && (wide_host || (list_host && list_device)) && !host_arguments.count(full))
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but found standin and cpu in ", full);
+  for (size_t i = 0; i < arguments.size(); i++) {
+    auto type = op.schema().arguments()[i].type();
+    if (type->kind() == c10::TypeKind::OptionalType) type = type->expectRef<c10::OptionalType>().getElementType();
+    if (device && type->kind() == c10::TypeKind::GeneratorType) {
+      const auto& given = arguments[i].isNone() ? at::detail::getPrivateUse1Hooks().getDefaultGenerator(-1) : arguments[i].toGenerator();
+      TORCH_CHECK(given.device().type() == kStandIn, "Expected a 'standin' device type for generator but found 'cpu' in ", full);
+      (*stack)[stack->size() - arguments.size() + i] = given.get<Generator>()->numbers;
+    }
+  }
   for (auto& value : arguments) {
     if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == kStandIn) {
       auto d = value.toTensor().device().index();
@@ -690,5 +711,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("total") = kTotal;
   m.def("current_device", [] { return int(current_device); });
   m.def("set_device", [](int d) { Guard().setDevice(Device(kStandIn, d)); });
+  m.def("generator_state", [](int d) { return at::detail::getPrivateUse1Hooks().getDefaultGenerator(d).get_state(); });
+  m.def("set_generator_state", [](int d, const at::Tensor& state) {
+    auto generator = at::detail::getPrivateUse1Hooks().getDefaultGenerator(d);
+    generator.set_state(state);
+  });
+  m.def("seed_generator", [](int d, uint64_t seed) {
+    auto generator = at::detail::getPrivateUse1Hooks().getDefaultGenerator(d);
+    generator.set_current_seed(seed);
+  });
   m.def("counts", [] { return std::map<std::string, int64_t>{{"host_waits", host_waits}, {"late_copies", late_copies}, {"hazards", hazards}}; });
 }
