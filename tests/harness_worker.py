@@ -123,7 +123,7 @@ def _serve(connection: Connection, call: dict[str, Any]) -> None:
 def _process_group(call: dict[str, Any]) -> Iterator[None]:
     _seed()
     dist.init_process_group(
-        f"cpu:gloo,{stand_in.NAME}:{stand_in.NAME}" if stand_in.chosen() else "gloo",
+        stand_in.backend() if stand_in.chosen() else "gloo",
         init_method=f"file://{call['rendezvous']}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import full_tensor
+from lightning_shard.tensors.full import full_of
 
 VOCAB = 37
 
@@ -145,7 +146,7 @@ def quiet_trainer(**kwargs: Any) -> pl.Trainer:
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor, gathered if it is cut. All ranks call it."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (full_of(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:

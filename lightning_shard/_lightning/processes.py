@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.full import full_of
 
 _STARTED_BY = "LIGHTNING_SHARD_STARTED_BY"  # a process that ran the script again for others, in their environment
 _LAST_WORDS_SECONDS = 5.0
@@ -95,7 +96,7 @@ def end_behind() -> None:
 def _full_tensors(module: LightningModule, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name, value in state_dict.items():
         if isinstance(value, DTensor):
-            state_dict[name] = value.full_tensor()
+            state_dict[name] = full_of(value).cpu()  # one at a time on a device
 
 
 def set_device(module: LightningModule, device: torch.device) -> None:

@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from lightning_shard._lightning import Replacements, processes
 from lightning_shard.resume.metrics import set_update_count
+from lightning_shard.tensors.full import full_of
 
 # Hooks that run again in a resumed run, or at the epoch's real end: their values must not be counted twice.
 _RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
@@ -34,7 +35,7 @@ def log_full_values(replacements: Replacements, module: LightningModule) -> None
     log = module.log
 
     def log_full(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        log(name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
+        log(name, full_of(value) if isinstance(value, DTensor) else value, *args, **kwargs)
 
     replacements.replace(module, "log", log_full)
 

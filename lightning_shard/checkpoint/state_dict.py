@@ -19,6 +19,7 @@ from lightning_shard.checkpoint.optimizer_state import left_out, sharded_names
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import LiveTensor, local
+from lightning_shard.tensors.full import full_of
 from lightning_shard.tensors.names import Names, fqns
 from lightning_shard.tensors.tracing import storage_key, tree_map_only
 
@@ -157,7 +158,7 @@ def _box(full: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
 def _full(tensor: Tensor) -> Tensor:
     if isinstance(tensor, StoredValues):
         return tensor.values()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _is_live(tensor: Tensor, live: Tensor | None) -> bool:

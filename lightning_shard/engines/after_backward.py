@@ -63,14 +63,15 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, ctx.before = inputs
+        _, marked, ctx.before = inputs
+        ctx.device = marked.device
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         if ctx.before is not None:
             ctx.before()
-        return gradient, torch.empty(0, device=gradient.device), None
+        return gradient, torch.empty(0, device=ctx.device), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:

@@ -107,11 +107,12 @@ def parted(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
     """Which of these tensors differ between the ranks of ``group``, by the sum of their bits. All ranks call it."""
     own = [local(t) for t in replicas]
     real = [torch.view_as_real(t) if t.is_complex() else t for t in own]
-    sums = [t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in real]
+    # What is offloaded is on the host, and full tensors beside it are not.
+    sums = [reachable(t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64), group) for t in real]
     if not sums:
         return []
     # The largest, and less than the smallest: ~x is -x - 1.
-    sent = reachable(torch.stack([torch.stack(sums), ~torch.stack(sums)]), group)  # what is offloaded is on the host
+    sent = torch.stack([torch.stack(sums), ~torch.stack(sums)])
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
     return (sent[0] != ~sent[1]).nonzero().flatten().tolist()
 

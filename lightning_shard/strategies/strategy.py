@@ -33,7 +33,7 @@ from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.ranks import Ranks
+from lightning_shard.ranks import Ranks, reachable
 from lightning_shard.strategies import refusals
 from lightning_shard.strategies.precision import ShardPrecision, translate
 from lightning_shard.strategies.settings import CommonSettings
@@ -208,7 +208,9 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return processes.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return processes.sync_reduce(reachable(tensor, group), group, reduce_op=reduce_op).to(tensor.device)
 
     @override
     def setup(self, trainer: Trainer) -> None:

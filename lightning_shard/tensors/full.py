@@ -41,9 +41,13 @@ def scatter_full(value: Tensor, live: LiveTensor) -> None:
 
 def full_of(tensor: DTensor) -> Tensor:
     """All of ``tensor`` on its mesh's device, which may share its memory where each rank has it. All ranks call it."""
-    # An offloaded shard is on the host, where the mesh may have no backend.
-    moved: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-    return moved.full_tensor()
+    mesh, size, placed = tensor.device_mesh, tensor.shape, tensor.placements
+    with torch.no_grad():
+        if (part := tensor.to_local()).device.type != mesh.device_type:
+            # An offloaded shard is on the host, where the mesh may have no backend, and ``tensor.to`` reduces sums.
+            part = part.to(mesh.device_type)
+            tensor = DTensor.from_local(part, mesh, placed, run_check=False, shape=size, stride=tensor.stride())
+        return tensor.full_tensor()
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:

@@ -110,3 +110,11 @@ def test_transforms_of_functions_pass() -> None:
     assert torch.func.grad(squares)(x).tolist() == [2, 4]
     assert torch.func.vmap(torch.func.grad(squares))(x[:, None]).tolist() == [[2], [4]]
     assert torch.func.jvp(squares, (x,), (torch.ones(2),))[1].item() == 6
+
+
+def test_what_a_module_returns_may_lie_on_another_device() -> None:
+    ended: list[str] = []
+    begun = mark(lambda: ended.append("after"), torch.device("meta"))
+    assert begun is not None
+    join(torch.ones(2, requires_grad=True) * 2, begun).sum().backward()
+    assert ended == ["after"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,12 +16,14 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard import ShardPrecision, full_tensor
 from lightning_shard.callbacks import ThroughputCallback
 from tests import stand_in
 from tests.harness import run_distributed
-from tests.models import TinyLM, loader, quiet_trainer
+from tests.models import TinyLM, Tokens, loader, quiet_trainer
 from tests.strategies.engines import ENGINES
 
 pytestmark = pytest.mark.skipif(not stand_in.chosen(), reason="set TESTS_DEVICE=stand_in")
@@ -109,12 +110,13 @@ class Model(TinyLM):
         self.all_gather(loss.detach())
         return {"loss": loss, "weight": torch.tensor(2.0)}
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        if isinstance(self.head.weight, DTensor):
+            self.log("norm", self.head.weight.norm())
+
 
 def life(name: str, precision: str, options: dict[str, Any]) -> set[Call]:
-    """A fit with saves and validations, one that resumes, and what users do after it, on a default group as NCCL's."""
-    ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    dist.destroy_process_group()
-    dist.init_process_group(stand_in.NAME, init_method=f"file://{Path.cwd()}/met", **ranks)
+    """A fit with saves and validations, one that resumes, and what users do after it."""
     calls: set[Call] = set()
     for ckpt_path, steps in ((None, 4), ("last.ckpt", 6)):
         phases = Phases()
@@ -133,16 +135,25 @@ def life(name: str, precision: str, options: dict[str, Any]) -> set[Call]:
             callbacks=[phases, saving, ThroughputCallback(every_n_steps=2)],
         )
         with recorded(phases, calls):
-            trainer.fit(Model(), loader(), loader(), ckpt_path=ckpt_path)
+            trainer.fit(
+                Model(), loader() if ckpt_path is None else DataLoader(Stream(), 4), loader(), ckpt_path=ckpt_path
+            )
             phases.now = "save"
             full_tensor(trainer, "head.weight")
             full_tensor(trainer, "head.weight", "exp_avg")
             trainer.save_checkpoint("last.ckpt")
             for evaluate in (trainer.test, trainer.predict):
                 phases.now = evaluate.__name__
-                evaluate(dataloaders=loader(), ckpt_path="last.ckpt")
+                evaluate(dataloaders=DataLoader(Stream(), 4), ckpt_path="last.ckpt")
         assert dist.get_backend_config() == f"{stand_in.NAME}:{stand_in.NAME}"
     return calls
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Of no length, so that ranks agree before each batch whether there is one."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from Tokens(64)
 
 
 ALL = {"aligned": True, "nonfinite": "skip", "loss_weight_key": "weight", "log_grad_norm": True}
@@ -154,7 +165,8 @@ NAMES = ("ddp_plain", "full", "grad_op", "hybrid_1x2", "hybrid_2x1", "offload", 
     [
         *((name, "32-true", {}) for name in (*NAMES, "zero_0")),
         *((name, "16-mixed", ALL) for name in NAMES),
-        ("offload", "32-true", {"mesh": {"replicate": 2}}),
+        # What is ignored is full and on the device, beside shards on the host.
+        ("offload", "32-true", {"mesh": {"replicate": 2}, "ignored_modules": ["Embedding"]}),
     ],
 )
 def test_objects_go_over_the_host_and_tensors_over_their_device(

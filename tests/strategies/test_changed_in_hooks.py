@@ -143,12 +143,13 @@ class Redraws(Indexed):
             with torch.no_grad():
                 self.body[0].weight[0].mul_(0.5)
                 self.body[2].weight[3, 2] = 1.0
-                self.head.bias.copy_(torch.full((1,), 0.5))
+                self.head.bias.copy_(torch.full((1,), 0.5, device=self.device))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
             assert parameter.grad is not None
-            parameter.grad.mul_(torch.linspace(0.5, 1, parameter.numel()).view(parameter.shape))
+            slopes = torch.linspace(0.5, 1, parameter.numel(), device=parameter.device)
+            parameter.grad.mul_(slopes.view(parameter.shape))
             parameter.grad[-1] = 0.0
             row = parameter.grad[:1]  # Of one row, which the other ranks have nothing of.
             lowest = torch.stack([row.min(), row.amin(), row.min(0)[0].sum(), *torch.aminmax(row), -row.argmin()]).sum()

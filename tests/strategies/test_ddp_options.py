@@ -10,12 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_shard import ConfigurationError, ShardDDPStrategy
+from lightning_shard.ranks import Ranks
 from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
@@ -36,9 +36,7 @@ def _largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> flo
 
 def _same_on_all_ranks(parameters: dict[str, Tensor]) -> bool:
     flat = torch.cat([p.flatten() for p in parameters.values()])
-    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, flat)
-    return all(torch.equal(flat, other) for other in everyone)
+    return all(torch.equal(flat, other) for other in Ranks.of().gather(flat))
 
 
 def _options_that_change_nothing() -> list[str]:

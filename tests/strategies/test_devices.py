@@ -142,7 +142,8 @@ def timeouts(name: str, options: dict[str, Any]) -> dict[str, float]:
     )
     trainer.fit(TinyLM(), loader())
     made = [group for group in _world.pg_map if group not in known]
-    return {g.group_name: g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in made}
+    of_groups = {g.group_name: g._get_backend(g._device_types[0]).options for g in made}
+    return {name: options._timeout.total_seconds() for name, options in of_groups.items()}
 
 
 @pytest.mark.parametrize(("name", "options"), [("hybrid_1x2", {"separate_reduce_scatter": True}), ("zero_2", {})])

@@ -161,7 +161,7 @@ class MadeEarly(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         for p in (p for group in self.param_groups for p in group["params"]):
-            p.addcmul_(self.state[p]["scale"], torch.full(p.shape, 0.01))
+            p.addcmul_(self.state[p]["scale"], torch.full(p.shape, 0.01, device=p.device))
         return loss
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import ConfigurationError, full_tensor
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.registry import build
+from tests import stand_in
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
@@ -210,13 +211,14 @@ def _all_codes(names: list[str]) -> list[bool]:
 def _grown(shape: tuple[int, ...]) -> tuple[list[float], list[float]]:
     """A buffer that is larger on one rank, and one that grows on all after the first steps, beside one that stays."""
     rank, module = dist.get_rank(), nn.Module()
-    module.register_buffer("own", torch.full((2 + rank,), float(rank)))
-    module.register_buffer("stays", torch.full((3,), float(rank)))
-    module.register_buffer("grows", torch.full(shape, float(rank), dtype=torch.bfloat16))
+    full = partial(torch.full, fill_value=float(rank), device=stand_in.NAME if stand_in.chosen() else "cpu")
+    module.register_buffer("own", full((2 + rank,)))
+    module.register_buffer("stays", full((3,)))
+    module.register_buffer("grows", full(shape, dtype=torch.bfloat16))
     shared = SharedBuffers(module)
     for _ in range(4):
         shared.share()
-    module.grows, module.stays[:] = torch.full((9,), float(rank)), float(rank)
+    module.grows, module.stays[:] = full((9,)), float(rank)
     shared.share()
     return [float(module.own.max()), float(module.stays.max())], module.grows.tolist()[:1]
 

@@ -226,7 +226,7 @@ class TiedHead(Indexed):
 
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
-        self.notes.append(float(self.head(torch.ones(1, 8)).float().sum()))
+        self.notes.append(float(self.head(torch.ones(1, 8, device=self.device)).float().sum()))
 
 
 def test_a_layer_of_a_unit_that_forward_runs_in_part() -> None:
