@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_shard
@@ -30,19 +33,30 @@ _OWN = Path(lightning_shard.__file__).parent
 
 
 class Waits(TorchDispatchMode):
-    """Counts waits by the innermost function of this package, DeepSpeed or Lightning that they are in."""
+    """Counts waits by the innermost function of this package, DeepSpeed or Lightning that they are in, and the objects
+    that ranks exchange, for which their hosts meet.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
         self._before = 0
+        self._undo = ExitStack()
 
     def __enter__(self) -> Any:
         self._before = _waited()
+        for name in ("all_gather_object", "gather_object", "broadcast_object_list"):
+            self._undo.callback(setattr, dist, name, function := getattr(dist, name))
+            setattr(dist, name, partial(self._exchange, function))
         return super().__enter__()
+
+    def _exchange(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.found[OBJECTS] += 1
+        return function(*args, **kwargs)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._undo.close()
         # Those for streams and events are no operators.
         self.found[SYNCHRONIZE] += _waited() - self._before
 
@@ -56,7 +70,7 @@ class Waits(TorchDispatchMode):
         return out
 
 
-SYNCHRONIZE = "synchronize"
+SYNCHRONIZE, OBJECTS = "synchronize", "objects"
 
 
 def _waited() -> int:

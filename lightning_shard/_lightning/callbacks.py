@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_shard._lightning import Replacements
@@ -293,13 +294,25 @@ def leave_out_copies(replacements: Replacements, trainer: Trainer) -> None:
                 replacements.replace(callback, name, lambda *args, **kwargs: None)
 
 
+class _Count(int):
+    """A number that torch takes for a tensor; the host knows it, and a device is given it, without a wait."""
+
+    def to(self, device: Any) -> Tensor:
+        return torch.full((), int(self), device=device)
+
+    def __add__(self, more: int) -> "_Count":
+        return _Count(int(self) + more)
+
+
 class _Average(AveragedModel):
     """torch's average of what ``current`` gives, whatever module it is asked for."""
 
+    n_averaged: Any
+
     def __init__(self, current: Callable[[], nn.Module], device: Any, **options: Any) -> None:
         super().__init__(current(), device, **options)
-        # Beside the tensors, as torch does for a model's device.
-        self.n_averaged = self.n_averaged.to(next(iter(self.module.parameters()), self.n_averaged).device)
+        del self.n_averaged
+        self.n_averaged = _Count(0)
         self._current = current
 
     def update_parameters(self, model: nn.Module) -> None:
@@ -320,8 +333,7 @@ def average_shards(replacements: Replacements, trainer: Trainer, current: Curren
     replacements.replace(callback, "_average_model", averages)
     replacements.replace(callback, "_swap_models", lambda module: write(swap, swaps=True))
     replacements.replace(callback, "_copy_average_to_current", lambda module: write(copy))
-    number = averages.n_averaged
-    count, set_count = lambda: int(number), lambda n: number.fill_(n)
+    count, set_count = lambda: int(averages.n_averaged), lambda n: setattr(averages, "n_averaged", _Count(n))
     return Average(shards=averages.module, has_buffers=True, count=count, set_count=set_count)
 
 

@@ -264,7 +264,7 @@ class ShardPrecision(Precision):
         counts = not self._is_refused(optimizer, model) and counts
         self.step_skipped = overflow or not counts
         if self._scale is not None:
-            model.log("loss_scale", torch.tensor(self.loss_scale))  # a number is copied to the device, with a wait
+            _log_number(model, "loss_scale", self._scale.state.scale)
         self._after_closure(model, optimizer)
         engine.step(optimizer, skip=self.step_skipped, **kwargs)
         if self._scale is not None:
@@ -277,7 +277,7 @@ class ShardPrecision(Precision):
             return False
         gradients = [] if self._scale is not None else self._gradients(optimizer)
         refused = watch.judge(gradients, step=module.trainer.global_step + 1)
-        module.log("nonfinite_steps", float(watch.steps))
+        _log_number(module, "nonfinite_steps", watch.steps)
         return refused
 
     def settle(self) -> None:
@@ -361,6 +361,10 @@ class ShardPrecision(Precision):
         """Go on with a checkpoint's loss scale if this run has one; CheckpointMismatchError: the state is another's."""
         if self._scale is not None:
             self._scale.state = state_from_dict(state_dict)
+
+
+def _log_number(module: LightningModule, name: str, number: float) -> None:
+    module.log(name, torch.tensor(float(number)))  # Lightning copies one that is no tensor to the device, and waits.
 
 
 def _mean(loss: Any) -> Any:

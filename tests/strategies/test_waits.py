@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 
 from lightning_shard.strategies.precision import ShardPrecision
@@ -12,7 +14,7 @@ from tests import stand_in
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, NORM
-from tests.waits import SYNCHRONIZE, InSteps
+from tests.waits import OBJECTS, SYNCHRONIZE, InSteps
 
 STEPS = range(9, 12)  # frozen parameters are compared in the first eight
 EVERYWHERE = {
@@ -63,16 +65,31 @@ class Quiet(TinyLM):
         return loss
 
 
-def reads(engine: str, precision: Any) -> dict[str, int]:
+class Weighed(Quiet):
+    """With weights of losses, and an average of its own beside Lightning's, of ``data``."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "weight": (batch[0] > 0).sum()}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 1:
+            self.average = [p.data.clone() for p in self.parameters()]
+        for average, parameter in zip(self.average, self.parameters(), strict=True):
+            average.lerp_(parameter.data, 0.1)
+
+
+def reads(engine: str, precision: Any, more: bool = False) -> dict[str, int]:
     counted = InSteps(STEPS[0], STEPS[-1])
+    callbacks = [EMAWeightAveraging()] if more else []
     trainer = quiet_trainer(
-        strategy=ENGINES[engine](),
+        strategy=ENGINES[engine](**({"nonfinite": "raise", "log_grad_norm": True} if more else {})),
         plugins=[ShardPrecision(precision)],
         max_steps=STEPS[-1] + 2,
-        callbacks=[counted],
+        callbacks=[counted, *callbacks],
         **NORM,
     )
-    trainer.fit(Quiet(), loader())
+    trainer.fit(Weighed() if more else Quiet(), loader())
     return dict(counted.waits.found)
 
 
@@ -94,3 +111,18 @@ def test_steady_steps_do_not_wait_for_the_device(engine: str, precision: str) ->
             assert {key: n for key, n in found.items() if n > len(STEPS) * allowed.get(key, 0)} == {}
         else:
             assert {key for key, n in found.items() if n} <= EVERYWHERE
+
+
+# For the weights' sum, and for whether the losses and gradients of the step before were finite.
+MORE = {
+    "full": {SYNCHRONIZE: 2},
+    # And for whether a step wrote to ``data``, in 16 bits on any rank.
+    "zero_2": {SYNCHRONIZE: 2, "lightning_shard/engines/zero/written.py:_are_same": 1, OBJECTS: 1},
+}
+
+
+@pytest.mark.skipif(not stand_in.chosen(), reason="set TESTS_DEVICE=stand_in")
+@pytest.mark.parametrize("engine", list(MORE))
+def test_nor_do_those_that_average_weigh_and_look_for_inf(engine: str) -> None:
+    for found in run_distributed(reads, 2, engine, "bf16-mixed", more=True):
+        assert {key: n / len(STEPS) for key, n in found.items() if n} == MORE[engine]

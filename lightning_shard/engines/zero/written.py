@@ -4,9 +4,8 @@ written to a gathered one is freed with it.
 """
 
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.names import named_parameters
-
-_same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
 
 _COMPARED = 3
 """Steps in which all values are compared. Later on those whose ``data`` was read, where parameters lie, and how often
@@ -95,8 +92,9 @@ class Written:
             return
         # Alike on all ranks, which run the same code.
         wrong = [fqn for fqn in sorted(touched) if self._running.stage == 3 or fqn in self._cast]
-        for fqn, own, kept in self._pairs(touched | read, compares):
-            if _same(own.to(kept.device), kept.to(own.dtype)):
+        pairs = list(self._pairs(touched | read, compares))
+        for (fqn, own, kept), same in zip(pairs, _are_same(pairs), strict=True):
+            if same:
                 continue
             self._found = True
             if self._running.stage == 3 or kept.dtype != own.dtype:
@@ -137,6 +135,15 @@ class Written:
             "there, and what was written would be lost. Write with set_full_tensor(trainer, name, value), or use "
             "shard_ddp or shard_fsdp."
         )
+
+
+def _are_same(pairs: Sequence[tuple[str, Tensor, Tensor]]) -> list[bool]:
+    """Whether the two tensors of each have equal values, NaN too. Where they are on a device it is waited for once."""
+    found = []
+    for _, own, kept in pairs:
+        there = kept.to(own.device, non_blocking=True).to(own.dtype)
+        found.append(((own == there) | (own.isnan() & there.isnan())).all())
+    return torch.stack(found).tolist() if found else []
 
 
 def _memory(parameter: Any) -> Tensor | None:
