@@ -74,7 +74,7 @@ USES = {
     ),
     "engines/_dtensors.py": (
         "random numbers of DTensors, numbers that are read from them, and parts that are written to",
-        "_C _custom_op_handlers _disabled_torch_function_impl _local_scalar_dense"
+        "_C _custom_op_handlers _disabled_torch_function_impl _dtensor_spec _local_scalar_dense"
         " _make_wrapper_subclass _op_dispatcher _pytree _schema _unique2 _version",
     ),
     "engines/_fsdp2.py": (

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.private_names import require
 from lightning_shard.tensors.full import full_of, own_part, scatter_full
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
+require(torch.distributed.tensor, "_dtensor_spec", tested="torch 2.11 to 2.13")
 require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
 require(torch.ops.aten, "_local_scalar_dense _unique2", tested="torch 2.11 to 2.13")
 require(torch, "_C", tested="torch 2.11 to 2.13")
@@ -133,12 +135,16 @@ def _of_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    full, full_kwargs = tree_map_only(DTensor, full_of, (args, kwargs))
-    out = op(*full, **full_kwargs)
     tensor = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
+    full, full_kwargs = tree_map_only(DTensor, full_of, (args, kwargs))
+    # An index is where the shards are: on the host, if they are offloaded.
+    others = tree_map_only(Tensor, lambda each: each.to(tensor.device_mesh.device_type), (full[1:], full_kwargs))
+    full = (full[0], *others[0])
+    out = op(*full, **others[1])
     if not op._schema.is_mutable:
         return tree_map_only(Tensor, lambda value: _placed(value, tensor), out)
-    if isinstance(args[0], DTensor) and _sharded_dims(args[0]):
+    own = args[0].to_local() if isinstance(args[0], DTensor) else None
+    if own is not None and (_sharded_dims(args[0]) or own.device != full[0].device):
         _keep(full[0], args[0])
     return args[0]
 
@@ -148,7 +154,7 @@ def _with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = next((each for each in given if isinstance(each, DTensor)), None)
     if PlainTensorsInHooks.depth and like is not None and not all(isinstance(each, DTensor) for each in given):
         if op._schema.is_mutable and not isinstance(args[0], DTensor):
-            return op(*tree_map_only(DTensor, full_of, args), **kwargs)
+            return op(*tree_map_only(DTensor, lambda each: full_of(each).to(args[0].device), args), **kwargs)
         if torch.broadcast_shapes(*(each.shape for each in given)) == like.shape:
             shape, chosen = like.shape, like
             args = tuple(
@@ -197,12 +203,9 @@ def _own(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
     source = _Source(tensor)
-    mesh = tensor.device_mesh
-
-    def shown(part: Tensor) -> DTensor:
-        return DTensor.from_local(_Part(part, source), mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    return tree_map_only(Tensor, shown, op(source.full, *rest, **kwargs))
+    return tree_map_only(
+        Tensor, lambda part: _on_every_rank(_Part(part, source), tensor), op(source.full, *rest, **kwargs)
+    )
 
 
 class PlainTensorsInHooks:
@@ -231,7 +234,7 @@ class _Source:
     def __init__(self, tensor: DTensor) -> None:
         self._tensor, self._seen = tensor, tensor._version
         with torch.no_grad():
-            self.full = full_of(tensor).clone()
+            self.full = full_of(tensor).to(tensor.to_local().device, copy=True)
 
     def refresh(self) -> None:
         """Follow what was written to the tensor since."""
@@ -306,11 +309,20 @@ def _keep(full: Tensor, tensor: DTensor) -> None:
 
 def _placed(full: Tensor, tensor: DTensor) -> DTensor:
     """As ``tensor`` is; on every rank in full what has another shape."""
-    mesh, placements = tensor.device_mesh, list(tensor.placements)
+    device = tensor.to_local().device
     if full.shape != tensor.shape:
-        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    part = own_part(full, tensor).to(tensor.to_local().device)
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+        return _on_every_rank(full.to(device), tensor)
+    return _of_local(own_part(full, tensor).to(device), tensor, tensor.placements, full)
+
+
+def _on_every_rank(full: Tensor, tensor: DTensor) -> DTensor:
+    return _of_local(full, tensor, (Replicate(),) * tensor.device_mesh.ndim, full)
+
+
+def _of_local(part: Tensor, tensor: DTensor, placements: tuple[Placement, ...], full: Tensor) -> DTensor:
+    """As ``DTensor.from_local`` on the mesh of ``tensor``, which moves what is offloaded to the mesh's device."""
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    return DTensor(part, DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -80,7 +80,8 @@ class CommonSettings:
         stuck_seconds: how long all ranks may stand still before the one that the others wait for is named, with its
             phase and line, and the run ends, unless it is saving or in a callback; half of it before a warning. null:
             they wait for ``timeout_seconds``.
-        process_group_backend: "nccl", "gloo", ...; default: by device.
+        process_group_backend: "nccl", "gloo", ...; default: by device. With "cpu:gloo,cuda:nccl" torch's own functions,
+            such as ``clip_grad_norm_``, reduce what is offloaded to the host.
         preemption: what a fit does when it is told to stop by a signal or a time limit.
         async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
             which takes memory for that one copy. A write that fails is raised at the next batch. A save that is due

@@ -43,11 +43,9 @@ def full_of(tensor: DTensor) -> Tensor:
     """All of ``tensor`` on its mesh's device, which may share its memory where each rank has it. All ranks call it."""
     mesh, size, placed = tensor.device_mesh, tensor.shape, tensor.placements
     with torch.no_grad():
-        if (part := tensor.to_local()).device.type != mesh.device_type:
-            # An offloaded shard is on the host, where the mesh may have no backend, and ``tensor.to`` reduces sums.
-            part = part.to(mesh.device_type)
-            tensor = DTensor.from_local(part, mesh, placed, run_check=False, shape=size, stride=tensor.stride())
-        return tensor.full_tensor()
+        # It moves an offloaded shard, which is on the host, where the mesh may have no backend; ``to`` reduces sums.
+        part = tensor.to_local()
+        return DTensor.from_local(part, mesh, placed, run_check=False, shape=size, stride=tensor.stride()).full_tensor()
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:

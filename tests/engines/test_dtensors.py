@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_shard.engines._dtensors import PlainTensorsInHooks, answer_in_full
+from lightning_shard.tensors.full import full_of
+from tests import stand_in
 from tests.harness import run_distributed
 
 ROWS, COLUMNS = 11, 8  # Rows that ranks do not divide.
@@ -83,23 +85,32 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+DEVICE = stand_in.NAME if stand_in.chosen() else "cpu"
+
+
+def _cut(full: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Shards on the host, as FSDP keeps those that are offloaded from the mesh's device."""
+    on_device = distribute_tensor(full.to(mesh.device_type), mesh, [Shard(0)])
+    return DTensor(on_device.to_local().cpu(), on_device._spec, requires_grad=False)
+
+
 @torch.no_grad()
 def _different(*, as_full: bool) -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     plain = PlainTensorsInHooks
     undo = answer_in_full() if as_full else nullcontext
     plain.begins(HOOK)
     found = []
     for name, write in WRITES.items():
         expected = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
-        sharded = distribute_tensor(expected, mesh, [Shard(0)])
+        sharded = _cut(expected, mesh)
         expected = expected.clone()
         write(expected)
         try:
             write(sharded)
         except RuntimeError:
             assert not as_full, name
-        if not torch.equal(sharded.full_tensor(), expected):
+        if not torch.equal(full_of(sharded).cpu(), expected):
             found.append(name)
     plain.ends(HOOK)
     undo()
@@ -117,7 +128,7 @@ def test_torch_alone_loses_them() -> None:
 
 
 def _meets_plain(action: str) -> list[str]:
-    sharded = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    sharded = _cut(torch.ones(4, 4), init_device_mesh(DEVICE, (1,)))
     found = []
     undo = answer_in_full()
     PlainTensorsInHooks.begins(action)

@@ -135,9 +135,7 @@ def life(name: str, precision: str, options: dict[str, Any]) -> set[Call]:
             callbacks=[phases, saving, ThroughputCallback(every_n_steps=2)],
         )
         with recorded(phases, calls):
-            trainer.fit(
-                Model(), loader() if ckpt_path is None else DataLoader(Stream(), 4), loader(), ckpt_path=ckpt_path
-            )
+            trainer.fit(Model(), loader(), loader(), ckpt_path=ckpt_path)
             phases.now = "save"
             full_tensor(trainer, "head.weight")
             full_tensor(trainer, "head.weight", "exp_avg")
