@@ -347,6 +347,8 @@ class ShardStrategy(ParallelStrategy):
         self._ledger.start_of_training()
         self._preemption.start(self._identity)
         parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
+        if self.checkpoints.accumulated is not None:  # of a step's middle, which a module that is wrapped anew drops
+            self._follow_freezing(0)
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer, self.checkpoints)
         callbacks.go_on_in_mid_epoch(trainer)
@@ -356,6 +358,9 @@ class ShardStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.saver.look()
+        self._follow_freezing(batch_idx)
+
+    def _follow_freezing(self, batch_idx: int) -> None:
         if self._freezing.changed(batch_idx):
             self.model = self.engine.follow_freezing()  # first, as DeepSpeed has all in 16 bits and masters elsewhere
             self._freezing.refuse_without_masters(self.policy.master)

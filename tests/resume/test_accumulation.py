@@ -78,6 +78,13 @@ class Running(TinyLM):
         return super().training_step(batch, batch_idx) * self.mean
 
 
+class Freezes(TinyLM):
+    """Freezes a part where a run begins, so that DDP is built anew."""
+
+    def on_train_start(self) -> None:
+        self.blocks[0].requires_grad_(False)
+
+
 def fit(
     strategy: str,
     *,
@@ -133,7 +140,7 @@ def test_what_is_saved_within_a_step_goes_on_bit_by_bit(tmp_path: Path) -> None:
     scheduled = {"callbacks": [GradientAccumulationScheduler({0: 2, 1: EVERY})], "accumulate_grad_batches": 1}
     by_epoch = {"strategy": "full", "limit_train_batches": 8, "max_steps": 6, **scheduled}
     stateful = {"strategy": "zero_2", "options": {"async_save": True}, "module": Running}
-    check(tmp_path, [boundary, stateful, by_epoch])
+    check(tmp_path, [boundary, stateful, by_epoch, {"strategy": "ddp", "module": Freezes}])
 
 
 FP32, BF16, FP16 = ({"precision": p} for p in ("32-true", "bf16-mixed", "16-mixed"))
