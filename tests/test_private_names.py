@@ -75,7 +75,7 @@ USES = {
     "engines/_dtensors.py": (
         "random numbers of DTensors, numbers that are read from them, and parts that are written to",
         "_C _custom_op_handlers _disabled_torch_function_impl _dtensor_spec _local_scalar_dense"
-        " _make_wrapper_subclass _op_dispatcher _pytree _schema _unique2 _version",
+        " _make_wrapper_subclass _op_dispatcher _pytree _schema _unique2",
     ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
@@ -109,7 +109,7 @@ USES = {
     "engines/usage.py": ("whether a transform of torch.func is under way", "_C _functorch"),
     "engines/zero/saved_weights.py": (
         "hooks on saved tensors, writes to tensors",
-        "_C _autograd _base _top_saved_tensors_default_hooks _version",
+        "_C _autograd _base _top_saved_tensors_default_hooks",
     ),
     "engines/zero/swapping.py": (
         "optimizer state in files",
@@ -136,7 +136,8 @@ USES = {
         "children and buffers under each of their names, what was compiled",
         "_buffers _compiled_call_impl _modules _non_persistent_buffers_set _torchdynamo_orig_callable",
     ),
-    "tensors/nonpersistent.py": ("buffers that no state_dict has, and writes to them", "_buffers _version"),
+    "tensors/nonpersistent.py": ("buffers that no state_dict has", "_buffers"),
+    "tensors/versions.py": ("how often a tensor was written to, which has no public name", "_version"),
     "tensors/tracing.py": (
         "modes that follow operators",
         "_cdata _cudnn_rnn _cudnn_rnn_backward _grouped_mm _get_current_dispatch_mode_stack _local_scalar_dense"

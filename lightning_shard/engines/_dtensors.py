@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.private_names import require
 from lightning_shard.tensors.full import full_of, own_part, scatter_full
+from lightning_shard.tensors.versions import version
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
 require(torch.distributed.tensor, "_dtensor_spec", tested="torch 2.11 to 2.13")
@@ -28,7 +29,7 @@ require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 
 require(torch.ops.aten, "_local_scalar_dense _unique2", tested="torch 2.11 to 2.13")
 require(torch, "_C", tested="torch 2.11 to 2.13")
 require(torch._C, "_disabled_torch_function_impl", tested="torch 2.11 to 2.13")
-require(Tensor, "_make_wrapper_subclass _version", tested="torch 2.11 to 2.13")
+require(Tensor, "_make_wrapper_subclass", tested="torch 2.11 to 2.13")
 
 _aten = torch.ops.aten
 # Their values depend on the shape alone. `torch.Tensor.random_` and `nn.init` end in these.
@@ -232,24 +233,24 @@ class _Source:
     """A sharded tensor, and all of it on this rank for the parts that were taken of it. All ranks call its methods."""
 
     def __init__(self, tensor: DTensor) -> None:
-        self._tensor, self._seen = tensor, tensor._version
+        self._tensor, self._seen = tensor, version(tensor)
         with torch.no_grad():
             self.full = full_of(tensor).to(tensor.to_local().device, copy=True)
 
     def refresh(self) -> None:
         """Follow what was written to the tensor since."""
-        if self._seen != self._tensor._version:
+        if self._seen != version(self._tensor):
             self.full.copy_(full_of(self._tensor))
-            self._seen = self._tensor._version
+            self._seen = version(self._tensor)
 
     def write(self, part: Tensor) -> None:
         """Write ``part``, which is one of ``full``, to the tensor too."""
-        if self._seen != self._tensor._version:  # The same operator wrote to a part that was taken apart from this one.
+        if self._seen != version(self._tensor):  # The same operator wrote to a part that was taken apart from this one.
             mine = part.clone()
             self.refresh()
             part.copy_(mine)
         _keep(self.full, self._tensor)
-        self._seen = self._tensor._version
+        self._seen = version(self._tensor)
 
 
 class _Part(Tensor):

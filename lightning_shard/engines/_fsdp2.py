@@ -165,13 +165,19 @@ def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
             yield shard
 
 
+def full_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Any]]:
+    """Shard and full parameter of each of ``module``'s unit that was gathered once, and FSDP's object for it."""
+    for parameter in _parameters_of(module):
+        if (full := _unsharded(parameter)) is not None:
+            yield parameter.sharded_param, full, parameter
+
+
 def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """Shard, gathered parameter and the memory that FSDP gathers it into, of ``module``'s unit while it is gathered."""
-    for parameter in _parameters_of(module):
-        full = _unsharded(parameter)
+    for shard, full, parameter in full_parameters(module):
         outputs = parameter.all_gather_outputs
-        if full is not None and parameter.sharded_state.name == "UNSHARDED" and len(outputs) == 1:
-            yield parameter.sharded_param, full, outputs[0][: full.numel()].view(full.shape)
+        if parameter.sharded_state.name == "UNSHARDED" and len(outputs) == 1:
+            yield shard, full, outputs[0][: full.numel()].view(full.shape)
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:

@@ -2,23 +2,22 @@
 loses: ``parameter.data = ...`` changes nothing of a DTensor, and what is written to a gathered parameter is freed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines._fsdp2 import gathered_parameters, units_of
+from lightning_shard.engines._fsdp2 import full_parameters, gathered_parameters, units_of
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.full import own_part
 from lightning_shard.tensors.names import parameter_names
+from lightning_shard.tensors.versions import version
 
-_COMPARED = 3  # Steps in which values are compared, which waits for the device.
-
-_AVERAGED = 8
-"""Steps in which frozen parameters that are cast are compared; the first ones of an average may round to nothing."""
+_DATA: Any = Tensor.data  # the descriptor
 
 
 def assign_in_place() -> Callable[[], None]:
@@ -42,60 +41,95 @@ def assign_in_place() -> Callable[[], None]:
     return lambda: delattr(DTensor, "data")
 
 
+@contextmanager
+def data_read_by(read: Callable[[Tensor], Tensor], write: Callable[[Tensor, Tensor], None]) -> Generator[None]:
+    """Let ``parameter.data`` be what ``read`` gives, and ``parameter.data = value`` what ``write`` does."""
+    data: Any = property(read, write)
+    nn.Parameter.data = data
+    try:
+        yield
+    finally:
+        del nn.Parameter.data
+
+
 class WrittenInSteps:
-    """Takes over what a step writes to gathered parameters frozen when sharded; a module's forward must not write."""
+    """Takes over what a step writes to gathered parameters frozen when sharded; to others it must not write, nor a
+    module's forward to any. Writes are seen by autograd's count of them, so that nothing waits for the device.
+    """
 
     def __init__(self, root: nn.Module) -> None:
-        self._root = root
         self._units = units_of(root)
         self._names = {p: n for p, n in parameter_names(root).items() if isinstance(p, DTensor)}
         self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
         self._lost: set[str] = set()
-        self._steps = 0
-        # Before FSDP's own hooks, which free what was gathered.
-        self._hooks = [unit.register_forward_hook(self._compare, prepend=True) for unit in self._units]
+        # FSDP keeps the objects that it gathers into, and its own writes are not counted.
+        self._seen = {id(full): version(full) for unit in self._units for _, full, _ in full_parameters(unit)}
+        self._read: set[int] = set()
+        self._closing = ExitStack()
+        for unit in self._units:
+            # Before FSDP's own hooks, which free what was gathered.
+            self._closing.callback(unit.register_forward_hook(partial(self._look, unit), prepend=True).remove)
+        self._closing.enter_context(data_read_by(self._data_of, _DATA.__set__))
 
     def close(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._closing.close()
+
+    def _data_of(self, parameter: Tensor) -> Tensor:
+        for unit in self._units:
+            for shard, full, _ in full_parameters(unit):
+                if full is parameter and shard.requires_grad:
+                    return parameter.detach()  # Its writes are counted.
+                if full is parameter:
+                    self._read.add(id(full))
+        data: Tensor = _DATA.__get__(parameter)
+        return data
 
     @torch.no_grad()
-    def _compare(self, unit: Any, *arguments: Any) -> None:
-        for shard, full, _ in gathered_parameters(unit):
-            if (shard.requires_grad or unit is not self._root) and not _has_its_values(full, shard):
+    def _look(self, unit: Any, *forward: Any) -> None:
+        # Those of the root, and what the step itself writes, are there at the step's end.
+        frozen_too = forward and unit is not self._units[0]
+        for shard, full, memory in gathered_parameters(unit):
+            if (shard.requires_grad or frozen_too) and self._is_written(shard, full, memory):
                 self._lost.add(self._names[shard])
+
+    def _is_written(self, shard: DTensor, full: Tensor, memory: Tensor) -> bool:
+        now = version(full)
+        before, self._seen[id(full)] = self._seen.get(id(full), 0), now
+        written = now != before or full.data_ptr() != memory.data_ptr()
+        if shard.requires_grad:
+            return written
+        # ``data`` of these is not counted. The first writes of an average may round to nothing.
+        return (written or id(full) in self._read) and not _has_its_values(full, shard)
 
     @torch.no_grad()
     def take_over(self) -> None:
         """At the end of a step, while what it gathered is there: write it into the shards. All ranks call it.
-        ConfigurationError: a module's forward wrote to its parameters, or the step to one in a dtype of fewer digits.
+        ConfigurationError: the step, or a module's forward, wrote to a trainable parameter, or a module's forward to
+        any, or the step to one in a dtype of fewer digits.
         """
-        self._steps += 1
-        if self._hooks:
+        for unit in self._units:
             # The step is not the root's forward.
-            self._compare(self._root)
+            self._look(unit)
         for unit in self._units if self._frozen else []:
             for shard, full, memory in gathered_parameters(unit):
                 if shard not in self._frozen or shard.requires_grad or self._names[shard] in self._lost:
                     continue
                 if full.dtype == shard.dtype:
                     shard.to_local().copy_(own_part(full, shard))
-                elif self._steps <= _AVERAGED and not _has_its_values(full, shard):
+                elif self._is_written(shard, full, memory):
                     self._lost.add(self._names[shard])
                 if full.data_ptr() != memory.data_ptr():
                     # The step set ``parameter.data``; FSDP gathers into its own memory.
                     memory.data.copy_(full)
                     full.data = memory
-        last = _AVERAGED if self._frozen else _COMPARED
-        if self._steps <= last and (lost := set().union(*Ranks.of().gather(self._lost))):
+        self._read.clear()
+        if self._lost:
             raise ConfigurationError(
-                f"The step writes to {', '.join(sorted(lost))} while gathered, such as with clamp_ in forward: that is "
-                "a copy, which is freed with what was written, or has fewer digits than the masters. Write to them "
-                "outside of the step, such as in on_train_batch_start or on_train_batch_end, or to a parametrization "
-                "(torch.nn.utils.parametrize); or use shard_ddp in '32-true'."
+                f"The step writes to {', '.join(sorted(self._lost))} while gathered, such as with clamp_ in forward: "
+                "that is a copy, which is freed with what was written, or has fewer digits than the masters. Write to "
+                "them outside of the step, such as in on_train_batch_start or on_train_batch_end, or to a "
+                "parametrization (torch.nn.utils.parametrize); or use shard_ddp in '32-true'."
             )
-        if self._steps == _COMPARED:
-            self.close()
 
 
 def _has_its_values(full: Tensor, shard: DTensor) -> bool:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_shard.private_names import require
 from lightning_shard.tensors.names import is_persistent, unwrapped_modules
+from lightning_shard.tensors.versions import version
 
-require(Tensor, "_version", tested="torch 2.11 to 2.13")
 require(nn.Module, "_buffers", tested="torch 2.11 to 2.13")
 
 _MOST_BYTES = 1 << 26  # of all that are saved of a rank
@@ -20,7 +20,7 @@ Known = dict[str, tuple[Callable[[], Any], int]]
 
 def known_buffers(module: nn.Module) -> Known:
     """What tells later whether these buffers have changed, which reads no device and keeps none of them."""
-    return {name: (weakref.ref(buffer), _version(buffer)) for name, _, buffer in _named(module) if buffer is not None}
+    return {name: (weakref.ref(buffer), version(buffer)) for name, _, buffer in _named(module) if buffer is not None}
 
 
 def changed_buffers(module: nn.Module, known: Known) -> dict[str, Tensor | None]:
@@ -29,8 +29,8 @@ def changed_buffers(module: nn.Module, known: Known) -> dict[str, Tensor | None]
     """
     found = {}
     for name, _, buffer in _named(module):
-        first, version = known.get(name, (lambda: None, 0))
-        if buffer is not None and not (first() is buffer and version == _version(buffer)):
+        first, seen = known.get(name, (lambda: None, 0))
+        if buffer is not None and not (first() is buffer and seen == version(buffer)):
             found[name] = buffer
     changed: dict[str, Tensor | None] = {}
     total = 0
@@ -63,7 +63,3 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor | None]]:
         for name, buffer in owner._buffers.items():
             if not is_persistent(owner, name):
                 yield f"{path}.{name}".lstrip("."), owner, buffer
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,40 @@ def test_values_that_can_not_be_written_are_refused() -> None:
         assert "The step writes to teacher." in said
     for said in run_distributed(_refused, 2, "32-true", Monotone):
         assert "The step writes to blocks.0.0.weight while gathered" in said
+
+
+class Late(Net):
+    """Writes to weights in forward from the eleventh step on, by then to values that they have."""
+
+    def __init__(self, idiom: str) -> None:
+        super().__init__()
+        self.idiom, self.calls = idiom, 0
+        self.blocks[0].register_forward_pre_hook(self.write)
+
+    def write(self, block: Any, _: Any) -> None:
+        self.calls += 1
+        weight = block[0].weight
+        if self.calls <= 10:
+            assert weight.data.norm() > 0, "a reading"
+        elif self.idiom == "set":
+            weight.data = weight.data.clone()
+        elif self.idiom == "data":
+            weight.data.clamp_(-10, 10)
+        else:
+            with torch.no_grad():
+                weight.clamp_(-10, 10)
+
+
+def _late(name: str) -> None:
+    for idiom in IDIOMS:
+        with pytest.raises(ConfigurationError, match=r"The step writes to blocks\.0\.0\.weight"):
+            _fit(name, 11, kind=partial(Late, idiom))
+        _fit(name, 10, kind=partial(Late, idiom))
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "zero_3"])
+def test_writes_that_begin_late_are_refused(name: str) -> None:
+    run_distributed(_late, 2, name)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("zero_3", "32-true"), ("zero_2", "bf16-mixed")])

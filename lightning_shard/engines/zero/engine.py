@@ -178,8 +178,7 @@ class Zero(Engine):
         self._parameters = list(self._module.parameters())
         if running.groups:
             self._written = Written(self._module, running, self._values)
-            if self._stage < 3:  # There released ones are looked at (`WatchedUses`).
-                self._closing.enter_context(self._written.reads_noted())
+            self._closing.enter_context(self._written.reads_noted())
             stepped = layout.masters(running.groups)
             names = {p: fqn for p, fqn in parameter_names(self._module).items() if fqn in stepped}
             self._gradient_uses = GradientUses(self._called, names, running.groups, self._stepping.drop)
@@ -310,7 +309,10 @@ class Zero(Engine):
         watched = self._uses.watched() if self.gathers_in_forward else nullcontext()
         try:
             with refusals.explained(self._called), watched, self._same_units.step():
-                return running.run(self._started, step, *args, **kwargs)
+                output = running.run(self._started, step, *args, **kwargs)
+            if self._written is not None and self.gathers_in_forward:
+                self._written.refuse_gathered(self._called)
+            return output
         finally:
             self._note_gathered()
 

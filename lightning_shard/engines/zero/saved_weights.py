@@ -18,8 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_shard.engines.zero import layout
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
+from lightning_shard.tensors.versions import version
 
-require(Tensor, "_base _version", tested="torch 2.11 to 2.13")
+require(Tensor, "_base", tested="torch 2.11 to 2.13")
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -117,11 +118,6 @@ class SavedWeights:
         # What was gathered stays for as long as backward refers to it.
         parameter.partition()
         return data
-
-
-def version(tensor: Tensor) -> int:
-    """How often the tensor's memory was written to, as autograd counts."""
-    return tensor._version
 
 
 def _is_gathered(parameter: Any) -> bool:

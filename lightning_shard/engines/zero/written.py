@@ -5,7 +5,7 @@ written to a gathered one is freed with it.
 
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,14 +14,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_shard.engines.refusals import not_gathered
+from lightning_shard.engines.written import data_read_by
 from lightning_shard.engines.zero import layout
 from lightning_shard.engines.zero.gradients import user
 from lightning_shard.engines.zero.running import Running, refresh
-from lightning_shard.engines.zero.saved_weights import version
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.names import named_parameters
+from lightning_shard.tensors.versions import version
 
 _COMPARED = 3
 """Steps in which all values are compared. Later on those whose ``data`` was read, where parameters lie, and how often
@@ -38,26 +39,34 @@ class Written:
         self._running, self._values = running, values
         self._steps, self._found = 0, False
         self._read: set[str] = set()
+        self._set: set[str] = set()
         self._fqns = {id(parameter): fqn for fqn, parameter in self._parameters.items()}
         self._cast = {fqn for fqn, _, kept in self._kept() if kept.dtype != self._parameters[fqn].dtype}
         self.note()
 
-    @contextmanager
-    def reads_noted(self) -> Generator[None, None, None]:
-        """Note whose ``data`` is read by the user, who may write to it."""
+    def reads_noted(self) -> AbstractContextManager[None]:
+        """Note whose ``data`` is read by the user, who may write to it, and count writes to it in a step of stage 3."""
+        if self._running.stage < 3:
+            return data_read_by(self._data_of, _DATA.__set__)
+        return data_read_by(self._data_of, self._set_data)
 
-        def read(parameter: Tensor) -> Tensor:
-            if (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
-                self._read.add(fqn)
-            data: Tensor = _DATA.__get__(parameter)
-            return data
+    def _data_of(self, parameter: Tensor) -> Tensor:
+        if (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
+            if self._running.stage == 3:  # Released ones are looked at (`WatchedUses`).
+                return parameter.detach() if self._running.inside else _data(parameter)
+            self._read.add(fqn)
+        return _data(parameter)
 
-        data: Any = property(read, _DATA.__set__)
-        nn.Parameter.data = data
-        try:
-            yield
-        finally:
-            del nn.Parameter.data
+    def _set_data(self, parameter: Tensor, value: Tensor) -> None:
+        if self._running.inside and (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
+            self._set.add(fqn)
+        _DATA.__set__(parameter, value)
+
+    def refuse_gathered(self, strategy: str) -> None:
+        """ConfigurationError: the step of stage 3 that ends wrote to a parameter."""
+        changed = (fqn for fqn, p in self._parameters.items() if version(p) != self._noted[fqn][0])
+        if (fqn := next(iter(self._set), None) or next(changed, None)) is not None:
+            raise _gathered_copy(f"The step writes to {fqn}", strategy)
 
     def note(self) -> None:
         """Say that the engine has put parameters where they are now, and written the masters."""
@@ -144,6 +153,18 @@ def _are_same(pairs: Sequence[tuple[str, Tensor, Tensor]]) -> list[bool]:
         there = kept.to(own.device, non_blocking=True).to(own.dtype)
         found.append(((own == there) | (own.isnan() & there.isnan())).all())
     return torch.stack(found).tolist() if found else []
+
+
+def _data(parameter: Tensor) -> Tensor:
+    data: Tensor = _DATA.__get__(parameter)
+    return data
+
+
+def _gathered_copy(writes: str, strategy: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{writes}, but under {strategy} that is a gathered copy, which is freed with what was written. Write between "
+        "steps with set_full_tensor(trainer, name, value), or use shard_ddp or shard_deepspeed_stage_2."
+    )
 
 
 def _memory(parameter: Any) -> Tensor | None:
@@ -233,11 +254,8 @@ class WatchedUses(TorchFunctionMode):
         if not parameter.numel():
             raise not_gathered(self._strategy, self._user)
         if self._base(first) is not None:
-            raise ConfigurationError(
-                f"{self._user} writes to {self._names()[parameter]} with {func.__name__}, but under {self._strategy} "
-                "that is a gathered copy, which is freed with what was written. Write between steps "
-                "with set_full_tensor(trainer, name, value), or use shard_ddp or shard_deepspeed_stage_2."
-            )
+            writes = f"{self._user} writes to {self._names()[parameter]} with {func.__name__}"
+            raise _gathered_copy(writes, self._strategy)
 
     @property
     def _user(self) -> str:
