@@ -41,15 +41,29 @@ def assign_in_place() -> Callable[[], None]:
     return lambda: delattr(DTensor, "data")
 
 
+_Read = Callable[[Tensor], Tensor | None]
+_Note = Callable[[Tensor], None]
+_watching: list[tuple[_Read, _Note]] = []  # of the engines that are there, which may end in any order
+
+
 @contextmanager
-def data_read_by(read: Callable[[Tensor], Tensor], write: Callable[[Tensor, Tensor], None]) -> Generator[None]:
-    """Let ``parameter.data`` be what ``read`` gives, and ``parameter.data = value`` what ``write`` does."""
-    data: Any = property(read, write)
-    nn.Parameter.data = data
+def data_read_by(read: _Read, note: _Note) -> Generator[None, None, None]:
+    """Let ``parameter.data`` be what ``read`` gives, unless that is None, and ``note`` the parameters whose ``data`` is
+    set. Both may ask which frame of the user's does so: those in between are lambdas, which are passed over.
+    """
+    if not _watching:
+        data: Any = property(
+            lambda p: (*(d for given, _ in _watching if (d := given(p)) is not None), _DATA.__get__(p))[0],
+            lambda p, value: (*(noted(p) for _, noted in _watching), _DATA.__set__(p, value))[-1],
+        )
+        nn.Parameter.data = data
+    _watching.append((read, note))
     try:
         yield
     finally:
-        del nn.Parameter.data
+        _watching.remove((read, note))
+        if not _watching:
+            del nn.Parameter.data
 
 
 class WrittenInSteps:
@@ -69,20 +83,19 @@ class WrittenInSteps:
         for unit in self._units:
             # Before FSDP's own hooks, which free what was gathered.
             self._closing.callback(unit.register_forward_hook(partial(self._look, unit), prepend=True).remove)
-        self._closing.enter_context(data_read_by(self._data_of, _DATA.__set__))
+        self._closing.enter_context(data_read_by(self._data_of, lambda _: None))
 
     def close(self) -> None:
         self._closing.close()
 
-    def _data_of(self, parameter: Tensor) -> Tensor:
+    def _data_of(self, parameter: Tensor) -> Tensor | None:
         for unit in self._units:
             for shard, full, _ in full_parameters(unit):
                 if full is parameter and shard.requires_grad:
                     return parameter.detach()  # Its writes are counted.
                 if full is parameter:
                     self._read.add(id(full))
-        data: Tensor = _DATA.__get__(parameter)
-        return data
+        return None
 
     @torch.no_grad()
     def _look(self, unit: Any, *forward: Any) -> None:

@@ -28,8 +28,6 @@ _COMPARED = 3
 """Steps in which all values are compared. Later on those whose ``data`` was read, where parameters lie, and how often
 they were written to, which ``parameter.data.clamp_`` does not count, unless writes were found."""
 
-_DATA: Any = Tensor.data  # the descriptor
-
 
 class Written:
     """Takes over, or refuses, what was written to parameters since the engine was last at work."""
@@ -46,21 +44,20 @@ class Written:
 
     def reads_noted(self) -> AbstractContextManager[None]:
         """Note whose ``data`` is read by the user, who may write to it, and count writes to it in a step of stage 3."""
-        if self._running.stage < 3:
-            return data_read_by(self._data_of, _DATA.__set__)
-        return data_read_by(self._data_of, self._set_data)
+        return data_read_by(self._data_of, self._note_set)
 
-    def _data_of(self, parameter: Tensor) -> Tensor:
+    def _data_of(self, parameter: Tensor) -> Tensor | None:
         if (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
             if self._running.stage == 3:  # Released ones are looked at (`WatchedUses`).
-                return parameter.detach() if self._running.inside else _data(parameter)
+                return parameter.detach() if self._running.inside else None
             self._read.add(fqn)
-        return _data(parameter)
+        return None
 
-    def _set_data(self, parameter: Tensor, value: Tensor) -> None:
-        if self._running.inside and (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
+    def _note_set(self, parameter: Tensor) -> None:
+        if self._running.stage < 3 or not self._running.inside:
+            return
+        if (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
             self._set.add(fqn)
-        _DATA.__set__(parameter, value)
 
     def refuse_gathered(self, strategy: str) -> None:
         """ConfigurationError: the step of stage 3 that ends wrote to a parameter."""
@@ -153,11 +150,6 @@ def _are_same(pairs: Sequence[tuple[str, Tensor, Tensor]]) -> list[bool]:
         there = kept.to(own.device, non_blocking=True).to(own.dtype)
         found.append(((own == there) | (own.isnan() & there.isnan())).all())
     return torch.stack(found).tolist() if found else []
-
-
-def _data(parameter: Tensor) -> Tensor:
-    data: Tensor = _DATA.__get__(parameter)
-    return data
 
 
 def _gathered_copy(writes: str, strategy: str) -> ConfigurationError:
