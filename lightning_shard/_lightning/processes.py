@@ -20,14 +20,21 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import reachable
 from lightning_shard.tensors.full import full_of
 
 _STARTED_BY = "LIGHTNING_SHARD_STARTED_BY"  # a process that ran the script again for others, in their environment
 _LAST_WORDS_SECONDS = 5.0
+
+
+def reduce(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+    """As Lightning reduces, also a tensor on the host where the group reaches devices alone."""
+    return sync_reduce(reachable(tensor, group), group, reduce_op=reduce_op).to(tensor.device)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):

@@ -33,7 +33,7 @@ from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.ranks import Ranks, reachable
+from lightning_shard.ranks import Ranks
 from lightning_shard.strategies import refusals
 from lightning_shard.strategies.precision import ShardPrecision, translate
 from lightning_shard.strategies.settings import CommonSettings
@@ -208,9 +208,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return processes.sync_reduce(reachable(tensor, group), group, reduce_op=reduce_op).to(tensor.device)
+        return processes.reduce(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -348,9 +346,8 @@ class ShardStrategy(ParallelStrategy):
         self._preemption.start(self._identity)
         parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
         if self.checkpoints.accumulated is not None:  # of a step's middle, which a module that is wrapped anew drops
-            self._follow_freezing(0)
-        # After all that draws random numbers or resets metrics.
-        self._data.start_of_training(self._replacements, trainer, self.checkpoints)
+            self.on_train_batch_start(None, 0)
+        self._data.start_of_training(self._replacements, trainer, self.checkpoints)  # after all that draws or resets
         callbacks.go_on_in_mid_epoch(trainer)
         self._preemption.validation_follows(trainer)  # it may be the first that a resumed run does
         self._compiler.start()
@@ -358,9 +355,6 @@ class ShardStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.saver.look()
-        self._follow_freezing(batch_idx)
-
-    def _follow_freezing(self, batch_idx: int) -> None:
         if self._freezing.changed(batch_idx):
             self.model = self.engine.follow_freezing()  # first, as DeepSpeed has all in 16 bits and masters elsewhere
             self._freezing.refuse_without_masters(self.policy.master)
@@ -383,9 +377,8 @@ class ShardStrategy(ParallelStrategy):
     @override
     def on_predict_start(self) -> None:
         self.checkpoints.synchronize_buffers()
-        # Where the forward passes of other ranks need this rank's, they are counted.
         own = loops.prediction_batches(self._module.trainer) if self.engine.gathers_in_forward else None
-        self._predictions = parts.Predictions(own)
+        self._predictions = parts.Predictions(own)  # counted where forward passes of other ranks need this rank's
 
     @override
     def on_validation_end(self) -> None:
