@@ -19,10 +19,10 @@ from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
-from lightning_shard.commands.options import add_output, count, options_parser, refuse_to_replace
+from lightning_shard.commands.options import add_output, count, options_parser, refuse_to_replace, write_output
 from lightning_shard.devices import accelerator, name_of, visible
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning.traffic import Links, write_links
+from lightning_shard.planning.traffic import Links, links_text
 from lightning_shard.ranks import Ranks, set_timeout
 from lightning_shard.text import columns
 
@@ -303,6 +303,6 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
         alone = "one process alone, so that nothing between processes was checked: start it by srun or torchrun"
         print("\n".join(f"odd: {line}" for line in found) or ("nothing is odd" if place.world_size > 1 else alone))
         if options.output is not None:
-            write_links(links, options.output)
+            write_output(options.output, links_text(links), options.force)
             print(f"links: {options.output}")
     return 1 if found else 0

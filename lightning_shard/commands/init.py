@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from lightning_shard import registry
-from lightning_shard.commands.options import UsageError, add_output, options_parser, refuse_to_replace
+from lightning_shard.commands.options import UsageError, add_output, options_parser, refuse_to_replace, write_output
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     from lightning_shard.commands.migrate import check
 
     check(yaml.safe_load(text))
-    options.output.write_text(text, encoding="utf-8")
+    write_output(options.output, text, options.force)
     print(f"written to {options.output}; train with: {launch}")
     return 0
 

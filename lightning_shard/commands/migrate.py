@@ -17,7 +17,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
 from lightning_shard.commands.cli import check_trainer
-from lightning_shard.commands.options import KEYS, UsageError, add_output, options_parser, refuse_to_replace
+from lightning_shard.commands.options import (
+    KEYS,
+    UsageError,
+    add_output,
+    options_parser,
+    refuse_to_replace,
+    write_output,
+)
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate.lightning_strategies import STRATEGIES
@@ -59,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         print(done.table, file=sys.stderr, flush=True)
         print(done.yaml, end="")
     else:
-        options.output.write_text(done.yaml, encoding="utf-8")
+        write_output(options.output, done.yaml, options.force)
         print(f"{done.table}\nwritten to {options.output}")
     return 0
 

@@ -1,7 +1,10 @@
 """The parser of commands with options alone, which imports nothing that takes time."""
 
 import argparse
+import contextlib
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,13 +90,38 @@ def add_output(parser: argparse.ArgumentParser, text: str, default: Path | None 
 
 
 def refuse_to_replace(output: Path | None, force: bool) -> None:
-    """Refuse an ``--output`` that exists, unless ``--force`` was given, or that has no folder."""
-    if output is not None and output.is_dir():
+    """Refuse an ``--output`` that exists, unless ``--force`` was given, that has no folder, or is no file."""
+    if output is None:
+        return
+    if output.is_dir():
         raise ConfigurationError(f"{output} is a folder: give the path of a file.")
-    if output is not None and output.exists() and not force:
+    if os.path.lexists(output) and not force:
         raise ConfigurationError(f"{output} exists: choose another path, remove it, or give --force.")
-    if output is not None and not output.parent.is_dir():
+    if output.exists() and not output.is_file():
+        raise ConfigurationError(f"{output} is a device or a pipe: give the path of a file.")
+    if not output.parent.is_dir():
         raise ConfigurationError(f"{output}: there is no folder {output.parent}. Make it first.")
+
+
+def write_output(output: Path, text: str, force: bool) -> None:
+    """Write the file at ``--output``, completely or not at all, as `refuse_to_replace` allows; through a link."""
+    refuse_to_replace(output, force)
+    target = output.resolve()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(temporary.unlink, missing_ok=True)
+            temporary.write_bytes(as_bytes(text))
+            if target.exists():
+                shutil.copymode(target, temporary)
+            os.replace(temporary, target)
+    except OSError as error:
+        raise ConfigurationError(f"{output} can't be written: {error.strerror}.") from error
+
+
+def as_bytes(text: str) -> bytes:
+    """UTF-8; words of the command line that are none become the bytes that they were."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def actions(parser: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import yaml
 from lightning_shard import registry
 from lightning_shard._lightning import callbacks
 from lightning_shard.commands import plan_inputs
-from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace
+from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace, write_output
 from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.mesh import MeshConfig
@@ -328,7 +328,7 @@ def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> li
     head = ["strategy", "with", "batch", "accumulated", "step", "bound by", "device"]
     table, text = columns([head, *(form.cells for form in best[:SHOWN])], numbers=True), _form_yaml(best[0], inputs)
     if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
+        write_output(options.output, text + "\n", options.force)
         text = f"train the first with: lightning-shard fit --config {options.output}"
     return [f"{shown}\n{table}", text]
 

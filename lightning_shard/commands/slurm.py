@@ -1,6 +1,7 @@
 """``lightning-shard slurm``: write the batch script of a run, and submit it."""
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -12,7 +13,16 @@ from pathlib import Path
 
 from lightning_shard.cluster.slurm import parse_time
 from lightning_shard.commands import config_files, given
-from lightning_shard.commands.options import KEYS, OptionsParser, actions, add_output, options_parser, refuse_to_replace
+from lightning_shard.commands.options import (
+    KEYS,
+    OptionsParser,
+    actions,
+    add_output,
+    as_bytes,
+    options_parser,
+    refuse_to_replace,
+    write_output,
+)
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
@@ -22,6 +32,8 @@ _BESIDE = os.path.dirname(sys.executable)  # where the programs of this environm
 
 _OWN = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "array", "signal", "job-name")
 """Options of sbatch that this command gives; given again they would say something else than the program is told."""
+
+_SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "a": "array", "J": "job-name"}
 
 
 def check(options: argparse.Namespace) -> None:
@@ -39,19 +51,37 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not (value.strip() and value.isprintable()):
             raise ConfigurationError(f"{name} is {value!r}, but must be one line without tabs, and not empty.")
+    if re.search(r"[%\\]", options.logs):
+        raise ConfigurationError(
+            f"logs is {options.logs!r}, but must be a folder that is there before the job starts: in a path of logs "
+            "SLURM reads % and \\ as its own."
+        )
     if "/" in options.name:
         raise ConfigurationError(f"name is {options.name!r}, but the log is named by it: it must have no slash.")
     for option in options.sbatch:
-        if not option.startswith("-") or not option.isprintable():
-            raise ConfigurationError(f"sbatch option {option!r} must be one that sbatch has, such as --qos=high.")
-        if (name := option.partition("=")[0].lstrip("-")) in _OWN:
-            raise ConfigurationError(
-                f"sbatch option {option!r}: `lightning-shard slurm` sets {name} by its own options."
-            )
+        _check_sbatch(option)
     if options.max_restarts and options.launcher != "torchrun":
         raise ConfigurationError(
             f"max_restarts is {options.max_restarts}, but only the launcher torchrun starts processes again: choose "
             "it, or leave restarts to SLURM's queue."
+        )
+
+
+def _check_sbatch(option: str) -> None:
+    words = []
+    with contextlib.suppress(ValueError):  # quotes that are not closed
+        words = shlex.split(option)
+    if not option.startswith("-") or not option.isprintable() or not words:
+        raise ConfigurationError(f"sbatch option {option!r} must be one that sbatch has, such as --qos=high.")
+    name = words[0].partition("=")[0].lstrip("-")
+    name = name if option.startswith("--") else _SHORT.get(name[:1], name)
+    if name in _OWN:
+        raise ConfigurationError(f"sbatch option {option!r}: `lightning-shard slurm` sets {name} by its own options.")
+    single = len(words) == 1 or (len(words) == 2 and "=" not in words[0] and not words[1].startswith("-"))
+    if not single or shlex.split(option, comments=True) != words:
+        raise ConfigurationError(
+            f"sbatch option {option!r} is no single option, as sbatch reads it: give each with an --sbatch of its own, "
+            "and a value with spaces or # in quotes: --sbatch='--comment=\"a b\"'."
         )
 
 
@@ -79,21 +109,20 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
     # sbatch takes one task on each node for the number of all tasks, and so the fewest nodes of a range.
     later = "-" in options.nodes and tasks.endswith("=1")
     lines: list[str | None] = [
-        # sbatch reads quotes in these lines as a shell does.
-        f"--job-name={shlex.quote(options.name)}",
+        f"--job-name={_quoted(options.name)}",
         f"--nodes={options.nodes}",
         None if later else tasks,
         None if options.cpu else f"--gpus-per-node={options.devices}",
         f"--cpus-per-task={cpus}" if cpus else None,
         f"--time={options.time}" if options.time else None,
-        f"--array={shlex.quote(options.array)}" if options.array else None,
+        f"--array={_quoted(options.array)}" if options.array else None,
         # To the processes, not to this script; the run saves itself and goes back into the queue.
         f"--signal={_SIGNAL}@{options.signal_seconds}",
         "--no-requeue" if options.no_requeue else "--requeue",
         "--open-mode=append",
-        f"--output={shlex.quote(options.logs)}/%x-{'%A_%a' if options.array else '%j'}.log",
-        f"--partition={shlex.quote(options.partition)}" if options.partition else None,
-        f"--account={shlex.quote(options.account)}" if options.account else None,
+        f"--output={_quoted(options.logs)}/%x-{'%A_%a' if options.array else '%j'}.log",
+        f"--partition={_quoted(options.partition)}" if options.partition else None,
+        f"--account={_quoted(options.account)}" if options.account else None,
         *options.sbatch,
     ]
     text = ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines if line is not None), ""]
@@ -124,6 +153,13 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
     return "\n".join(text) + "\n"
 
 
+def _quoted(value: str) -> str:
+    """A word as sbatch reads it in a script: as a shell does, but that a backslash takes the next character in any
+    quotes (``_get_argument`` in SLURM's ``src/sbatch/opt.c``).
+    """
+    return shlex.quote(value).replace("\\", "\\\\")
+
+
 def _nodes_of(options: argparse.Namespace) -> str:
     """The number of nodes, as the script says it: of a range the queue gives another number at each start."""
     return "$SLURM_JOB_NUM_NODES" if "-" in options.nodes else str(options.nodes)
@@ -132,7 +168,7 @@ def _nodes_of(options: argparse.Namespace) -> str:
 def _joined(command: Sequence[str]) -> str:
     """A line for the shell, which is to fill in the number of nodes."""
     number = "--trainer.num_nodes=$SLURM_JOB_NUM_NODES"
-    return shlex.join(command).replace(f"'{number}'", f'"{number}"')
+    return " ".join(f'"{word}"' if word == number else shlex.quote(word) for word in command)
 
 
 def _as_module(command: Sequence[str]) -> str:
@@ -264,11 +300,13 @@ def main(arguments: Sequence[str]) -> int:
         # SLURM makes no folders, and a job whose log can't be written fails without a word.
         os.makedirs(options.logs, exist_ok=True)
     if options.output is not None:
-        options.output.write_text(text)
+        write_output(options.output, text, options.force)
     elif not options.submit:
-        print(text, end="")
+        sys.stdout.flush()
+        sys.stdout.buffer.write(as_bytes(text))
+        sys.stdout.flush()
     if not options.submit:
         return 0
     if shutil.which("sbatch") is None:
         raise ConfigurationError("--submit needs sbatch, which is not on this machine: run it on a login node.")
-    return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode
+    return subprocess.run(["sbatch"], input=as_bytes(text), check=False).returncode

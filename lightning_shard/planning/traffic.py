@@ -75,16 +75,16 @@ class Links:
     device: Mapping[str, float] = field(default_factory=dict)
 
 
-def write_links(links: Links, path: Path) -> None:
-    """Write them as JSON, in bytes per second."""
+def links_text(links: Links) -> str:
+    """They as JSON, in bytes per second."""
     content = {"format": FORMAT, **{key: getattr(links, name) for name, key in _SPEEDS.items()}}
     if links.device:
         content["device"] = dict(links.device)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    return json.dumps(content, indent=2) + "\n"
 
 
 def read_links(path: Path) -> Links:
-    """What `write_links` wrote. ConfigurationError: it is none of these files."""
+    """What `links_text` gave. ConfigurationError: it is none of these files."""
 
     def refuse(why: str) -> NoReturn:
         make = "Make the file on the nodes of the run: srun lightning-shard doctor --output links.json."

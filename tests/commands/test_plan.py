@@ -16,7 +16,7 @@ from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.report import recommend
-from lightning_shard.planning.traffic import Links, Nodes, read_links, write_links
+from lightning_shard.planning.traffic import Links, Nodes, links_text, read_links
 from tests.harness import ROOT
 from tests.models import TinyLM, loader
 
@@ -200,18 +200,18 @@ def test_mistakes(arguments: list[str], message: str) -> None:
 def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "links.json"
     reached = {"products": 1e11, "single": 5e10, "memory": 1e10, "host": 1e10, "launch": 2e-6}
-    write_links(Links(intra_node=1e9, inter_node=None, device=reached), path)
+    path.write_text(links_text(Links(intra_node=1e9, inter_node=None, device=reached)))
     assert read_links(path).device == reached
     slow = plan(capsys, *GPT, "--links", str(path))
     assert re.search(r"^a step takes about .* bound by (compute|the memory's bandwidth): ", slow, re.MULTILINE)
-    write_links(Links(intra_node=1e9, inter_node=None, device={"products": 1e11}), path)
+    path.write_text(links_text(Links(intra_node=1e9, inter_node=None, device={"products": 1e11})))
     with pytest.raises(ConfigurationError, match=r"device has .*'products': .*, and not products, single, memory"):
         read_links(path)
 
 
 def test_measured_links(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
-    write_links(Links(intra_node=450e9, inter_node=None), path)
+    path.write_text(links_text(Links(intra_node=450e9, inter_node=None)))
     options = plan_command.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
     measured = read_links(options.links)
     assert plan_command.links_of(options, Nodes(nodes=1, devices=8), measured) == measured

@@ -20,7 +20,7 @@ from lightning_shard import ConfigurationError
 from lightning_shard.commands import doctor, slurm
 from lightning_shard.commands.doctor import Rank
 from lightning_shard.commands.slurm import script
-from lightning_shard.planning.traffic import Links, read_links, write_links
+from lightning_shard.planning.traffic import Links, links_text, read_links
 from tests.harness import ROOT, run_distributed
 
 SRUN = """\
@@ -75,6 +75,8 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
     assert {"#SBATCH --partition='a b'", "#SBATCH --account='c;d'"} <= {*lines}
     assert "#SBATCH --job-name='my run; touch a'" in lines
     assert "#SBATCH --output='my logs'/%x-%j.log" in lines
+    # sbatch takes a backslash for its own in any quotes: this one would end the name and give it an option.
+    assert r"""#SBATCH --job-name='\\'"'"'a'"'"' --nodes=9 '"'"''""" in _job("--name", r"\'a' --nodes=9 '").splitlines()
     for field in ("name", "array", "logs", "partition", "account"):
         with pytest.raises(ConfigurationError, match=rf"{field} is 'a\\ntouch b', but must be one line"):
             _job(f"--{field}=a\ntouch b")
@@ -112,17 +114,6 @@ def test_mistakes_are_refused_before_the_queue(
     Path("flow.yaml").write_text("trainer: {accelerator: 'cpu'}\n")
     with pytest.raises(ConfigurationError, match=expected):
         slurm.main(arguments)
-
-
-def test_a_script_is_replaced_only_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    output = tmp_path / "run.sh"
-    output.write_text("mine")
-    with pytest.raises(ConfigurationError, match="give --force"):
-        slurm.main(["--model=M", "--output", str(output)])
-    assert output.read_text() == "mine"
-    assert slurm.main(["--model=M", "--output", str(output), "--force"]) == 0
-    assert output.read_text().startswith("#!/bin/bash")
 
 
 def test_torchrun_is_one_task_on_each_node() -> None:
@@ -186,6 +177,12 @@ def test_the_examples_are_what_the_command_writes() -> None:
         (["--time=4h"], "must be minutes, H:MM:SS or D-H:MM:SS"),
         (["--sbatch=qos=high"], "must be one that sbatch has"),
         (["--sbatch=--nodes=7"], "`lightning-shard slurm` sets nodes by its own options"),
+        (["--sbatch=-N7"], "`lightning-shard slurm` sets nodes by its own options"),
+        (["--sbatch=--qos=high --nodes=7"], "is no single option, as sbatch reads it"),
+        (["--sbatch=--comment=a b"], "is no single option, as sbatch reads it"),
+        (["--sbatch=--comment=#5"], "is no single option, as sbatch reads it"),
+        (["--sbatch=--comment='a"], "must be one that sbatch has"),
+        (["--logs=runs/%j"], "logs is 'runs/%j', but must be a folder that is there before the job starts"),
         (["--name="], "name is '', but must be one line without tabs, and not empty"),
         (["--logs= "], "logs is ' ', but must be one line"),
         (["--cpus-per-task=0"], "cpus_per_task is 0, but must be 1 or more"),
@@ -306,7 +303,7 @@ def test_links_for_a_plan(tmp_path: Path) -> None:
     one_node = [replace(rank, between=0.0) for rank in _ranks()[2:]]
     alone = [replace(one_node[0], inside=0.0)]
     for ranks, expected in ((_ranks(), (4e9, 2e9)), (one_node, (6e9, None)), (alone, (None, None))):
-        write_links(doctor.slowest(ranks), path)
+        path.write_text(links_text(doctor.slowest(ranks)))
         found = read_links(path)
         assert (found.intra_node, found.inter_node) == expected
 
