@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
 from lightning_shard.tensors.nonpersistent import Known, known_buffers
+from lightning_shard.tensors.tracing import tree_map_only
 
 ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
@@ -97,10 +98,12 @@ class Checkpoints(CheckpointIO):
     def check(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint of a fit can be saved with, where there will be some. ConfigurationError:
         optimizers' state. CheckpointError: an object store for what is no directory, Hugging Face's layout,
-        hyperparameters that won't load.
+        hyperparameters and callbacks' states that won't load.
         """
+        stock = False
         for callback in trainer.checkpoint_callbacks:
             name, folder = f"{getattr(callback, 'filename', None)}.ckpt", getattr(callback, "dirpath", None) or ""
+            stock = stock or layout.other_form(name) == "full"
             if form := layout.other_form(name):
                 refuse_url(folder, "one file or a folder for Hugging Face")
             if getattr(callback, "save_last", None) == "link":
@@ -111,7 +114,8 @@ class Checkpoints(CheckpointIO):
             check_savable(self._engine.tensors.optimizers(), fqns(self._module))
             owners = {"hyper_parameters": self._module, "datamodule_hyper_parameters": vars(trainer).get("datamodule")}
             if not is_overridden("on_save_checkpoint", self._module):  # which may convert them
-                encode_trainer_state({key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()})
+                state = {key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()}
+                encode_trainer_state({**state, "callbacks": _first_states(trainer)}, stock=stock)
 
     # Save
 
@@ -366,6 +370,15 @@ class Checkpoints(CheckpointIO):
         self._engine.before_reading()
         load_gradients(self.accumulated, self._module, self._engine.accumulated, factor=factor)
         self.accumulated = None
+
+
+def _first_states(trainer: Any) -> dict[str, Any]:
+    """What callbacks would save now, without tensors."""
+    states: dict[str, Any] = {}
+    for callback in trainer.callbacks:
+        with suppress(Exception):  # of what it makes later
+            states[callback.state_key] = tree_map_only(torch.Tensor, lambda _: 0, callback.state_dict())
+    return states
 
 
 def _follows_names(module: nn.Module) -> bool:

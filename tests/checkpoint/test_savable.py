@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.checkpoint.optimizer_state import check_savable
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.tensors.names import fqns
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -108,14 +112,50 @@ def test_what_an_optimizer_keeps_beside_its_state_is_told(recwarn):
         check_savable([Counting(net.parameters(), 0.1)], fqns(net))
 
 
+class Remembers(Callback):
+    """Keeps what ``weights_only=True`` does not load."""
+
+    def __init__(self, first: Any = ()) -> None:
+        self.first, self.losses, self.norms = first, deque[float](maxlen=3), np.zeros(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "losses": self.losses, "norms": self.norms}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.losses.append(float(trainer.global_step))
+        self.norms = np.append(self.norms, trainer.global_step)
+
+
+def remember(folder: Any, first: Any = (), **options: Any) -> Remembers:
+    kept, saves = Remembers(first), ModelCheckpoint(dirpath=folder, save_last=True, filename=options.pop("name", None))
+    run = {"max_steps": 2, "enable_checkpointing": True, "callbacks": [kept, saves]}
+    quiet_trainer(strategy="shard_ddp", devices=1, **run).fit(TinyLM(), loader(), **options)
+    return kept
+
+
+def remember_and_go_on(folder: Path) -> None:
+    assert list(remember(folder).losses) == [1, 2]
+    kept = remember(folder, ckpt_path=folder / "last.ckpt")
+    assert repr((kept.losses, kept.norms)) == "(deque([1.0, 2.0], maxlen=3), array([1., 2.]))"
+    for first, name in ((folder, None), (np.zeros(1), "{step}.full")):
+        with pytest.raises(CheckpointError, match="callbacks/Remembers/first: "):
+            remember(folder / "none", first, name=name)
+    assert not (folder / "none").exists()
+
+
+def test_a_callbacks_arrays_and_containers_go_on_and_what_can_not_is_refused_at_the_start(tmp_path):
+    run_distributed(remember_and_go_on, 1, tmp_path)
+
+
 class Unsavable(TinyLM):
     def configure_optimizers(self) -> Any:
         return Histories(self.parameters(), lr=0.1)
 
 
 def begin_a_fit(folder: str) -> str:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     saves = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder)]}
     module = Unsavable()
     try:

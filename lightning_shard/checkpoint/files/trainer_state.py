@@ -4,15 +4,19 @@ It must load with ``weights_only=True``, which is seen to when it is written. A 
 because unpicklers that refuse functions still follow a few bytes into exponential work (a tuple of a tuple twice, forty
 deep, as the key of a dictionary), the end of the stack (tuples a million deep) and gigabytes (``bytearray(2**33)``, a
 place in the memo beyond all objects).
+
+What ``weights_only=True`` lacks among plain containers (numpy arrays, ``deque``, ``defaultdict``, ``frozenset``) is
+written as a dictionary with `_KIND`, and read as what it was.
 """
 
+import copy
 import io
 import math
 import os
 import pickletools
 import re
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -30,13 +34,17 @@ from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.text import first_line
 
 _MOST_BYTES = 1 << 24  # of a tensor that repeats its values
+_KIND = "lightning_shard.kind"
+_FACTORIES = {"None": None, **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)}}
 
 
-def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
-    """The bytes of ``trainer.pt``. CheckpointError names keys and types that ``weights_only=True`` would not load."""
+def encode_trainer_state(state: Mapping[str, Any], *, stock: bool = False) -> bytes:
+    """The bytes of ``trainer.pt``. CheckpointError names keys and types that ``weights_only=True`` would not load, or
+    would not give a ``stock`` Lightning as they are.
+    """
     data, problem = _encode(dict(state))
     if problem is not None:
-        data, problem = _encode(state := _plain_numbers(dict(state)))
+        data, problem = _encode(state := _plain(dict(state), stock))
     if problem is None:
         return data
     offenders = list(_offenders(state, ""))[:5] or [f"{problem}"]
@@ -62,6 +70,7 @@ def decode_state(data: bytes, where: Place) -> dict[str, Any]:
         tensors = [part for part in parts(state) if isinstance(part, Tensor) and part.layout == torch.strided]
         if any(tensor.nbytes > 2 * len(data) + _MOST_BYTES for tensor in tensors):
             raise CheckpointCorruptError(f"{where} has {len(data)} bytes, and a tensor of many more in them")
+        state = _restored(state) if _KIND.encode() in data else state
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"{where} holds a {type(state).__name__}, not a dictionary")
     return state
@@ -121,13 +130,50 @@ def _encode(value: Any) -> tuple[bytes, str | None]:
     return buffer.getvalue(), "a DTensor" if any(isinstance(part, DTensor) for part in parts(value)) else None
 
 
-def _plain_numbers(value: Any) -> Any:
-    """``value`` with Python's numbers in the place of numpy's, which ``weights_only=True`` does not load."""
+def _plain(value: Any, stock: bool) -> Any:
+    """``value`` with what ``weights_only=True`` loads in the place of numpy's numbers and what `_restored` makes."""
+    kind = type(value)
     if isinstance(value, np.generic):
         return value.item()
+    if kind in (dict, OrderedDict):
+        new = copy.copy(value)  # with the attributes that a module's state_dict has
+        new.clear()
+        new.update(
+            (key.item() if isinstance(key, np.generic) else key, _plain(each, stock)) for key, each in value.items()
+        )
+        return new
+    if kind in (list, tuple, set):
+        return kind(_plain(part, stock or kind is set) for part in value)
+    if stock:
+        return value
+    if kind is np.ndarray and value.dtype.kind not in "OV":
+        data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+        return {_KIND: "ndarray", "dtype": value.dtype.str, "shape": value.shape, "data": data}
+    if kind is deque:
+        return {_KIND: "deque", "parts": [_plain(part, stock) for part in value], "maxlen": value.maxlen}
+    if kind is defaultdict and value.default_factory in _FACTORIES.values():
+        name = getattr(value.default_factory, "__name__", "None")
+        return {_KIND: "defaultdict", "parts": _plain(dict(value), stock), "factory": name}
+    return {_KIND: "frozenset", "parts": [_plain(part, True) for part in value]} if kind is frozenset else value
+
+
+def _restored(value: Any) -> Any:
+    """What `_plain` was given, but for numbers; containers of ``value`` are filled anew."""
+    if type(value) is tuple:
+        return tuple(map(_restored, value))
     if type(value) in (dict, OrderedDict):
-        return type(value)((_plain_numbers(key), _plain_numbers(part)) for key, part in value.items())
-    return type(value)(map(_plain_numbers, value)) if type(value) in (list, tuple, set) else value
+        value.update([(key, _restored(part)) for key, part in value.items()])
+        kind = value.get(_KIND)
+        if kind == "ndarray":
+            return value["data"].numpy().view(np.dtype(str(value["dtype"]))).reshape(value["shape"])
+        if kind == "deque":
+            return deque(value["parts"], value["maxlen"])
+        if kind == "defaultdict":
+            return defaultdict(_FACTORIES[value["factory"]], value["parts"])
+        return frozenset(value["parts"]) if kind == "frozenset" else value
+    if type(value) is list:
+        value[:] = map(_restored, value)
+    return value
 
 
 def _offenders(value: Any, path: str) -> Iterator[str]:

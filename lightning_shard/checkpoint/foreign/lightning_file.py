@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
 from lightning_shard.checkpoint.files.manifest import FULL, Contents, Facts, StoredTensor
+from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import AnyOptimizer
@@ -26,6 +27,7 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
     """Write ``stored`` as one stock Lightning file, in place at once. One process calls it. CheckpointError."""
     target = Path(os.path.abspath(path))
     commit.check_replaceable(target)
+    encode_trainer_state(stored.trainer_state, stock=True)  # which refuses what the file's readers would
     target.parent.mkdir(parents=True, exist_ok=True)
     token = layout.new_token()
     temporary = layout.temporary_sibling(target, token)
