@@ -73,9 +73,13 @@ USES = {
         " _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
     ),
     "engines/_dtensors.py": (
-        "random numbers of DTensors, numbers that are read from them, and parts that are written to",
-        "_C _custom_op_handlers _disabled_torch_function_impl _dtensor_spec _local_scalar_dense"
-        " _make_wrapper_subclass _op_dispatcher _pytree _schema _unique2",
+        "random numbers of DTensors, numbers that are read from them, and what torch has for plain tensors alone",
+        "_C _custom_op_handlers _dispatch_get_all_op_names _dtensor_spec _local_scalar_dense _op_dispatcher _pytree"
+        " _schema _unique2",
+    ),
+    "engines/_parts.py": (
+        "views of a sharded tensor that write through",
+        "_C _disabled_torch_function_impl _make_wrapper_subclass _pytree _schema",
     ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",

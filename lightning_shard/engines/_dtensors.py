@@ -14,22 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_shard.engines._parts import Part, Source, keep, written
 from lightning_shard.private_names import require
-from lightning_shard.tensors.full import full_of, own_part, scatter_full
-from lightning_shard.tensors.versions import version
+from lightning_shard.tensors.full import full_of, own_part
 
 require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
 require(torch.distributed.tensor, "_dtensor_spec", tested="torch 2.11 to 2.13")
 require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
 require(torch.ops.aten, "_local_scalar_dense _unique2", tested="torch 2.11 to 2.13")
 require(torch, "_C", tested="torch 2.11 to 2.13")
-require(torch._C, "_disabled_torch_function_impl", tested="torch 2.11 to 2.13")
-require(Tensor, "_make_wrapper_subclass", tested="torch 2.11 to 2.13")
+require(torch._C, "_dispatch_get_all_op_names", tested="torch 2.11 to 2.13")
 
 _aten = torch.ops.aten
 # Their values depend on the shape alone. `torch.Tensor.random_` and `nn.init` end in these.
@@ -59,19 +57,12 @@ _IN_FULL: tuple[Any, ...] = (
     *(_aten.index_select.default, _aten.gather.default),
 )
 _HOOK = re.compile(r"\[(LightningModule|Callback)\].*\.(on_\w+|configure_gradient_clipping|lr_scheduler_step)$")
-# A plain tensor beside a DTensor is taken for a full one in these, where the result has the DTensor's shape. Others
-# are those of activations, of which each rank has its own.
-_IN_PLACE: tuple[Any, ...] = (
-    *(_aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
-    *(_aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default),
-    *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.clamp_.Tensor),
+# Element by element as what torch tags so, where all have one shape.
+_POINTWISE_TOO: tuple[Any, ...] = (
+    *(_aten.copy_.default, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
+    *(_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.where.ScalarOther),
 )
-_POINTWISE: tuple[Any, ...] = (
-    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.lerp.Scalar, _aten.lerp.Tensor),
-    *(_aten.where.self, _aten.where.ScalarOther, _aten.maximum.default, _aten.minimum.default),
-    *(_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.clamp.Tensor),
-    *(_aten.eq.Tensor, _aten.ne.Tensor, _aten.lt.Tensor, _aten.le.Tensor, _aten.gt.Tensor, _aten.ge.Tensor),
-)
+_READ_HERE = ("numpy", "tolist")
 # Views, with the index of the argument that is their dimension.
 _OF_DIM = {
     _aten.select.int: 1,
@@ -82,46 +73,101 @@ _OF_DIM = {
 }
 
 
-def answer_in_full() -> Callable[[], None]:
-    """Draw random numbers of DTensors, read numbers from them, and write to parts of them, as of full tensors, until
-    the result is called. Of what is drawn, with generators in the same state on all ranks, each rank keeps its part;
-    the full tensor is there for the moment. To read a number (``item``, ``float``, ``if``) from what is not on every
-    rank in full, and to read or write a part of a sharded dimension, is a collective.
-    """
+class InFull:
+    """What the operators of DTensors do in this process, while an engine asks for it."""
+
+    _engines = 0
+    _hooks = 0  # The user's hooks that run, one in another.
+    torchs: dict[Any, Any]
+    _always: dict[Any, Any]
+    _in_hooks: dict[Any, Any]
+
+    @classmethod
+    def answer(cls) -> Callable[[], None]:
+        """Draw random numbers of DTensors, read numbers from them, and write to parts of them, as of full tensors,
+        until the result is called. Of what is drawn, with generators in the same state on all ranks, each rank keeps
+        its part; the full tensor is there for the moment. To read a number (``item``, ``float``, ``if``) from what is
+        not on every rank in full, and to read or write a part of a sharded dimension, is a collective.
+        """
+        if cls._engines == 0:
+            cls.torchs = DTensor._op_dispatcher._custom_op_handlers
+            # torch's own for argmin and argmax fails on the ranks whose shards are empty.
+            cls._always = cls.torchs | _handlers()
+            cls._in_hooks = cls.torchs | dict.fromkeys(_all_operators(), _in_a_hook) | _handlers()
+            for method in _READ_HERE:
+                setattr(DTensor, method, _of_this_rank(method))
+        cls._engines += 1
+        cls._choose()
+        return cls._end
+
+    @classmethod
+    def _end(cls) -> None:
+        cls._engines -= 1
+        cls._choose()
+        if cls._engines == 0:
+            DTensor._op_dispatcher._custom_op_handlers = cls.torchs
+            for method in _READ_HERE:
+                delattr(DTensor, method)
+
+    @classmethod
+    def _choose(cls) -> None:
+        if cls._engines:
+            DTensor._op_dispatcher._custom_op_handlers = cls._in_hooks if cls._hooks else cls._always
+
+    @classmethod
+    @contextmanager
+    def parts_as_torch_does(cls) -> Generator[None, None, None]:
+        """Leave out what `answer` does for parts of tensors, at the cost of collectives."""
+        dispatcher = DTensor._op_dispatcher
+        before = dispatcher._custom_op_handlers
+        own = {op: handler for op, handler in before.items() if handler not in (_in_full, _part_of, _reshaped)}
+        dispatcher._custom_op_handlers = cls.torchs | {op: own[op] for op in own if own[op] is not _in_a_hook}
+        try:
+            yield
+        finally:
+            dispatcher._custom_op_handlers = before
+
+    @classmethod
+    def begins(cls, action: str) -> None:
+        """Plain tensors that meet DTensors in the user's hooks are taken for what they are there: full. ``action`` is
+        Lightning's name for what begins.
+        """
+        if _is_hook(action):
+            cls._hooks += 1
+            cls._choose()
+
+    @classmethod
+    def ends(cls, action: str) -> None:
+        if _is_hook(action):
+            cls._hooks -= 1
+            cls._choose()
+
+
+@cache
+def _is_hook(action: str) -> bool:
+    return _HOOK.match(action) is not None
+
+
+def _handlers() -> dict[Any, Any]:
+    """What each operator does in place of torch's, with its arguments."""
     own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
-    own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye}
-    own |= dict.fromkeys(_IN_FULL, _in_full) | dict.fromkeys((*_OF_DIM, _aten.diagonal.default), _part_of)
-    own |= dict.fromkeys((*_IN_PLACE, *_POINTWISE), _with_plain) | {_aten.view.default: _reshaped}
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    own = {op: handler for op, handler in own.items() if handlers.get(op) is not handler}  # Another fit's are there.
-    # torch's own for argmin and argmax fails on the ranks whose shards are empty.
-    replaced = {op: handlers[op] for op in own if op in handlers}
-    handlers.update(own)
-
-    def undo() -> None:
-        for op in own:
-            handlers.pop(op, None)
-        handlers.update(replaced)
-
-    return undo
+    own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye, _aten.view.default: _reshaped}
+    own |= {_aten.as_strided.default: _reshaped}
+    return own | dict.fromkeys(_IN_FULL, _in_full) | dict.fromkeys((*_OF_DIM, _aten.diagonal.default), _part_of)
 
 
-@contextmanager
-def parts_as_torch_does() -> Generator[None, None, None]:
-    """Leave out what `answer_in_full` does for parts of tensors, at the cost of collectives."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    own = {op: handler for op, handler in handlers.items() if handler in (_in_full, _part_of, _reshaped, _with_plain)}
-    for op in own:
-        del handlers[op]
-    try:
-        yield
-    finally:
-        handlers.update(own)
+def _all_operators() -> list[Any]:
+    names = (name.removeprefix("aten::").partition(".") for name in torch._C._dispatch_get_all_op_names())
+    return [
+        getattr(getattr(_aten, name), overload or "default")
+        for name, _, overload in names
+        if "::" not in name and hasattr(_aten, name)
+    ]
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, *rest = args
-    _keep(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
+    keep(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
     return tensor
 
 
@@ -136,35 +182,85 @@ def _of_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
-    full, full_kwargs = tree_map_only(DTensor, full_of, (args, kwargs))
-    # An index is where the shards are: on the host, if they are offloaded.
-    others = tree_map_only(Tensor, lambda each: each.to(tensor.device_mesh.device_type), (full[1:], full_kwargs))
-    full = (full[0], *others[0])
-    out = op(*full, **others[1])
-    if not op._schema.is_mutable:
-        return tree_map_only(Tensor, lambda value: _placed(value, tensor), out)
-    own = args[0].to_local() if isinstance(args[0], DTensor) else None
-    if own is not None and (_sharded_dims(args[0]) or own.device != full[0].device):
-        _keep(full[0], args[0])
-    return args[0]
+    tensor = _dtensors((args, kwargs))[0]
+    return _on_full_tensors(op, args, kwargs, lambda value: _placed(value, tensor))
 
 
-def _with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = [each for each in args if isinstance(each, Tensor) and each.ndim]
-    like = next((each for each in given if isinstance(each, DTensor)), None)
-    if PlainTensorsInHooks.depth and like is not None and not all(isinstance(each, DTensor) for each in given):
-        if op._schema.is_mutable and not isinstance(args[0], DTensor):
-            return op(*tree_map_only(DTensor, lambda each: full_of(each).to(args[0].device), args), **kwargs)
-        if torch.broadcast_shapes(*(each.shape for each in given)) == like.shape:
-            shape, chosen = like.shape, like
-            args = tuple(
-                _placed(each.expand(shape), chosen)
-                if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.ndim
-                else each
-                for each in args
-            )
-    return _own(op, args, kwargs)
+def _on_full_tensors(op: Any, args: Any, kwargs: Any, result: Callable[[Tensor], Tensor]) -> Any:
+    """``result`` of what it gives for full tensors, and what it writes to is written. All ranks call it."""
+    device = _dtensors((args, kwargs))[0].device_mesh.device_type
+    made: dict[int, Tensor] = {}
+    given: dict[int, Tensor] = {}
+
+    def full(each: Tensor) -> Tensor:
+        if id(each) not in made:
+            # A plain tensor is where the shards are: on the host, if they are offloaded.
+            made[id(each)] = full_of(each) if isinstance(each, DTensor) else each.to(device)
+            given[id(made[id(each)])] = each
+        return made[id(each)]
+
+    full_args, full_kwargs = tree_map_only(Tensor, full, (args, kwargs))
+    out = op(*full_args, **full_kwargs)
+    for each in written(op, args, kwargs):
+        if isinstance(each, DTensor):
+            own = each.to_local()
+            if _sharded_dims(each) or own.device != made[id(each)].device:
+                keep(made[id(each)], each)
+        elif made[id(each)] is not each:
+            each.copy_(made[id(each)])
+    return tree_map_only(Tensor, lambda value: given[id(value)] if id(value) in given else result(value), out)
+
+
+def _dtensors(given: Any) -> list[DTensor]:
+    return [each for each in tree_leaves(given) if isinstance(each, DTensor)]
+
+
+def _in_a_hook(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch has no strategy for, or refuses for plain tensors beside DTensors, on full tensors."""
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim]
+    sharded = _dtensors(given)
+    if not sharded or len(sharded) == len(given):
+        return _own_or_in_full(op, args, kwargs)
+    if op.name().startswith("aten::_foreach_"):
+        return _one_by_one(op, args, kwargs)
+    pointwise = torch.Tag.pointwise in op.tags or op in _POINTWISE_TOO
+    fitting = _as_placed(op, args, kwargs) if pointwise else None
+    if fitting is not None:
+        return _own_or_in_full(op, *fitting)
+    # Each rank's own, as activations are.
+    device = sharded[0].to_local().device
+    return _on_full_tensors(op, args, kwargs, lambda value: value.to(device))
+
+
+def _as_placed(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments with plain tensors sharded as a DTensor is that has the result's shape, if one has."""
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    try:
+        shape = torch.broadcast_shapes(*(each.shape for each in given))
+    except RuntimeError:
+        return None
+    like = next((each for each in _dtensors(given) if each.shape == shape), None)
+    if like is None or not all(isinstance(each, DTensor) for each in written(op, args, kwargs)):
+        return None
+
+    def placed(each: Tensor) -> Tensor:
+        return each if isinstance(each, DTensor) or not each.ndim else _placed(each.expand(shape), like)
+
+    return tree_map_only(Tensor, placed, (args, kwargs))
+
+
+def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator of lists, of each of their tensors alone."""
+    outs = []
+    for i in range(len(args[0])):
+        row = tuple(each[i : i + 1] if isinstance(each, list | tuple) else each for each in args)
+        sharded = _dtensors(row)
+        fitting = _as_placed(op, row, kwargs)
+        if fitting is not None:
+            outs.append(_own_or_in_full(op, *fitting))
+        else:
+            outs.append(_on_full_tensors(op, row, kwargs, lambda value: value) if sharded else op(*row, **kwargs))
+    return None if op._schema.is_mutable else [each for out in outs for each in out]
 
 
 def _part_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,120 +288,50 @@ def _reshaped(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _own(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch does without a handler."""
+    """What torch does."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(op)
+    if op in InFull.torchs:
+        handlers[op] = InFull.torchs[op]
     try:
         return op(*args, **kwargs)
     finally:
         handlers[op] = handler
 
 
+def _own_or_in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return _own(op, args, kwargs)
+    except NotImplementedError:  # It has no strategy; the same on all ranks.
+        return _in_full(op, args, kwargs)
+
+
 def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
-    source = _Source(tensor)
+    source = Source(tensor)
     return tree_map_only(
-        Tensor, lambda part: _on_every_rank(_Part(part, source), tensor), op(source.full, *rest, **kwargs)
+        Tensor, lambda part: _on_every_rank(Part(part, source), tensor), op(source.full, *rest, **kwargs)
     )
 
 
-class PlainTensorsInHooks:
-    """Takes plain tensors that meet DTensors in the user's hooks for what they are there: full, equal on all ranks."""
+def _of_this_rank(method: str) -> Callable[..., Any]:
+    """A method of tensors for DTensors that are on every rank in full. A rank may call it alone, as loggers do, and
+    would wait for the others' shards.
+    """
 
-    depth = 0  # of hooks in hooks, in this process
+    def read(self: DTensor, **kwargs: Any) -> Any:
+        if not all(isinstance(placement, Replicate) for placement in self.placements):
+            raise TypeError(
+                f"{method}() of a sharded tensor of shape {tuple(self.shape)}: this rank has a shard of it alone. Call "
+                f"tensor.full_tensor().{method}(); full_tensor() is called on all ranks."
+            )
+        return getattr(self.to_local(), method)(**kwargs)
 
-    @classmethod
-    def begins(cls, action: str) -> None:
-        """``action`` is Lightning's name for it."""
-        cls.depth += _is_hook(action)
-
-    @classmethod
-    def ends(cls, action: str) -> None:
-        cls.depth -= _is_hook(action)
-
-
-@cache
-def _is_hook(action: str) -> bool:
-    return _HOOK.match(action) is not None
-
-
-class _Source:
-    """A sharded tensor, and all of it on this rank for the parts that were taken of it. All ranks call its methods."""
-
-    def __init__(self, tensor: DTensor) -> None:
-        self._tensor, self._seen = tensor, version(tensor)
-        with torch.no_grad():
-            self.full = full_of(tensor).to(tensor.to_local().device, copy=True)
-
-    def refresh(self) -> None:
-        """Follow what was written to the tensor since."""
-        if self._seen != version(self._tensor):
-            self.full.copy_(full_of(self._tensor))
-            self._seen = version(self._tensor)
-
-    def write(self, part: Tensor) -> None:
-        """Write ``part``, which is one of ``full``, to the tensor too."""
-        if self._seen != version(self._tensor):  # The same operator wrote to a part that was taken apart from this one.
-            mine = part.clone()
-            self.refresh()
-            part.copy_(mine)
-        _keep(self.full, self._tensor)
-        self._seen = version(self._tensor)
-
-
-class _Part(Tensor):
-    """A view of a `_Source`'s full tensor; in-place operators change the sharded tensor too."""
-
-    part: Tensor
-    source: _Source
-
-    @staticmethod
-    def __new__(cls, part: Tensor, source: _Source) -> "_Part":
-        made: _Part = Tensor._make_wrapper_subclass(
-            *(cls, part.shape, part.stride(), part.storage_offset()), dtype=part.dtype, device=part.device
-        )
-        made.part, made.source = part, source
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        given = (args, kwargs or {})
-        sources = {id(each.source): each.source for each in tree_leaves(given) if isinstance(each, _Part)}
-        for source in sources.values():
-            source.refresh()
-        own, own_kwargs = tree_map_only(_Part, lambda each: each.part, given)
-        out = func(*own, **own_kwargs)
-        if not func._schema.is_mutable:
-            (source, *_) = sources.values()
-            return tree_map_only(Tensor, lambda part: _Part(part, source), out) if func.is_view else out
-        changed = [i for i, of in enumerate(func._schema.arguments) if of.alias_info and of.alias_info.is_write]
-        names = [of.name for of in func._schema.arguments]
-        for each in tree_leaves([args[i] if i < len(args) else given[1].get(names[i]) for i in changed]):
-            if isinstance(each, _Part):
-                each.source.write(each.part)
-        return args[0] if isinstance(out, Tensor) and isinstance(args[0], _Part) else out
-
-    def numpy(self, **kwargs: Any) -> Any:
-        return self.part.numpy(**kwargs)
-
-    def tolist(self) -> Any:
-        return self.part.tolist()
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.part)
+    return read
 
 
 def _sharded_dims(tensor: DTensor) -> set[int]:
     return {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
-
-
-@torch.no_grad()
-def _keep(full: Tensor, tensor: DTensor) -> None:
-    """Write this rank's part of ``full`` to it, and count that."""
-    scatter_full(full, tensor)
-    increment_version(tensor)
 
 
 def _placed(full: Tensor, tensor: DTensor) -> DTensor:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters, forward, refusals
-from lightning_shard.engines._dtensors import PlainTensorsInHooks, answer_in_full
+from lightning_shard.engines._dtensors import InFull
 from lightning_shard.engines._fsdp2 import hook_gathered, hooks_of, put_hooks
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.own_parameters import StepsOwnParameters
@@ -48,7 +48,7 @@ class FSDP2Engine(StepsOwnParameters):
         super().__init__(options, forward, at_boundary=at_boundary)
         self._units: UnitOptions = units or options
         self._usage: UnitUsage | None = None
-        self.hooks = PlainTensorsInHooks.begins, PlainTensorsInHooks.ends
+        self.hooks = InFull.begins, InFull.ends
 
     @abstractmethod
     def _applier(self, run: Run) -> ApplyUnit:
@@ -77,7 +77,7 @@ class FSDP2Engine(StepsOwnParameters):
         # It stays sharded, so that it can be evaluated or fitted again.
         self._closing.callback(forward.reshard, module)
         self._closing.callback(assign_in_place())
-        self._closing.callback(answer_in_full())
+        self._closing.callback(InFull.answer())
         if earlier is not None:
             if earlier[0] != made_for:
                 raise ConfigurationError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines._dtensors import parts_as_torch_does
+from lightning_shard.engines._dtensors import InFull
 from lightning_shard.engines.resident import tensors_in
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.resume.rng import rng_state, same, set_rng_state, undrawn
@@ -313,7 +313,7 @@ def _takes_shards(step: Callable[..., Any], group: Mapping[str, Any], dtype: tor
     local = torch.ones((2,) * like.ndim, dtype=dtype, device=like.to_local().device)
     part = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
     try:
-        with parts_as_torch_does():
+        with InFull.parts_as_torch_does():
             step([part], [[part], [-part]])
     except Exception:
         return False

@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional
 
-from lightning_shard.engines._dtensors import PlainTensorsInHooks, answer_in_full
+from lightning_shard.engines._dtensors import InFull
 from lightning_shard.tensors.full import full_of
 from tests import stand_in
 from tests.harness import run_distributed
 
 ROWS, COLUMNS = 11, 8  # Rows that ranks do not divide.
+PLAIN = torch.linspace(-1, 1, ROWS * COLUMNS).view(ROWS, COLUMNS)
 INDEX, MASK = torch.tensor([0, ROWS - 2]), torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) % 3 > 0
 HOOK = "[LightningModule]Net.on_before_optimizer_step"
 
@@ -82,6 +84,27 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "quantile": lambda p: p.clamp_(max=float(p.quantile(0.5))),
     "kth": lambda p: p.mul_(float(p.flatten().kthvalue(5)[0])),
     "close": lambda p: p.mul_(2.0 if torch.allclose(p, p) else 0.0),
+    "diagonal filled": lambda p: p.fill_diagonal_(1.0),
+    "foreach with plain": lambda p: torch._foreach_add_([p], [PLAIN]),
+    "foreach copy": lambda p: torch._foreach_copy_([p], [PLAIN]),
+    "foreach addcmul": lambda p: torch._foreach_addcmul_([p], [PLAIN], [PLAIN], 0.1),
+    "outer product": lambda p: p.addr_(PLAIN[:, 0], PLAIN[0]),
+    "matrix product": lambda p: p.addmm_(PLAIN @ PLAIN.T, PLAIN),
+    "power": lambda p: p.abs_().pow_(PLAIN.abs()),
+    "put": lambda p: p.put_(INDEX, torch.ones(2)),
+    "masked scatter": lambda p: p.masked_scatter_(MASK, PLAIN),
+    "index reduce": lambda p: p.index_reduce_(0, INDEX, torch.ones(2, COLUMNS), "mean"),
+    "scatter reduce": lambda p: p.scatter_reduce_(0, torch.zeros(1, COLUMNS, dtype=torch.long), PLAIN[:1], "amax"),
+    "product": lambda p: p.mul_((p @ PLAIN.T).sum()),
+    "einsum": lambda p: p.mul_(torch.einsum("ij,kj->ik", p, PLAIN).mean()),
+    "layer": lambda p: p.mul_(functional.linear(PLAIN[:3], p).max()),
+    "embedding": lambda p: p.add_(functional.embedding(INDEX, p).sum(0)),
+    "distance": lambda p: p.mul_(functional.mse_loss(p, PLAIN)),
+    "joined": lambda p: p.mul_(torch.cat([p, PLAIN]).std()),
+    "square by square": lambda p: p[:COLUMNS].copy_(p[:COLUMNS] @ torch.ones(COLUMNS, COLUMNS)),
+    "histogram": lambda p: p.mul_(torch.histogram(p.float().cpu(), 5).hist[2]),
+    "unfolded": lambda p: p.mul_(p.unfold(0, 3, 1).sum()),
+    "copied from": lambda p: p.add_(torch.zeros(ROWS, COLUMNS).copy_(p)),
 }
 
 
@@ -97,8 +120,8 @@ def _cut(full: Tensor, mesh: DeviceMesh) -> DTensor:
 @torch.no_grad()
 def _different(*, as_full: bool) -> list[str]:
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    plain = PlainTensorsInHooks
-    undo = answer_in_full() if as_full else nullcontext
+    plain = InFull
+    undo = InFull.answer() if as_full else nullcontext
     plain.begins(HOOK)
     found = []
     for name, write in WRITES.items():
@@ -128,30 +151,38 @@ def test_torch_alone_loses_them() -> None:
 
 
 def _meets_plain(action: str) -> list[str]:
-    sharded = _cut(torch.ones(4, 4), init_device_mesh(DEVICE, (1,)))
+    sharded = _cut(torch.ones(4, 4), init_device_mesh(DEVICE, (dist.get_world_size(),)))
+    own = torch.full((4, 4), 1.0 + dist.get_rank())  # A rank's own, as activations are, of the parameter's shape.
     found = []
-    undo = answer_in_full()
-    PlainTensorsInHooks.begins(action)
+    undo = InFull.answer()
+    InFull.begins(action)
     for act in (
-        lambda: sharded.mul_(torch.ones(4)),
-        lambda: sharded * torch.ones(4, 4),
-        lambda: torch.ones(4, 4).copy_(sharded),
-        lambda: sharded * torch.ones(2, 4, 4),  # As a rank's own activations are.
-        lambda: torch.nn.functional.linear(torch.ones(2, 4), sharded),
+        lambda: sharded.mul_(torch.ones(4)).to_local().sum(),
+        lambda: (sharded * torch.ones(4, 4)).full_tensor().sum(),
+        lambda: torch.ones(4, 4).copy_(sharded).sum(),
+        lambda: functional.linear(own, sharded).sum(),
+        lambda: (own[None].repeat(2, 1, 1) * sharded).sum(),
+        lambda: torch.tensor(sharded.sum().numpy()),
+        lambda: torch.tensor(sharded.detach().cpu().numpy()),
     ):
         try:
-            act()
-            found.append("taken")
-        except RuntimeError as error:
+            found.append(str(float(act())))
+        except (RuntimeError, TypeError) as error:
             found.append(str(error))
-    PlainTensorsInHooks.ends(action)
+    InFull.ends(action)
     undo()
     return found
 
 
-def test_plain_tensors_are_taken_in_hooks_alone_and_never_for_activations() -> None:
+def test_plain_tensors_are_taken_in_hooks_alone_and_what_a_rank_makes_of_its_own_stays_its_own() -> None:
     for action in ("[Strategy]ShardFSDPStrategy.training_step", HOOK, "optimizer_step"):
-        (found,) = run_distributed(_meets_plain, 1, action)
-        refused = found[3:] if action == HOOK else found
-        assert found[: -len(refused)] == ["taken"] * 3 if action == HOOK else not found[: -len(refused)]
-        assert all("mixed torch.Tensor and DTensor" in said for said in refused)
+        for rank, found in enumerate(run_distributed(_meets_plain, 2, action)):
+            *taken, total, values = found
+            if action == HOOK:
+                own = 64.0 * (1 + rank)
+                assert taken == ["8.0", "16.0", "16.0", str(own), str(own / 2)]
+            else:
+                assert all("mixed torch.Tensor and DTensor" in said for said in taken)
+            assert "shape ():" in total
+            assert "shape (4, 4)" in values
+            assert "on all ranks" in values

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines._dtensors import answer_in_full
+from lightning_shard.engines._dtensors import InFull
 from lightning_shard.engines.optimizer_probe import Needs, probe, rests_at_zero
 from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.errors import ConfigurationError
@@ -271,7 +271,7 @@ def test_a_step_that_asks_for_a_closure_is_refused_where_there_is_none() -> None
 
 
 def _probed_on_shards() -> list[bool]:
-    undo = answer_in_full()  # as in a fit
+    undo = InFull.answer()  # as in a fit
     try:
         return _probed_apart()
     finally:

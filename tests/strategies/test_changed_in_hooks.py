@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard import full_tensor
-from lightning_shard.engines._dtensors import answer_in_full
+from lightning_shard.engines._dtensors import InFull
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 from tests.strategies.indexed import Indexed, data, refusal
@@ -197,7 +197,7 @@ def test_shards_are_drawn_and_asked_as_full_tensors(names: list[str], precision:
 
 def test_nothing_is_left_of_how_they_are_asked() -> None:
     before = dict(DTensor._op_dispatcher._custom_op_handlers)
-    undo, again = answer_in_full(), answer_in_full()
+    undo, again = InFull.answer(), InFull.answer()
     assert DTensor._op_dispatcher._custom_op_handlers != before
     again()
     undo()

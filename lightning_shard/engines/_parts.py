@@ -1,0 +1,97 @@
+"""Parts of a sharded tensor that are views of the full one, and write through."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_shard.private_names import require
+from lightning_shard.tensors.full import full_of, scatter_full
+from lightning_shard.tensors.versions import version
+
+require(torch, "_C", tested="torch 2.11 to 2.13")
+require(torch._C, "_disabled_torch_function_impl", tested="torch 2.11 to 2.13")
+require(Tensor, "_make_wrapper_subclass", tested="torch 2.11 to 2.13")
+
+
+@torch.no_grad()
+def keep(full: Tensor, tensor: DTensor) -> None:
+    """Write this rank's part of ``full`` to it, and count that."""
+    scatter_full(full, tensor)
+    increment_version(tensor)
+
+
+def written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among the arguments that ``op`` writes to."""
+    of = [(i, each.name) for i, each in enumerate(op._schema.arguments) if each.alias_info and each.alias_info.is_write]
+    given = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in of])
+    return [each for each in given if isinstance(each, Tensor)]
+
+
+class Source:
+    """A sharded tensor, and all of it on this rank for the parts that were taken of it. All ranks call its methods."""
+
+    def __init__(self, tensor: DTensor) -> None:
+        self._tensor, self._seen = tensor, version(tensor)
+        with torch.no_grad():
+            self.full = full_of(tensor).to(tensor.to_local().device, copy=True)
+
+    def refresh(self) -> None:
+        """Follow what was written to the tensor since."""
+        if self._seen != version(self._tensor):
+            self.full.copy_(full_of(self._tensor))
+            self._seen = version(self._tensor)
+
+    def write(self, part: Tensor) -> None:
+        """Write ``part``, which is one of ``full``, to the tensor too."""
+        if self._seen != version(self._tensor):  # The same operator wrote to a part that was taken apart from this one.
+            mine = part.clone()
+            self.refresh()
+            part.copy_(mine)
+        keep(self.full, self._tensor)
+        self._seen = version(self._tensor)
+
+
+class Part(Tensor):
+    """A view of a `Source`'s full tensor; in-place operators change the sharded tensor too."""
+
+    part: Tensor
+    source: Source
+
+    @staticmethod
+    def __new__(cls, part: Tensor, source: Source) -> "Part":
+        made: Part = Tensor._make_wrapper_subclass(
+            *(cls, part.shape, part.stride(), part.storage_offset()), dtype=part.dtype, device=part.device
+        )
+        made.part, made.source = part, source
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        given = (args, kwargs or {})
+        sources = {id(each.source): each.source for each in tree_leaves(given) if isinstance(each, Part)}
+        for source in sources.values():
+            source.refresh()
+        own, own_kwargs = tree_map_only(Part, lambda each: each.part, given)
+        out = func(*own, **own_kwargs)
+        if not func._schema.is_mutable:
+            (source, *_) = sources.values()
+            return tree_map_only(Tensor, lambda part: Part(part, source), out) if func.is_view else out
+        for each in written(func, args, kwargs or {}):
+            if isinstance(each, Part):
+                each.source.write(each.part)
+        return args[0] if isinstance(out, Tensor) and isinstance(args[0], Part) else out
+
+    def numpy(self, **kwargs: Any) -> Any:
+        return self.part.numpy(**kwargs)
+
+    def tolist(self) -> Any:
+        return self.part.tolist()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.part)
