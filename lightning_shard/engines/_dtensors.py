@@ -152,7 +152,7 @@ def _handlers() -> dict[Any, Any]:
     """What each operator does in place of torch's, with its arguments."""
     own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
     own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye, _aten.view.default: _reshaped}
-    own |= {_aten.as_strided.default: _reshaped}
+    own |= {_aten.as_strided.default: _strided}
     return own | dict.fromkeys(_IN_FULL, _in_full) | dict.fromkeys((*_OF_DIM, _aten.diagonal.default), _part_of)
 
 
@@ -285,6 +285,17 @@ def _reshaped(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _sharded_dims(args[0]):
             raise
         return _of_full(op, args, kwargs)
+
+
+def _strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return _own(op, args, kwargs)
+    except RuntimeError:  # The same on all ranks.
+        tensor, size, stride = args[:3]
+        offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+        # Of the shard's storage, which may be part of a unit's.
+        begin = 0 if offset is None else offset - tensor.storage_offset()
+        return _of_full(op, (tensor, size, stride, begin), {})
 
 
 def _own(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -112,9 +112,10 @@ DEVICE = stand_in.NAME if stand_in.chosen() else "cpu"
 
 
 def _cut(full: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Shards on the host, as FSDP keeps those that are offloaded from the mesh's device."""
+    """Shards on the host, as FSDP keeps those that are offloaded from the mesh's device, within a unit's storage."""
     on_device = distribute_tensor(full.to(mesh.device_type), mesh, [Shard(0)])
-    return DTensor(on_device.to_local().cpu(), on_device._spec, requires_grad=False)
+    own = on_device.to_local().cpu()
+    return DTensor(torch.cat([torch.zeros(7), own.flatten()])[7:].view(own.shape), on_device._spec, requires_grad=False)
 
 
 @torch.no_grad()
