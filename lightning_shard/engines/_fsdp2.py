@@ -92,9 +92,21 @@ def leave_inputs_alone(module: FSDPModule) -> None:
     if group is None:
         return
     marks: list[Tensor | None] = []
+    calls = 0  # Whose backward passes are to come.
+
+    def ended() -> None:
+        nonlocal calls
+        calls = 0
+        # Else the root does so when its own is over (``_root_post_backward_final_callback``).
+        if not vars(module).get(_STAYS):
+            group.post_backward()
 
     def begin(args: Any, kwargs: Any) -> Any:
-        marks[:] = [mark(group.post_backward, group.device)]
+        nonlocal calls
+        marks[:] = [mark(ended, group.device)]
+        calls += marks[0] is not None
+        if calls > 1 and _STAYS in vars(module):
+            stay(module)
         return args, kwargs
 
     see_outputs = state._register_pre_backward_hook
@@ -105,6 +117,24 @@ def leave_inputs_alone(module: FSDPModule) -> None:
         return output if marked is None else replaced(output, lambda tensor: join(tensor, marked))
 
     group._register_post_backward_hook, state._register_pre_backward_hook = begin, end
+
+
+_STAYS = "_shard_stays"
+
+
+def may_stay(module: FSDPModule) -> None:
+    """Let the unit of ``module``, an embedding or a head, `stay` where a step calls it several times."""
+    vars(module).setdefault(_STAYS, False)
+
+
+def stay(module: FSDPModule) -> None:
+    """Keep the unit of ``module``, of which a step uses parameters in several places, as the root's: gathered from then
+    on, and reduced when all of the backward pass is over, which may reach it through any of them.
+    """
+    vars(module)[_STAYS] = True
+    # As `set_reshard_after_forward`, which fails on replicas, that stay in any case.
+    _group_of(module).post_forward_mesh_info = None
+    gather(module)
 
 
 def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:

@@ -123,8 +123,10 @@ class Engine(Protocol):
         return base
 
     def units(self, module: nn.Module) -> list[Unit]:
-        """The shard units of a module with full parameters; they are also what is checkpointed and compiled."""
-        return find_units(module, "auto")
+        """The shard units of a module with full parameters; but for those apart they are also what is checkpointed and
+        compiled.
+        """
+        return [unit for unit in find_units(module, "auto") if not unit.apart]
 
     def ignored_modules(self) -> Sequence[str]:
         """Class names of modules that are not sharded."""

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines import _fsdp2
-from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, units_of
+from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, may_stay, stay, units_of
 from lightning_shard.private_names import require
 
 require(nn.Module, "_parameters", tested="torch 2.11 to 2.13")
@@ -70,12 +70,13 @@ def gather_each(root: nn.Module) -> None:
 
 class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
     """The parameters of a module whose unit is the root, gathered when one is read inside a step: a backward pass
-    inside (manual optimization, a gradient penalty) ends with them sharded, while the step may go on to use them.
+    inside (manual optimization, a gradient penalty) ends with them sharded, while the step may go on to use them. And
+    those of an embedding or a head in a ``unit`` of its own, which a step may use outside of its forward.
     """
 
-    def __init__(self, module: nn.Module, root: FSDPModule) -> None:
+    def __init__(self, module: nn.Module, root: FSDPModule, unit: FSDPModule | None = None) -> None:
         super().__init__(module._parameters)
-        self._root = root
+        self._root, self._unit = root, unit
         self._trained = {name: p for name, p in self.items() if p is not None and isinstance(p, DTensor)}
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
@@ -87,9 +88,12 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
         value = super().__getitem__(name)
         if value is None or name not in self._trained or vars(self._root).get(_INSIDE, 0) == 0:
             return value
-        if isinstance(value, DTensor):
+        if self._unit is not None and not vars(self._unit)[_DEPTH]:
+            stay(self._unit)
+        elif isinstance(value, DTensor):
             gather(self._root)
-            return super().__getitem__(name)
+        value = super().__getitem__(name)
+        assert value is not None
         # `toggle_optimizer` sees the sharded parameter alone, and the gathered one was made before. torch.func's
         # transforms refuse even a call that changes nothing.
         if value.requires_grad != (trained := self._trained[name].requires_grad):
@@ -97,9 +101,13 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
         return value
 
 
-def gather_on_read(root: nn.Module) -> None:
-    """Let a step use parameters of the root's own unit at any time."""
+def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
+    """Let a step use parameters of the root's own unit, and of the units ``apart``, at any time."""
     assert isinstance(root, FSDPModule)
+    for unit in apart:
+        assert isinstance(unit, FSDPModule)
+        unit._parameters = _GatheredOnRead(unit, root, unit)
+        may_stay(unit)
 
     def visit(module: nn.Module) -> None:
         if isinstance(module, FSDPModule) and module is not root:

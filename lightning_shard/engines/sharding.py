@@ -88,7 +88,7 @@ def shard_tree(
     make((root,), None, policy.compute)
     # Read after it, because it replaces parameters.
     upcast = casting.cast_trainable_parameters(root, policy.master)
-    forward.gather_on_read(root)
+    forward.gather_on_read(root, (module for unit in found if unit.apart for module in unit.modules))
     made = units_of(root)
     for module in made:
         vars(module)["__deepcopy__"] = partial(refusals.refuse_copy, strategy)

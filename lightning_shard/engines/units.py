@@ -2,13 +2,14 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_shard.arguments import checked_fields
@@ -85,6 +86,7 @@ class Unit:
     names: tuple[str, ...]  # FQNs of the modules in the root.
     modules: tuple[nn.Module, ...]
     rule: UnitRule = field(default_factory=lambda: UnitRule(modules="auto"))  # What named them, for its settings.
+    apart: bool = False  # An embedding or a head beside blocks, which is neither recomputed nor compiled.
 
 
 def computes(units: Iterable[Unit], default: torch.dtype) -> dict[nn.Module, torch.dtype]:
@@ -103,20 +105,25 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
     root's.
 
     ``spec``: "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
-    ``Sequential``; a number: the smallest modules with at least that many parameters which no inner unit has taken; a
-    list: classes and rules, of which the first that names a module counts. ``with_children``: each child of ``root``
-    too. WrappingError: a name that matches nothing or is no class to shard, or settings that a unit can't have because
-    it shares parameters with what has others.
+    ``Sequential``, and what is `_apart` of them; a number: the smallest modules with at least that many parameters
+    which no inner unit has taken; a list: classes and rules, of which the first that names a module counts.
+    ``with_children``: each child of ``root`` too. WrappingError: a name that matches nothing or is no class to shard,
+    or settings that a unit can't have because it shares parameters with what has others.
     """
     chosen: dict[nn.Module, UnitRule] = {}
     for rule in unit_rules(spec):
         for module in _named_by(rule, root, {id(p) for m in chosen for p in m.parameters()}):
             chosen.setdefault(module, rule)
+    apart = _apart(root, chosen) if spec == "auto" else {}
+    chosen |= apart
     if with_children:
         chosen = {**dict.fromkeys(_nearest_with_forward(root), UnitRule(modules="auto")), **chosen}
     below = {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)}
     settled = [(names, tuple(below[fqn] for fqn in names)) for names in _settle_shared(root, below)]
-    found = [Unit(names=tuple(names), modules=modules, rule=chosen[modules[0]]) for names, modules in settled]
+    found = [
+        Unit(names=tuple(names), modules=modules, rule=chosen[modules[0]], apart=modules[0] in apart)
+        for names, modules in settled
+    ]
     kept = {m: unit.rule for unit in found for m in unit.modules}
     for fqn, module in below.items():
         own = chosen[module]
@@ -150,6 +157,26 @@ def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.M
             "Name the class of the modules inside it, or of the one that it is in."
         )
     return [m for m in below if class_name(m) in named]
+
+
+def _apart(root: nn.Module, blocks: Collection[nn.Module]) -> dict[nn.Module, UnitRule]:
+    """Embeddings and linear layers beside ``blocks`` that have as many parameters as the smallest of them, and share
+    none: the root is gathered from forward to the end of backward. A linear layer is the head as a rule, whose backward
+    comes next, and stays until then; tied ones are used first and last, and stay the root's.
+    """
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    taken = {id(p) for block in blocks for p in block.parameters()}
+    homes = Counter(id(p) for m in root.modules() for _, p in m.named_parameters(recurse=False, remove_duplicate=False))
+    found: dict[nn.Module, UnitRule] = {}
+    for module in _below(root).values() if sizes else ():
+        own = [p for p in module.parameters() if not is_lazy(p)]
+        if not isinstance(module, nn.Embedding | nn.Linear) or not runs_forward(module):
+            continue
+        shared = any(id(p) in taken or homes[id(p)] > 1 for p in own)
+        if not shared and sum(p.numel() for p in own) >= min(sizes):
+            stays = False if isinstance(module, nn.Linear) else None
+            found[module] = UnitRule(modules="auto", reshard_after_forward=stays)
+    return found
 
 
 def of_classes(root: nn.Module, names: Iterable[str], option: str) -> list[nn.Module]:

@@ -44,7 +44,8 @@ class ShardFSDPStrategy(ShardStrategy):
             mesh: sizes of the axes ``replicate`` and ``shard``. Default: sharded over all processes. For hybrid
                 sharding give ``replicate: auto`` and ``shard: auto``: shards inside a node, replicas across nodes.
             units: which modules are gathered together. "auto": a Hugging Face model's own ``_no_split_modules``,
-                else the repeated blocks of module lists; a list of classes or their names; or a number of parameters,
+                else the repeated blocks of module lists, and each embedding and linear layer beside them that is as
+                large as one, unless its weight is tied; a list of classes or their names; or a number of parameters,
                 for the smallest modules that have as many. An entry of the list may also be a mapping, with settings
                 of its own: ``modules`` (any of these) or ``pattern`` (a regular expression for whole names of modules),
                 ``reshard_after_forward`` and ``compute`` ("fp32", "bf16"). What is in no unit is gathered with the

@@ -7,13 +7,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from lightning_shard import MeshConfig, ShardFSDPStrategy, UnitRule
+from lightning_shard.engines.units import find_units
 from lightning_shard.errors import MeshError, PrecisionError, WrappingError
 from lightning_shard.strategies.strategy import ShardStrategy
+from tests.engines.test_units import Root, layers, names
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer
+from tests.strategies.engines import ENGINES, TWICE, differences
+from tests.strategies.zero import Manual
 
 FREED = [{"pattern": r"blocks\.0", "reshard_after_forward": False}, {"modules": 100}, "Embedding"]
 WIDE = [{"pattern": "head", "compute": "fp32"}, {"modules": ["LayerNorm"], "compute": "fp32"}, "Block"]
@@ -84,3 +91,98 @@ def _refused(units: list[Any], precision: str) -> str:
 def test_what_the_model_or_the_run_lacks_is_refused(entry: UnitRule, reason: str) -> None:
     (text,) = run_distributed(_refused, 1, [entry], "bf16-mixed")
     assert reason in text
+
+
+def test_auto_takes_embeddings_and_heads_that_are_as_large_as_a_block() -> None:
+    blocks = {"stack": nn.ModuleList(layers(2))}  # of 44 parameters
+    large, small = {"embed": nn.Embedding(11, 4), "head": nn.Linear(4, 11)}, {"one": nn.Embedding(10, 4)}
+    found = find_units(Root(**large, **blocks, **small), "auto")
+    assert [(u.names[0], u.apart, u.rule.reshard_after_forward) for u in found] == [
+        ("embed", True, None),
+        ("head", True, False),  # its backward comes next
+        ("stack.0", False, None),
+        ("stack.1", False, None),
+    ]
+    # Without blocks, tied to each other or to a block, and in lists of rules, they are the root's.
+    assert names(Root(**large), "auto") == []
+    tied = Root(embed=nn.Embedding(11, 4), head=nn.Linear(4, 11, bias=False), **blocks)
+    tied.head.weight = tied.embed.weight
+    assert names(tied, "auto") == [("stack.0",), ("stack.1",)]
+    assert names(Root(**large, **blocks), ["Layer"]) == [("stack.0",), ("stack.1",)]
+
+
+class Apart(TinyLM):
+    """Its embedding and head are as large as its blocks, and used in the ways of ``how``."""
+
+    def __init__(self, *, how: str, **kwargs: Any) -> None:
+        super().__init__(width=4, **kwargs)
+        self.how, self.freed = how, list[bool]()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.how == "never called":
+            x = functional.embedding(tokens, self.embed.weight) * self.frozen + self.shift
+        else:
+            x = self.embed(tokens) * self.frozen + self.shift
+        for block in self.blocks:
+            x = block(x)
+        # As it lies there: a look by its name would gather it.
+        self.freed.append(isinstance(dict.__getitem__(self.embed._parameters, "weight"), DTensor))
+        if self.how == "never called":
+            return functional.linear(x, self.head.weight)
+        if self.how == "called in parts":
+            return torch.cat([self.head(part) for part in x.chunk(2, 1)], 1)
+        return self.head(x) + (functional.linear(x, self.embed.weight) if self.how == "embedding is a head" else 0)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        decay = self.head.weight.square().mean() if self.how == "read before" else 0
+        loss = super().loss(batch) + decay
+        return loss + (self.head.weight.square().mean() if self.how == "read after" else 0)
+
+
+class ApartManual(Manual, Apart):
+    """Accumulates, clips and steps by hand."""
+
+
+USES = ["called", "called in parts", "read before", "read after", "embedding is a head", "never called"]
+
+
+def _apart(how: str, kind: type[Any], precision: str, trainer: dict[str, Any]) -> dict[str, tuple[list[str], Any]]:
+    reference = "ddp" if precision == "32-true" else "zero_2"
+    parameters: dict[str, dict[str, Tensor]] = {}
+    found = {}
+    for name in (reference, "full", "grad_op", "offload", "ddp"):
+        pl.seed_everything(1, verbose=False)
+        module, final = kind(how=how), Final()
+        fit = quiet_trainer(
+            strategy=ENGINES[name](aligned=True), precision=precision, max_steps=4, callbacks=[final], **trainer
+        )
+        fit.fit(module, loader())
+        parameters[name] = final.parameters
+        units = [fqn for fqn, m in module.named_modules() if isinstance(m, FSDPModule)]
+        found[name] = units, module.freed, differences(parameters[reference], final.parameters)
+    return found
+
+
+APART = [
+    (how, kind, precision, trainer)
+    for how in USES
+    for kind, trainer in ((Apart, {}), (Apart, TWICE), (ApartManual, {}))
+    for precision in ("32-true", "bf16-mixed")
+]
+IN_DEFAULT = ("read before", Apart, "bf16-mixed", TWICE)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "precision", "trainer"),
+    [pytest.param(*case, marks=() if case == IN_DEFAULT else pytest.mark.matrix) for case in APART],
+)
+def test_embeddings_and_heads_of_their_own_are_used_anywhere(
+    how: str, kind: type[Any], precision: str, trainer: dict[str, Any]
+) -> None:
+    for found in run_distributed(_apart, 2, how, kind, precision, trainer, timeout=300):
+        assert [each[2] for each in found.values()] == [{}] * len(found)
+        for name in ("full", "offload"):
+            units, freed, _ = found[name]
+            assert units == ["", "embed", *(f"blocks.{i}" for i in range(3)), "head"]
+            # What is read outside of its module stays, as the root does, and in manual optimization what is below that.
+            assert freed[-1] == (kind is Apart and how not in ("embedding is a head", "never called"))

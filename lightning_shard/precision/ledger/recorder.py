@@ -120,8 +120,7 @@ class Recorder:
     def _see(self, module: nn.Module, args: Any) -> None:
         self._see_inside(module)
         # For those that are read by a module around them, or compiled into one. Engines gather others later.
-        for place in self._places_below(module):
-            tensor = getattr(*place)
+        for place, tensor in self._seen_below(module):
             if not isinstance(tensor, DTensor):
                 self._forward.setdefault(place, tensor.dtype)
                 self._watch(place, tensor)
@@ -130,18 +129,18 @@ class Recorder:
 
     def _see_read(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note how a module saw parameters of modules below it that it has read itself, and ZeRO-3 gathered for it."""
-        for place in self._places_below(module):
-            if place not in self._forward and hasattr(getattr(*place), _STATUS):
-                self._forward[place] = getattr(*place).dtype
-                self._watch(place, getattr(*place))
+        for place, tensor in self._seen_below(module):
+            if place not in self._forward and hasattr(tensor, _STATUS):
+                self._forward[place] = tensor.dtype
+                self._watch(place, tensor)
 
-    def _places_below(self, module: nn.Module) -> list[Place]:
-        """The places of parameters that can be read without a change to how the engine goes on."""
+    def _seen_below(self, module: nn.Module) -> list[tuple[Place, Tensor]]:
+        """The places of parameters that can be read without a change to how the engine goes on, and what is there."""
         return [
-            (below, attribute)
+            ((below, attribute), vars(below).get(attribute, parameter))
             for below in module.modules()
-            # Not by getattr: a sharded parameter that is read in a forward is what ZeRO-3 from then on gathers for the
-            # module around, and keeps, in every step.
+            # Not by getattr: a sharded parameter that is read in a forward is what ZeRO-3, and FSDP of an embedding or
+            # a head, from then on gather for the module around, and keep, in every step.
             for attribute, parameter in _own(below)
             if (below, attribute) in self._places
             and ((status := getattr(parameter, _STATUS, None)) is None or status.name == "AVAILABLE")
