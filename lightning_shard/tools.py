@@ -1,10 +1,10 @@
 """The commands as functions: plan a run, migrate a configuration, verify, convert and export checkpoints."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lightning_shard.arguments import read
 from lightning_shard.checkpoint.files.layout import again_if_replaced
@@ -24,6 +24,7 @@ __all__ = ["Converted", "Migrated", "Plan", "convert", "export", "migrate", "pla
 
 StrPath = str | os.PathLike[str]
 DType = Literal["fp32", "bf16", "fp16"]
+T = TypeVar("T")
 
 
 def plan(
@@ -100,7 +101,7 @@ def convert(
         (write_full if written == FULL else write_portable)(target, stored)
         return Converted(source_form=stored.form, path=where, form=written)
 
-    return again_if_replaced(write)
+    return _written(target, write)
 
 
 def export(
@@ -134,4 +135,11 @@ def export(
         stored = stored.averaged() if ema else stored
         return export_contents(stored, folder, dtype=kind, module=module, max_shard_bytes=size)
 
-    return again_if_replaced(write)
+    return _written(folder, write)
+
+
+def _written(target: StrPath, write: Callable[[], T]) -> T:
+    try:
+        return again_if_replaced(write)
+    except OSError as error:
+        raise CheckpointError(f"while writing {os.fspath(target)}: {error}") from error

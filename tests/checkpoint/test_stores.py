@@ -256,6 +256,7 @@ def test_what_there_is_not_in_a_store_is_refused(store: Any, tmp_path: Path) -> 
         (lambda: open_checkpoint("memory://run/none.ckpt")): "there is no checkpoint at",
         (lambda: place("drive://a/b.ckpt")): "names no store that fsspec reaches",
         (lambda: place("gs://a/b.ckpt", {"token": "anon"})): "pip install gcsfs",
+        (lambda: place("memory://run//b.ckpt")): "two slashes in a row",
         (lambda: place("a.ckpt", {"anon": True})): "storage_options is {'anon': True}",
     }.items():
         with pytest.raises(CheckpointError, match=said):

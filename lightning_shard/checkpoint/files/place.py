@@ -136,7 +136,13 @@ def place(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
         ) from error
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{os.fspath(path)} names no store that fsspec reaches: {error}") from error
-    return Path(key) if isinstance(fs, LocalFileSystem) else StorePath(fs, key.rstrip("/"))
+    if isinstance(fs, LocalFileSystem):
+        return Path(key)
+    if "//" in key.rstrip("/"):  # below which fsspec's listings find nothing
+        raise CheckpointError(
+            f"{os.fspath(path)} has two slashes in a row, which stores do not take for one: remove one."
+        )
+    return StorePath(fs, key.rstrip("/"))
 
 
 def refuse_url(path: StrPath, what: str) -> None:

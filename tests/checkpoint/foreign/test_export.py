@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lightning_shard import tools
 from lightning_shard.checkpoint.foreign.hugging_face import export
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any
@@ -69,6 +71,18 @@ def test_export_of_a_submodule_has_its_names(tmp_path: Path, trained: Path) -> N
     assert found.keys() == {"weight", "bias"}
     with pytest.raises(CheckpointMismatchError, match="no tensor of 'tail'; the module has body, count, embed"):
         export(open_any(trained), tmp_path / "tail", module="tail")
+
+
+def test_a_disk_that_is_full_is_told_in_a_line_and_leaves_nothing(tmp_path: Path, trained: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        for write in (tools.export, tools.convert):
+            with pytest.raises(CheckpointError, match=r"while writing .*out: .*File too large"):
+                write(trained, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == ["trained.ckpt"]
 
 
 def test_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
