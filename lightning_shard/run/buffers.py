@@ -15,6 +15,7 @@ from lightning_shard.tensors.nonpersistent import Known, changed_buffers, load_b
 
 _BUFFERS, _AVERAGES = "passing", "passing_averages"
 OWN = "buffers"
+OWN_AVERAGES = "averages_of_buffers"
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -23,12 +24,18 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {key: buffer.detach().to("cpu", copy=True) for key, buffer in found.items()}
 
 
+def buffers_before_validation(module: nn.Module, known: Known | None, averaging: Averaging | None) -> dict[str, Any]:
+    """All of buffers that a validation may change, copied."""
+    averages = {} if averaging is None else {name: b.cpu().clone() for name, b in averaging.buffers().items()}
+    return {**buffer_state(module, known, averaging), OWN: own_buffers(module), OWN_AVERAGES: averages}
+
+
 def buffer_state(module: nn.Module, known: Known | None, averaging: Averaging | None) -> dict[str, Any]:
     """Buffers with ``persistent=False`` that are not as they were ``known`` when training began, if it has, and their
     averages; no average is in the module's place.
     """
     changed = {} if known is None else changed_buffers(module, known)
-    averages = {} if averaging is None else averaging.nonpersistent()
+    averages = {} if averaging is None else averaging.buffers()
     kept = {name: averages[name].cpu().clone() for name, b in changed.items() if name in averages and b is not None}
     return {_BUFFERS: changed, _AVERAGES: kept}
 
@@ -41,7 +48,7 @@ def set_buffers(module: nn.Module, averaging: Averaging | None, own: Mapping[str
             f"Buffers with persistent=False that steps have changed begin anew: {', '.join(anew)}. They are in the "
             "checkpoint if they are plain tensors of at most 64 MiB in all. Register others as persistent."
         )
-    averages = {} if averaging is None else averaging.nonpersistent()
+    averages = {} if averaging is None else averaging.buffers()
     for name, value in own.get(_AVERAGES, {}).items():
         if name in averages and averages[name].shape == value.shape:
             averages[name].copy_(value)

@@ -35,7 +35,7 @@ from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.held import set_values
 from lightning_shard.run.averaging import Averaging
-from lightning_shard.run.buffers import OWN, buffer_state, own_buffers, restore_buffers
+from lightning_shard.run.buffers import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
@@ -191,7 +191,7 @@ class Checkpoints(CheckpointIO):
         if with_optimizers:
             self.saved = [target, *(path for path in self.saved if path != target)]
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
-        with nullcontext() if averaging is None else averaging.out_of_module():
+        with nullcontext() if averaging is None else averaging.out_of_module((own or {}).get(OWN_AVERAGES, {})):
             if own and OWN in own:
                 restore_buffers(self._module, own[OWN])
                 self.synchronize_buffers()

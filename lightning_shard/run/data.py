@@ -22,7 +22,7 @@ from lightning_shard.resume import rng
 from lightning_shard.resume.held import generator_states, kept_values, load_generator_states
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.buffers import OWN, buffer_state, own_buffers, restore_buffers, set_buffers
+from lightning_shard.run.buffers import OWN, buffers_before_validation, restore_buffers, set_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, SCHEDULES, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
@@ -255,9 +255,8 @@ def other_numbers(saved: Mapping[str, str], here: Mapping[str, str]) -> str | No
 
 def changed_by_validation(trainer: Trainer, checkpoints: Checkpoints) -> dict[str, Any]:
     """The parts of this rank's state that a validation may change, copied: a save in it goes back to its beginning."""
-    module = trainer.lightning_module
-    buffers = buffer_state(module, checkpoints.known, checkpoints.averaging)
-    return {**_changed_by_evaluation(trainer), **buffers, OWN: own_buffers(module)}
+    buffers = buffers_before_validation(trainer.lightning_module, checkpoints.known, checkpoints.averaging)
+    return {**_changed_by_evaluation(trainer), **buffers}
 
 
 def _changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 
 from lightning_shard import ConfigurationError, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
@@ -69,7 +69,9 @@ class Told(TinyLM):
 
 def _fit(engine: str, module: Told, ckpt_path: str | None = None, **trainer: Any) -> pl.Trainer:
     torch.manual_seed(3)
+    averages = [EMAWeightAveraging(decay=0.7)] if trainer.pop("averages", False) else []
     run = quiet_trainer(
+        callbacks=averages,
         strategy=STRATEGIES[engine](),
         default_root_dir="runs",
         num_sanity_val_steps=1,
@@ -80,10 +82,14 @@ def _fit(engine: str, module: Told, ckpt_path: str | None = None, **trainer: Any
     return run
 
 
+def _whole_state(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {**whole_parameters(module), **{name: buffer.clone() for name, buffer in module.named_buffers()}}
+
+
 def _stopped_and_resumed(engine: str, moment: tuple[str, int], number: int, trainer: dict[str, Any]) -> dict[str, Any]:
     whole = Told()
     _fit(engine, whole, **trainer)
-    expected = whole_parameters(whole)
+    expected = _whole_state(whole)
     first, second = Told(moment, number), Told()
     before = signal.getsignal(signal.SIGUSR1)
     code = None
@@ -100,7 +106,7 @@ def _stopped_and_resumed(engine: str, moment: tuple[str, int], number: int, trai
         "code": code,
         "step": step,
         "handler": (before, signal.getsignal(signal.SIGUSR1)),
-        "bitwise": all(torch.equal(p, expected[n]) for n, p in whole_parameters(run.lightning_module).items()),
+        "bitwise": all(torch.equal(p, expected[n]) for n, p in _whole_state(run.lightning_module).items()),
         "seen": first.seen + (second.seen if code is not None else []) == whole.seen,
         "validated": (whole.validated, first.validated + second.validated),
         "epochs": (whole.epochs, first.epochs + second.epochs),
@@ -114,6 +120,8 @@ MOMENTS: dict[str, tuple[tuple[str, int], int, dict[str, Any]]] = {
     "mid-epoch": (("train", 1), 3, {}),
     "ahead of a validation in mid-epoch": (("train", 0), 2, {"val_check_interval": 2}),
     "in a validation in mid-epoch": (("validation", 2), 2, {"val_check_interval": 2}),
+    # Which averages buffers too, and has them in the module meanwhile.
+    "in a validation of averages": (("validation", 2), 2, {"val_check_interval": 2, "averages": True}),
     "ahead of the epoch's validation": (("train", 3), 5, {}),
     "in the epoch's validation": (("validation", 5), 5, {}),
     "the epoch's last batch, none follows": (("train", 3), 6, {"limit_val_batches": 0}),
@@ -124,7 +132,7 @@ MOMENTS: dict[str, tuple[tuple[str, int], int, dict[str, Any]]] = {
 
 
 # The others differ from these in the Trainer's settings alone.
-DEFAULT = ("in an accumulation", "in a validation in mid-epoch", "in the epoch's validation", "in the last validation")
+DEFAULT = ("in an accumulation", "in a validation of averages", "in the epoch's validation", "in the last validation")
 
 
 @pytest.mark.parametrize(
