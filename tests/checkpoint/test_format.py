@@ -16,10 +16,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.tools import export
 from tests.checkpoint.calls import save_tensors
 
-SAVED = Path(__file__).parent / "version_7" / "fsdp.ckpt"
+SAVED = Path(__file__).parent / "version_8" / "fsdp.ckpt"
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -30,8 +31,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     files = sorted(name for name in manifest["files"] if name.endswith(".distcp"))
     at, found = 16 * len(keys), {}
     for key, (count, size) in zip(keys, np.frombuffer(boxes[:at], "<i8").reshape(-1, 2), strict=True):
-        told = manifest["tensors"][key]
-        full = torch.zeros(told["shape"], dtype=getattr(torch, told["dtype"].removeprefix("torch.")))
+        dtype, *shape = manifest["tensors"][key]
+        full = torch.zeros(shape, dtype=getattr(torch, dtype))
         columns = np.frombuffer(zlib.decompress(boxes[at : at + size]), "<i8").reshape(-1, count).cumsum(1)
         for file, first, length, *place in columns.T.tolist():
             box = io.BytesIO((path / files[file]).read_bytes()[first : first + length])
@@ -52,8 +53,13 @@ def test_what_the_guide_says_is_enough_to_read_the_tensors(tmp_path: Path) -> No
 
 
 def test_many_small_tensors_take_less_than_with_torchs_own(tmp_path: Path) -> None:
-    state = {f"model.layers.{i}.weight": torch.full((13,), float(i)) for i in range(1000)}
-    save_tensors(tmp_path / "a.ckpt", state)
+    names = [f"layers.{i // 20}.weight_{i % 20}" for i in range(500)]
+    state = {f"model.{name}": torch.full((13,), float(i)) for i, name in enumerate(names)}
+    slots = {
+        n.key: n for name in names for n in (SlotName(0, name, slot) for slot in ("exp_avg", "exp_avg_sq", "step"))
+    }
+    state |= {key: torch.full(() if name.slot == "step" else (13,), 0.5) for key, name in slots.items()}
+    save_tensors(tmp_path / "a.ckpt", state, slots=slots)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(dict(state), checkpoint_id=tmp_path / "theirs", no_dist=True)

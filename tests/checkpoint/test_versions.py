@@ -2,7 +2,7 @@
 
 In version 1 no map says what the keys of optimizer state are, in version 2 no ``boxes.bin`` where tensors lie; up to
 version 5 averages of weights and the gradients of a step so far came in, and ``boxes.bin`` was not compressed; up to
-version 6 ``trainer.pt`` had the states of all ranks.
+version 6 ``trainer.pt`` had the states of all ranks, and up to version 7 the map named all keys.
 ``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, the
 others by two under ``shard_fsdp``, each after three steps of `Saved`, from version 5 on after a batch of the fourth.
 The ``.expected`` file beside each has the full tensors and optimizer state of that run, and by key what else it has.
@@ -119,7 +119,7 @@ def test_one_of_the_present_version_is_kept() -> None:
     assert read_manifest(FOLDER / f"version_{FORMAT_VERSION}/fsdp.ckpt").format_version == FORMAT_VERSION
 
 
-@pytest.mark.parametrize("version", [5, 6, 7])
+@pytest.mark.parametrize("version", [5, 6, 7, 8])
 def test_averages_and_gradients_are_those_that_were_saved(version: int) -> None:
     beside = torch.load(FOLDER / f"version_{version}/fsdp.expected", weights_only=True)["beside"]
     assert {key.partition(".")[0] for key in beside} == {"average", "gradient"}
@@ -128,7 +128,7 @@ def test_averages_and_gradients_are_those_that_were_saved(version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["version_1/plain", "version_1/zero_2", *(f"version_{number}/fsdp" for number in (2, 5, 6, 7))]
+    "name", ["version_1/plain", "version_1/zero_2", *(f"version_{number}/fsdp" for number in (2, 5, 6, 7, 8))]
 )
 def test_module_and_optimizer_are_those_that_were_saved(name: str) -> None:
     path = FOLDER / f"{name}.ckpt"

@@ -36,9 +36,9 @@ from lightning_shard.errors import (
 from lightning_shard.text import did_you_mean
 
 FORMAT = "lightning_shard.checkpoint"
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """Version 1 had no ``slots``, 2 no ``boxes.bin``, 3 no averages, 4 no gradients, 5 no compressed ``boxes.bin``; up to 6
-``trainer.pt`` had the states of all ranks."""
+``trainer.pt`` had the states of all ranks, up to 7 no arrays and plain containers, and ``slots`` was of all."""
 
 _MOST_BYTES = 1 << 30
 _LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")
@@ -82,9 +82,16 @@ class Manifest:
 
     def to_json(self) -> str:
         """The file's text, with the digest computed."""
-        fields = {"format": FORMAT, **asdict(self)}
-        fields.pop("digest")
-        fields |= fields.pop("facts")
+        told = dict(_slots_by_name(self.tensors, self.aliases))
+        fields = {
+            "format": FORMAT,
+            "format_version": self.format_version,
+            **asdict(self.facts),
+            "tensors": {key: [entry.dtype, *entry.shape] for key, entry in self.tensors.items()},
+            "aliases": dict(self.aliases),
+            "slots": {key: name for key, name in self.slots.items() if name != told.get(key)},
+            "files": {name: asdict(entry) for name, entry in self.files.items()},
+        }
         try:
             fields["digest"] = _digest(fields)
         except (TypeError, ValueError) as error:
@@ -124,7 +131,7 @@ class Manifest:
                 facts=Facts(**{name: fields[name] for name in Facts.__dataclass_fields__}),
                 tensors=tensors,
                 aliases=aliases,
-                slots=_slots(fields["slots"], tensors) if version > 1 else dict(_slots_of_version_1(tensors, aliases)),
+                slots=_slots(fields["slots"], tensors, aliases),
                 files={k: layout.FileEntry(size=v["size"], sha256=v["sha256"]) for k, v in files.items()},
                 format_version=version,
                 digest=digest,
@@ -165,23 +172,24 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 
 def _tensor_entry(value: Any) -> TensorEntry:
-    shape, dtype = tuple(value["shape"]), value["dtype"]
+    dtype, *shape = (value["dtype"], *value["shape"]) if isinstance(value, dict) else value  # up to version 7
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape} is not a list of sizes")
     layout.torch_dtype(dtype)
-    return TensorEntry(shape=shape, dtype=dtype)
+    return TensorEntry(shape=tuple(shape), dtype=dtype)
 
 
-def _slots(named: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, layout.SlotName]:
-    found = {key: layout.SlotName(*name) for key, name in named.items()}
+def _slots(named: Mapping[str, Any], tensors: Collection[str], aliases: Collection[str]) -> dict[str, layout.SlotName]:
+    """Of each key of optimizer state what it is: as ``named``, else as the key tells."""
+    told, found = dict(_slots_by_name(tensors, aliases)), {k: layout.SlotName(*name) for k, name in named.items()}
     if any([type(part) for part in name] != [int, str, str] for name in found.values()):
         raise ValueError("slots are not optimizer, FQN and slot")
-    if differing := found.keys() ^ {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}:
-        raise ValueError(f"slots and tensors differ in {', '.join(sorted(differing)[:5])}")
-    return found
+    if unknown := found.keys() - told.keys():
+        raise ValueError(f"slots name {', '.join(sorted(unknown)[:5])}, which are not among the tensors")
+    return {**told, **found}
 
 
-def _slots_of_version_1(tensors: Collection[str], aliases: Collection[str]) -> Iterator[tuple[str, layout.SlotName]]:
+def _slots_by_name(tensors: Collection[str], aliases: Collection[str]) -> Iterator[tuple[str, layout.SlotName]]:
     """By the longest FQN of the model with which a key goes on behind the optimizer's number."""
     fqns = {k.removeprefix(layout.MODEL_PREFIX) for k in (*tensors, *aliases) if k.startswith(layout.MODEL_PREFIX)}
     for key in tensors:
