@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -258,7 +258,6 @@ def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton
     ranks call it; the same CheckpointError on every rank.
     """
     token = layout.new_token()
-    temporary = layout.temporary_sibling(target, token)
 
     def complete() -> None:
         """Write the manifest, then put all of it in place."""
@@ -269,8 +268,8 @@ def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton
         commit.publish(temporary, target, token)
 
     try:
+        temporary = cast(Path, ranks.first(f"writing {target}", lambda: commit.begin(target, token)))  # rank 0's token
         with commit.deleted_on_failure(temporary, here=ranks.is_first):
-            ranks.first(f"writing {target}", lambda: commit.begin(target, token))
             written = ranks.collect(f"writing {target}", lambda: _write_share(ranks, temporary, parts, wanted))
             ranks.first(f"completing {target}", complete)
     finally:

@@ -174,15 +174,22 @@ def begin_and_finish(module: Llama, path: Path) -> None:
     begun.finish(Ranks.of(), live_values(begun.state.tensors))
 
 
-def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def save_many_files(path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hugging_face, "_MOST_BYTES", 1500)
+        begin_and_finish(Llama(), path)
+
+
+def test_many_files_that_several_ranks_write_have_an_index(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
-    monkeypatch.setattr(hugging_face, "_MOST_BYTES", 1500)
-    module = Llama()
-    begin_and_finish(module, tmp_path / "a.hf.ckpt")
-    assert len(list((tmp_path / "a.hf.ckpt").glob("model-*.safetensors"))) > 2
-    found = LlamaForCausalLM.from_pretrained(tmp_path / "a.hf.ckpt").state_dict()
-    assert all(torch.equal(value, found[key]) for key, value in module.model.state_dict().items())
+    path = tmp_path / "a.hf.ckpt"
+    run_distributed(save_many_files, 2, path)
+    assert len(list(path.glob("model-*.safetensors"))) > 2
+    assert len(verify(path)) > 5
+    assert os.listdir(tmp_path) == [path.name]
+    found = LlamaForCausalLM.from_pretrained(path).state_dict()
+    assert all(torch.equal(value, found[key]) for key, value in Llama().model.state_dict().items())
 
 
 # Adapters
