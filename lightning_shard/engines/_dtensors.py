@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,11 @@ _IN_FULL: tuple[Any, ...] = (
     *(_aten._unique2.default, _aten.kthvalue.default, _aten.allclose.default),
     *(_aten.index_select.default, _aten.gather.default),
 )
-_HOOK = re.compile(r"\[(LightningModule|Callback)\].*\.(on_\w+|configure_gradient_clipping|lr_scheduler_step)$")
+_ACTIONS = {
+    "hook": re.compile(r"\[(LightningModule|Callback)\].*\.(on_\w+|configure_gradient_clipping|lr_scheduler_step)$"),
+    "step": re.compile(r"\[Strategy\].*\.training_step$"),
+    "optimizer": re.compile(r"optimizer_step"),
+}
 # Element by element as what torch tags so, where all have one shape.
 _POINTWISE_TOO: tuple[Any, ...] = (
     *(_aten.copy_.default, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
@@ -77,10 +81,9 @@ class InFull:
     """What the operators of DTensors do in this process, while an engine asks for it."""
 
     _engines = 0
-    _hooks = 0  # The user's hooks that run, one in another.
+    _within: ClassVar[list[str]] = []  # The actions that run, one in another: hooks, training steps, optimizers' steps.
     torchs: dict[Any, Any]
-    _always: dict[Any, Any]
-    _in_hooks: dict[Any, Any]
+    _handlers: dict[str, dict[Any, Any]]
 
     @classmethod
     def answer(cls) -> Callable[[], None]:
@@ -91,9 +94,12 @@ class InFull:
         """
         if cls._engines == 0:
             cls.torchs = DTensor._op_dispatcher._custom_op_handlers
+            ops, own = _all_operators(), _handlers()
             # torch's own for argmin and argmax fails on the ranks whose shards are empty.
-            cls._always = cls.torchs | _handlers()
-            cls._in_hooks = cls.torchs | dict.fromkeys(_all_operators(), _in_a_hook) | _handlers()
+            always = cls.torchs | own
+            hooks = cls.torchs | dict.fromkeys(ops, _in_a_hook) | own
+            steps = cls.torchs | dict.fromkeys((op for op in ops if op._schema.is_mutable), _written_in_a_step) | own
+            cls._handlers = {"": always, "optimizer": always, "hook": hooks, "step": steps}
             for method in _READ_HERE:
                 setattr(DTensor, method, _of_this_rank(method))
         cls._engines += 1
@@ -112,7 +118,7 @@ class InFull:
     @classmethod
     def _choose(cls) -> None:
         if cls._engines:
-            DTensor._op_dispatcher._custom_op_handlers = cls._in_hooks if cls._hooks else cls._always
+            DTensor._op_dispatcher._custom_op_handlers = cls._handlers[cls._within[-1] if cls._within else ""]
 
     @classmethod
     @contextmanager
@@ -120,8 +126,9 @@ class InFull:
         """Leave out what `answer` does for parts of tensors, at the cost of collectives."""
         dispatcher = DTensor._op_dispatcher
         before = dispatcher._custom_op_handlers
-        own = {op: handler for op, handler in before.items() if handler not in (_in_full, _part_of, _reshaped)}
-        dispatcher._custom_op_handlers = cls.torchs | {op: own[op] for op in own if own[op] is not _in_a_hook}
+        parts = (_in_full, _part_of, _reshaped, _strided)
+        always = cls._handlers[""].items()
+        dispatcher._custom_op_handlers = cls.torchs | {op: handler for op, handler in always if handler not in parts}
         try:
             yield
         finally:
@@ -129,23 +136,25 @@ class InFull:
 
     @classmethod
     def begins(cls, action: str) -> None:
-        """Plain tensors that meet DTensors in the user's hooks are taken for what they are there: full. ``action`` is
-        Lightning's name for what begins.
+        """Take plain tensors that meet DTensors in the user's hooks for what they are there: full. In a training step
+        alone those that are written to DTensors, such as to gradients in manual optimization. ``action`` is Lightning's
+        name for what begins.
         """
-        if _is_hook(action):
-            cls._hooks += 1
+        if kind := _kind(action):
+            cls._within.append(kind)
             cls._choose()
 
     @classmethod
     def ends(cls, action: str) -> None:
-        if _is_hook(action):
-            cls._hooks -= 1
+        if (kind := _kind(action)) in cls._within:
+            while cls._within.pop() != kind:  # Lightning tells no end of an optimizer's step that fails.
+                pass
             cls._choose()
 
 
 @cache
-def _is_hook(action: str) -> bool:
-    return _HOOK.match(action) is not None
+def _kind(action: str) -> str:
+    return next((kind for kind, actions in _ACTIONS.items() if actions.match(action)), "")
 
 
 def _handlers() -> dict[Any, Any]:
@@ -230,6 +239,11 @@ def _in_a_hook(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Each rank's own, as activations are.
     device = sharded[0].to_local().device
     return _on_full_tensors(op, args, kwargs, lambda value: value.to(device))
+
+
+def _written_in_a_step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    to_dtensors = any(isinstance(each, DTensor) for each in written(op, args, kwargs))
+    return (_in_a_hook if to_dtensors else _own)(op, args, kwargs)
 
 
 def _as_placed(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

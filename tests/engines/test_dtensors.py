@@ -22,6 +22,7 @@ from tests.harness import run_distributed
 ROWS, COLUMNS = 11, 8  # Rows that ranks do not divide.
 PLAIN = torch.linspace(-1, 1, ROWS * COLUMNS).view(ROWS, COLUMNS)
 INDEX, MASK = torch.tensor([0, ROWS - 2]), torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) % 3 > 0
+STEP = "[Strategy]ShardFSDPStrategy.training_step"
 HOOK = "[LightningModule]Net.on_before_optimizer_step"
 
 
@@ -159,6 +160,7 @@ def _meets_plain(action: str) -> list[str]:
     InFull.begins(action)
     for act in (
         lambda: sharded.mul_(torch.ones(4)).to_local().sum(),
+        lambda: torch._foreach_mul_([sharded], [torch.ones(4, 4)])[0].to_local().sum(),
         lambda: (sharded * torch.ones(4, 4)).full_tensor().sum(),
         lambda: torch.ones(4, 4).copy_(sharded).sum(),
         lambda: functional.linear(own, sharded).sum(),
@@ -176,14 +178,30 @@ def _meets_plain(action: str) -> list[str]:
 
 
 def test_plain_tensors_are_taken_in_hooks_alone_and_what_a_rank_makes_of_its_own_stays_its_own() -> None:
-    for action in ("[Strategy]ShardFSDPStrategy.training_step", HOOK, "optimizer_step"):
+    for action in (STEP, HOOK, "optimizer_step"):
         for rank, found in enumerate(run_distributed(_meets_plain, 2, action)):
             *taken, total, values = found
-            if action == HOOK:
-                own = 64.0 * (1 + rank)
-                assert taken == ["8.0", "16.0", "16.0", str(own), str(own / 2)]
-            else:
-                assert all("mixed torch.Tensor and DTensor" in said for said in taken)
+            own = 64.0 * (1 + rank)
+            expected = ["8.0", "8.0", "16.0", "16.0", str(own), str(own / 2)]
+            some = {HOOK: len(taken), STEP: 2}.get(action, 0)  # In a step what is written in place.
+            assert taken[:some] == expected[:some]
+            assert all("mixed torch.Tensor and DTensor" in said for said in taken[some:])
             assert "shape ():" in total
             assert "shape (4, 4)" in values
             assert "on all ranks" in values
+
+
+def _within(*actions: tuple[str, str]) -> str:
+    undo = InFull.answer()
+    for method, action in actions:
+        getattr(InFull, method)(action)
+    mixed = _meets_plain("none")[0]
+    InFull.ends(STEP)
+    undo()
+    return mixed
+
+
+def test_an_action_that_lightning_does_not_end_is_forgotten() -> None:
+    begins = ("begins", HOOK), ("begins", STEP), ("begins", "optimizer_step")
+    assert "mixed" in run_distributed(_within, 1, *begins)[0]
+    assert run_distributed(_within, 1, *begins, ("ends", STEP))[0] == "16.0"

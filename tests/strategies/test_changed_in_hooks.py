@@ -157,16 +157,45 @@ class Redraws(Indexed):
                 parameter.grad.add_(0.1 * torch.randn_like(parameter.grad))
 
 
-def _redrawn(strategy: str, precision: str) -> dict[str, torch.Tensor | None]:
+class Masks(Indexed):
+    """Manual optimization that writes plain tensors to gradients and parameters in its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch, "train"))
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(_thirds(parameter))
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_mul_(list(self.parameters()), [_thirds(parameter) for parameter in self.parameters()])
+
+
+def _thirds(like: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(like.numel(), device=like.device).view(like.shape) % 3 > 0).float()
+
+
+def test_plain_tensors_are_written_in_manual_steps() -> None:
+    names = ["shard_ddp", "shard_fsdp_offload"]
+    assert run_distributed(_redrawn_each, 2, names, "32-true", Masks) == [[]] * 2
+    assert run_distributed(_redrawn_each, 2, ["shard_ddp", "shard_fsdp_hybrid"], "bf16-mixed", Masks) == [[]] * 2
+
+
+def _redrawn(strategy: str, precision: str, kind: type[Indexed]) -> dict[str, torch.Tensor | None]:
     trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=6)
     pl.seed_everything(0)
-    trainer.fit(module := Redraws(), data(count=12))
+    trainer.fit(module := kind(), data(count=12))
     values = {name: full_tensor(trainer, name) for name, _ in module.named_parameters()}
     return {**values, "generator": torch.get_rng_state()}
 
 
-def _redrawn_each(strategies: Sequence[str], precision: str) -> list[str]:
-    first, *others = ((name, _redrawn(name, precision)) for name in strategies)
+def _redrawn_each(strategies: Sequence[str], precision: str, kind: type[Indexed] = Redraws) -> list[str]:
+    first, *others = ((name, _redrawn(name, precision, kind)) for name in strategies)
     expected = first[1]
     return [
         f"{name}: {key}"
