@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -206,12 +207,12 @@ class RunWatch:
         self._exit_process = exit_process
         self._watch: Watch | None = None
         self._failed: Watch | None = None  # has its last words to say
-        self._unmark: Callable[[], None] = lambda: None
+        self._marked = ExitStack()
 
     def mark_messages(self, rank: int, size: int) -> None:
         """Have this process' log lines and warnings say which rank they are of, until the run ends."""
-        self._unmark()
-        self._unmark = install_prefix(rank_prefix(rank, size, socket.gethostname()))
+        self._marked.close()
+        self._marked.callback(install_prefix(rank_prefix(rank, size, socket.gethostname())))
 
     def record_into(self, folder: Path | None) -> None:
         """Have torch's own record of collectives in ``folder`` too; ahead of the process group."""
@@ -253,8 +254,7 @@ class RunWatch:
             _say_nothing_of(exception)
 
     def end(self) -> None:
-        self._unmark()
-        self._unmark = lambda: None
+        self._marked.close()
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()

@@ -363,6 +363,11 @@ class ShardPrecision(Precision):
             self._scale.state = state_from_dict(state_dict)
 
 
+def settle(strategy: Any) -> None:
+    """`ShardPrecision.settle` of the plugin that ``strategy`` has by then; a function, which processes are sent."""
+    strategy.precision_plugin.settle()
+
+
 def _log_number(module: LightningModule, name: str, number: float) -> None:
     module.log(name, torch.tensor(float(number)))  # Lightning copies one that is no tensor to the device, and waits.
 

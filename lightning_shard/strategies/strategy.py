@@ -35,7 +35,7 @@ from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.strategies import refusals
-from lightning_shard.strategies.precision import ShardPrecision, translate
+from lightning_shard.strategies.precision import ShardPrecision, settle, translate
 from lightning_shard.strategies.settings import CommonSettings
 
 
@@ -55,8 +55,8 @@ class ShardStrategy(ParallelStrategy):
         self._settings = settings
         self.num_nodes = 1
         vars(self).update(vars(settings))
-        settle, configured = lambda: self.precision_plugin.settle(), settings.resume_hyperparameters == "configuration"
-        self.checkpoints = parts.Checkpoints(settle=settle, configured=configured, save_frozen=settings.save_frozen)
+        own = {"configured": settings.resume_hyperparameters == "configuration", "save_frozen": settings.save_frozen}
+        self.checkpoints = parts.Checkpoints(settle=partial(settle, self), **own)
         self.memory: parts.Memory | None = None  # from a run's set-up on
         waits = settings.timeout_seconds, settings.init_timeout_seconds
         self._processes = parts.Processes(settings.mesh, *waits, settings.process_group_backend)

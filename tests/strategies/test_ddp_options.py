@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lightning_shard import ConfigurationError, ShardDDPStrategy
+from lightning_shard import ConfigurationError, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.ranks import Ranks
 from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
@@ -172,6 +173,43 @@ def test_a_script_that_ends_right_after_a_save_does_not_abort(tmp_path: Path) ->
             command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
+
+
+SPAWNED = """
+import lightning.pytorch as pl, torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_shard import ShardFSDPStrategy
+
+if __name__ == "__main__":
+    strategy = ShardFSDPStrategy(start_method="spawn")
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, logger=False)
+    model = BoringModel()
+    before = model.layer.weight.detach().clone()
+    trainer.fit(model)
+    print("trained:", type(model.layer.weight).__name__, not torch.equal(before, model.layer.weight))
+"""
+
+
+@pytest.mark.parametrize("kind", [ShardDDPStrategy, ShardFSDPStrategy])
+def test_a_strategy_is_sent_to_processes_that_are_spawned(kind: type[Any]) -> None:
+    sent = pickle.loads(pickle.dumps(kind(start_method="spawn", nonfinite="raise")))
+    assert sent._settings == kind(start_method="spawn", nonfinite="raise")._settings
+
+
+@pytest.mark.matrix
+def test_spawned_processes_hand_the_weights_back(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SPAWNED)
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "trained: Parameter True" in done.stdout, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
