@@ -162,13 +162,14 @@ def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Calla
         def on_train_batch_end(trainer: Trainer, module: LightningModule, *batch: Any, **more: Any) -> None:
             if should_accumulate(trainer):
                 return
-            every = callback._every_n_train_steps
-            if busy() or (queue and queue[0] is not callback):
+            every, stops = callback._every_n_train_steps, trainer.should_stop
+            # A stop is followed by a validation, whose draws a run that goes on lacks: what is due is saved before.
+            if not stops and (busy() or (queue and queue[0] is not callback)):
                 if every > 0 and trainer.global_step % every == 0 and callback not in queue:
                     queue.append(callback)
                 return
             save_due(trainer, module)
-            if not busy():
+            if stops or not busy():
                 after_batch(trainer, module, *batch, **more)
 
         def on_train_end(trainer: Trainer, module: LightningModule) -> None:
