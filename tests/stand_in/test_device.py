@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import OptimizerOffload, ShardDeepSpeedStrategy, ZeroBuckets
+from lightning_shard import OptimizerOffload, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy, ZeroBuckets
+from lightning_shard._lightning.processes import ChildrenLauncher
 from lightning_shard.engines.optimizer_probe import Needs, probe
 from lightning_shard.engines.zero import engine, gradients, layout
 from lightning_shard.planning.facts import Training, facts_of
@@ -128,3 +129,28 @@ def _start(stage: int, offload: bool) -> tuple[int, int]:
 def test_a_fit_under_zero_begins_with_what_the_plan_says(stage: int, offload: bool, ranks: int) -> None:
     for measured, planned in run_distributed(_start, ranks, stage, offload):
         assert measured == pytest.approx(planned, rel=0.02)
+
+
+def _weights_for_the_parent(strategy: Any) -> tuple[int, bool]:
+    """The most bytes on the device while a child of ``start_method`` "fork" hands its weights over, and if it does."""
+    trainer = quiet_trainer(strategy=strategy(), max_steps=1, precision="bf16-mixed")
+    module = Deep()
+    trainer.fit(module, DataLoader(torch.randn(8, 256), 2))
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    output: Any = ChildrenLauncher(trainer.strategy, start_method="fork")._collect_rank_zero_results(trainer, None)
+    most = torch.accelerator.max_memory_allocated() - before
+    if output is None:
+        return most, True
+    saved = torch.load(output.weights_path, weights_only=True)
+    kinds = {(type(value), value.device.type, value.is_meta) for value in saved.values()}
+    return most, kinds == {(Tensor, "cpu", False)} and saved.keys() == dict(module.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("strategy", [ShardFSDPStrategy, ShardDDPStrategy])
+def test_children_hand_weights_over_one_tensor_at_a_time(strategy: Any) -> None:
+    weight = 256 * 256 * 4
+    for most, whole in run_distributed(_weights_for_the_parent, 2, strategy):
+        assert whole
+        # Of eight: the full one, and what it is gathered into.
+        assert most <= 2.5 * weight

@@ -20,9 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _world
 
 from lightning_shard.cluster.preflight import Place
+from lightning_shard.cluster.slurm import Launch
 from lightning_shard.commands import doctor
 from lightning_shard.engines.zero import process, running
 from lightning_shard.engines.zero.values import Values
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.mesh import MeshConfig
+from lightning_shard.run import processes as run_processes
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import free_port, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -87,6 +91,7 @@ def test_the_device_has_no_loaded_values_while_deepspeed_makes_its_copies() -> N
 
 def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -108,6 +113,39 @@ def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         doctor.examine(place, 2, folder=None, seconds=1.0, megabytes=None, backend=None)
     assert seen == [torch.device("cuda", 2), (torch.device("cuda", 2), 256, 1)]
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # gloo was prepared
+
+
+@pytest.mark.usefixtures("alone")
+def test_doctor_says_where_gloo_listens_that_connects_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr(dist, "all_gather_object", fail)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    seen = doctor.Rank(node="n1", device="a GPU", versions={})
+    with pytest.raises(ConfigurationError, match=r"rank 0 on n1\] gloo.*listens on eth7.*connectFullMesh"):
+        doctor._gather_over_gloo(seen, 1.0)
+
+
+def test_a_run_prepares_gloo_ahead_of_its_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def stop(environment: Any, backend: str, **options: Any) -> None:
+        seen.append((backend, os.environ["TORCH_GLOO_LAZY_INIT"]))
+        raise KeyboardInterrupt  # further than this there is no way without GPUs
+
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setattr(run_processes, "connect", lambda place, seconds: dist.HashStore())
+    monkeypatch.setattr(run_processes, "compare", lambda *args: [])
+    monkeypatch.setattr(run_processes.processes, "init_process_group", stop)
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    launch = Launch(nodes=1, devices=2, launcher="lightning", gpu=True)
+    connecting = run_processes.Processes(MeshConfig(), 60.0, 60.0, None)
+    with pytest.raises(KeyboardInterrupt):
+        connecting.connect(environment, launch, torch.device("cuda", 0), settings={}, root=None)
+    assert seen == [("nccl", "1")]
 
 
 def test_doctor_times_a_device_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
