@@ -37,6 +37,30 @@ class Lamb(Optimizer):
                 p.add_(update, alpha=-group["lr"] * float(p.norm() / update.norm().clamp(min=1e-12)))
 
 
+class Codes(Optimizer):
+    """Momentum in blocks of 8-bit integers and a scale each, as plain tensors, which bitsandbytes keeps."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, block: int = 256) -> None:
+        super().__init__(params, {"lr": lr, "block": block})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        run(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, blocks = self.state[p], -(-p.numel() // group["block"])
+                if not state:
+                    state["codes"] = torch.zeros(blocks, group["block"], dtype=torch.int8, device=p.device)
+                    state["scale"] = torch.zeros(blocks, 1, device=p.device)
+                momentum = state["codes"].float() * state["scale"]
+                momentum.view(-1)[: p.numel()].mul_(0.9).add_(p.grad.flatten())
+                state["scale"].copy_(momentum.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127)
+                state["codes"].copy_((momentum / state["scale"]).round())
+                p.add_(momentum.view(-1)[: p.numel()].view(p.shape), alpha=-group["lr"])
+
+
 class NormalizedTogether(Optimizer):
     """Gradient descent by one norm over all parameters: no rank can step a part of them."""
 

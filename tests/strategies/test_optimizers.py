@@ -19,8 +19,15 @@ from lightning_shard.checkpoint.inspect import open_any
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import VOCAB, loader, quiet_trainer
-from tests.optimizers import Lamb, Noisy, NormalizedTogether
+from tests.optimizers import Codes, Lamb, Noisy, NormalizedTogether
 from tests.strategies.indexed import refusal
+
+
+def _bitsandbytes(kind: str, *args: Any, **settings: Any) -> Optimizer:
+    import bitsandbytes.optim
+
+    made: Optimizer = getattr(bitsandbytes.optim, kind)(*args, **settings)
+    return made
 
 
 def _torchao(kind: str, *args: Any, **settings: Any) -> Optimizer:
@@ -32,6 +39,7 @@ def _torchao(kind: str, *args: Any, **settings: Any) -> Optimizer:
 
 
 QUANTISED = {kind: partial(_torchao, kind) for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8")}
+QUANTISED |= {f"bitsandbytes {kind}": partial(_bitsandbytes, kind) for kind in ("AdamW8bit", "Lion8bit")}
 MAKES: dict[str, Callable[..., Optimizer]] = {
     "lamb": Lamb,
     "adafactor": torch.optim.Adafactor,
@@ -39,11 +47,18 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
     "rprop": torch.optim.Rprop,  # elementwise, but by an operator that DTensors refuse
     "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
     "adamw": torch.optim.AdamW,
+    "codes": Codes,
     "together": NormalizedTogether,
     "noisy": Noisy,
     **QUANTISED,
 }
-STATE = {"lamb": "square", "adafactor": "row_var", "muon": "momentum_buffer", "AdamW8bit": "exp_avg.codes"}
+STATE = {
+    "lamb": "square",
+    "codes": "codes",
+    "adafactor": "row_var",
+    "muon": "momentum_buffer",
+    "AdamW8bit": "exp_avg.codes",
+}
 SHARDING = [f"shard_{name}_aligned" for name in ("fsdp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))]
 HOST = [f"shard_{name}_offload_aligned" for name in ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3")]
 ALL = [*SHARDING, *HOST, "shard_fsdp_hybrid_aligned", "shard_fsdp_grad_op_aligned"]
@@ -143,7 +158,7 @@ def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[s
     return {name: found for name in names if (found := _different(wanted, _fit(name, make, path=path)))}
 
 
-@pytest.mark.parametrize("make", sampled(["adafactor", "lamb", "adagrad"], 0))
+@pytest.mark.parametrize("make", sampled(["codes", "adafactor", "lamb", "adagrad"], 0))
 @pytest.mark.parametrize(
     "saved_by", sampled(["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"], 1)
 )
@@ -155,7 +170,7 @@ def test_a_run_goes_on_on_another_engine(saved_by: str, make: str, tmp_path: Pat
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", list(QUANTISED))
 def test_quantised_states_agree_bitwise_resumed_and_switched(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("torchao.optim")
+    pytest.importorskip("bitsandbytes.optim" if kind.startswith("bitsandbytes") else "torchao.optim")
     assert run_distributed(_differences, 2, SHARDING, kind, timeout=400) == [{}] * 2
     for saved_by in ("shard_ddp_aligned", "shard_fsdp_aligned"):
         names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"]

@@ -175,8 +175,8 @@ def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Viol
     for stage, dtypes in entry.stages.items():
         for dtype in sorted(dtypes, key=str):
             if stage.startswith(STATE):
-                # Steps are counted in integers, masks are boolean; 8 bits are a quantised moment.
-                if dtype.itemsize < policy.master.itemsize and dtype != torch.bool:
+                # Integers are counts, masks, and moments that an optimizer quantises itself, on every engine alike.
+                if dtype.is_floating_point and dtype.itemsize < policy.master.itemsize:
                     yield _violation(name, stage, dtype, policy.master)
             elif stage in exact and dtype != exact[stage] and not dtype.is_complex:
                 yield _violation(name, stage, dtype, exact[stage])
