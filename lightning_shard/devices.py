@@ -1,5 +1,7 @@
 """The devices beside CPUs that this machine has, of whichever kind: torch names them, and nothing here does."""
 
+from contextlib import AbstractContextManager
+
 import torch
 
 
@@ -25,3 +27,9 @@ def in_use() -> list[int]:
     found = accelerator()
     begun = found is not None and torch.get_device_module(found).is_initialized()
     return [torch.accelerator.current_device_index()] if begun else []
+
+
+def fork_rng() -> AbstractContextManager[None]:
+    """What is drawn inside leaves the generators of the host and of the device in use as they were."""
+    found = accelerator()
+    return torch.random.fork_rng(in_use(), device_type="cuda" if found is None else found.type)

@@ -74,7 +74,7 @@ def recorded_collectives(**options: bool) -> list[bytes]:
     """
     # Private, and made for CPU backends in torch 2.11 or so; what another torch does not have is not written.
     names = ["_dump_fr_trace"]
-    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
         names.insert(0, "_dump_nccl_trace")
     recorded = []
     for name in names:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.devices import in_use
+from lightning_shard.devices import fork_rng
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks, reachable
 from lightning_shard.tensors.flat import INTEGERS, local
@@ -65,7 +65,10 @@ class SharedBuffers:
         if dist.get_rank() == 0:
             for buffer, slot in slots:
                 slot.copy_(buffer)
-        dist.broadcast(self._sent, src=0)
+        broadcast = reachable(self._sent)  # Buffers may all lie on the host.
+        dist.broadcast(broadcast, src=0)
+        if broadcast is not self._sent:
+            self._sent.copy_(broadcast)
         if dist.get_rank() != 0:
             for buffer, slot in slots:
                 buffer.copy_(slot)
@@ -97,7 +100,7 @@ def common_random_numbers(shard: int = 0) -> Generator[None, None, None]:
     generators go on as if nothing had been drawn, but for the seed, which is rank 0's.
     """
     seed = Ranks.of().broadcast(int(torch.randint(2**62, ())))
-    with torch.random.fork_rng(in_use()):
+    with fork_rng():
         torch.manual_seed(seed + shard)
         yield
 

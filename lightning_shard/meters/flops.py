@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from lightning_shard.devices import in_use
+from lightning_shard.devices import fork_rng
 from lightning_shard.engines.resident import tensors_in
 from lightning_shard.tensors import tracing
 from lightning_shard.tensors.fake import fake_operations
@@ -141,7 +141,7 @@ def _same_random_states() -> Generator[None, None, None]:
     """
     python, legacy = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(in_use()):
+        with fork_rng():
             yield
     finally:
         random.setstate(python)

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import OptimizerOffload, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy, ZeroBuckets
 from lightning_shard._lightning.processes import ChildrenLauncher
+from lightning_shard.devices import fork_rng
 from lightning_shard.engines.optimizer_probe import Needs, probe
+from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.engines.zero import engine, gradients, layout
 from lightning_shard.planning.facts import Training, facts_of
 from lightning_shard.planning.predict import start_points
@@ -52,6 +55,31 @@ def _needs() -> tuple[Needs, bool]:
 
 def test_an_optimizer_draws_from_the_generator_of_its_device() -> None:
     assert run_distributed(_needs, 1) == [(Needs(full=True, draws=True), True)]
+
+
+def _drawn_apart() -> bool:
+    torch.rand(1, device=stand_in.NAME)  # the device is in use from then on
+    before = rng_state()
+    with fork_rng():
+        torch.rand(3, device=stand_in.NAME)
+        drawn = not same(before, rng_state())
+    return drawn and same(before, rng_state())
+
+
+def test_what_is_drawn_apart_leaves_the_generator_of_the_device() -> None:
+    assert run_distributed(_drawn_apart, 1) == [True]
+
+
+def _shared_on_the_host() -> list[float]:
+    module = nn.BatchNorm1d(2)  # as one that a user keeps there
+    module.running_mean = torch.full((2,), float(dist.get_rank()))
+    SharedBuffers(module).share()
+    values: list[float] = module.running_mean.tolist()
+    return values
+
+
+def test_buffers_on_the_host_are_shared_over_the_devices_group() -> None:
+    assert run_distributed(_shared_on_the_host, 2) == [[0.0, 0.0]] * 2
 
 
 def _freed_early(recorded: bool) -> list[float]:
