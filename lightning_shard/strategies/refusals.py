@@ -21,12 +21,14 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
 from lightning_shard._lightning.callbacks import averaging_callbacks, own_averaging_hooks
+from lightning_shard.checkpoint.files.place import place
 from lightning_shard.cluster.traces import user_frame
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.meters.memory import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
+from lightning_shard.ranks import Ranks
 from lightning_shard.run.memory import Memory, explain_out_of_memory
 
 
@@ -157,16 +159,30 @@ def refuse_trainer(trainer: Trainer) -> None:
 
 def _refuse_folder(trainer: Trainer) -> None:
     """Refuse a local folder for checkpoints that can't be made or written, before a run is lost by it."""
-    usual = [logger.save_dir for logger in trainer.loggers[:1] if logger.save_dir] or [trainer.default_root_dir]
-    for callback in trainer.checkpoint_callbacks:
-        folder = str(getattr(callback, "dirpath", None) or usual[0])
+    for folder, callback in _folders(trainer).items():
         path = Path(folder).absolute()
         there = next(above for above in (path, *path.parents) if os.path.exists(above))
         if "://" not in folder and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise ConfigurationError(
-                f"{type(callback).__name__} saves into {folder}, but {there} is no folder that can be written. Set "
+                f"{callback} saves into {folder}, but {there} is no folder that can be written. Set "
                 "dirpath of the callback or default_root_dir of the Trainer to one."
             )
+
+
+def refuse_stores(trainer: Trainer) -> None:
+    """Refuse, with a CheckpointError on every rank, object stores for a fit's checkpoints that rank 0 can't reach. All
+    ranks call it, ahead of callbacks, which would look there with the store's raw errors.
+    """
+    stores = [folder for folder in _folders(trainer) if "://" in folder]
+    if stores and trainer.state.fn == TrainerFn.FITTING:
+        Ranks.of().first("looking into the stores of checkpoints", lambda: [place(store).exists() for store in stores])
+
+
+def _folders(trainer: Trainer) -> dict[str, str]:
+    """Where checkpoints go, and the class of the callback that saves there."""
+    usual = [logger.save_dir for logger in trainer.loggers[:1] if logger.save_dir] or [trainer.default_root_dir]
+    callbacks = trainer.checkpoint_callbacks
+    return {str(getattr(each, "dirpath", None) or usual[0]): type(each).__name__ for each in callbacks}
 
 
 def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:

@@ -195,6 +195,7 @@ class ShardStrategy(ParallelStrategy):
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
         # Before anything else that a rank may fail in.
         self._watch.start(parts.next_run(), self._identity.failure_folder, self._replacements, trainer)
+        refusals.refuse_stores(trainer)
         let_threads_finish_before_forks()  # workers of loaders, of evaluation too, are forked from here on
         processes.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
 

@@ -207,3 +207,40 @@ def test_a_server_that_is_gone_is_not_an_empty_bucket(bucket: str) -> None:
     with pytest.raises(CheckpointUnreachableError, match=r"s3://run/a\.ckpt can't be reached"):
         open_checkpoint("s3://run/a.ckpt")
     type(fsspec.filesystem("s3")).clear_instance_cache()
+
+
+def refused_fits(server: str, wrong: str) -> list[tuple[str, int]]:
+    """What fits end with whose store is ``wrong``, and their steps until then."""
+    fs = use(server)
+    folder = "s3://run/x"
+    if wrong == "bucket":
+        folder = "s3://missing-bucket/x"
+    else:
+        os.environ.update({"AWS_SHARED_CREDENTIALS_FILE": "none", "AWS_EC2_METADATA_DISABLED": "true"})
+        del os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+        type(fs).clear_instance_cache()
+    found = []
+    for options in {"callbacks": [ModelCheckpoint(folder)]}, {"default_root_dir": folder, "logger": False}:
+        module = TinyLM()
+        trainer = quiet_trainer(strategy=build("shard_ddp"), max_steps=2, enable_checkpointing=True, **options)
+        with pytest.raises(CheckpointUnreachableError) as refused:
+            trainer.fit(module, loader())
+        found.append((str(refused.value), len(module.seen)))
+    return found
+
+
+def test_a_missing_bucket_is_not_an_empty_folder(bucket: str) -> None:
+    missing = "s3://missing-bucket/x"
+    for look in lambda: commit.clean(missing, remove=False), lambda: verify(missing), lambda: open_checkpoint(missing):
+        with pytest.raises(CheckpointUnreachableError, match=r"missing-bucket/x.* can't be reached: .*bucket does not"):
+            look()
+    assert not commit.clean("s3://run", remove=False)
+    assert not commit.clean("s3://run/nothing", remove=False)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("wrong", "rule"), [("bucket", "bucket does not exist"), ("keys", "Unable to locate cred")])
+def test_a_fit_ends_at_once_where_its_store_cant_be_reached(bucket: str, wrong: str, rule: str) -> None:
+    results = run_distributed(refused_fits, 2, bucket, wrong)
+    assert all(rule in text and steps == 0 for found in results for text, steps in found)
+    assert "create it, or set keys" in results[1][0][0]

@@ -16,15 +16,18 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
-from lightning_shard.errors import CheckpointError, CheckpointUnreachableError
+from lightning_shard.errors import CheckpointError, CheckpointUnreachableError, chain
 
 StrPath = str | os.PathLike[str]
+
+# As S3's, Google's and Azure's servers say it. In a bucket that is there, what is not found is only not there yet.
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|(bucket|container) does not exist", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class StorePath:
     """A key in a store, or what keys begin with; what ``pathlib.Path`` has under a name here means the same. No listing
-    is cached, as others write too. CheckpointUnreachableError: the store did not answer, or refused.
+    is cached, as others write too. CheckpointUnreachableError: no answer, a refusal, or no such bucket.
     """
 
     fs: AbstractFileSystem
@@ -101,10 +104,16 @@ class StorePath:
         try:
             self.fs.invalidate_cache(self.key)
             yield
-        except (FileNotFoundError, NotImplementedError, CheckpointError):
+        except (NotImplementedError, CheckpointError):
             raise
         except Exception as error:  # each store has errors of its own
-            raise CheckpointUnreachableError(f"{self} can't be reached: {type(error).__name__}: {error}") from error
+            if isinstance(error, FileNotFoundError) and not any(_NO_BUCKET.search(str(e)) for e in chain(error)):
+                raise
+            raise CheckpointUnreachableError(
+                f"{self} can't be reached: {type(error).__name__}: {str(error).rstrip('.')}. The bucket has to be "
+                "there, and its keys to list, read and write it: create it, or set keys and address as the store's "
+                "package reads them."
+            ) from error
 
 
 Place = Path | StorePath
