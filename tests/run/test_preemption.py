@@ -69,9 +69,10 @@ class Told(TinyLM):
 
 def _fit(engine: str, module: Told, ckpt_path: str | None = None, **trainer: Any) -> pl.Trainer:
     torch.manual_seed(3)
-    averages = [EMAWeightAveraging(decay=0.7)] if trainer.pop("averages", False) else []
+    callbacks = trainer.pop("callbacks", [])
+    callbacks += [EMAWeightAveraging(decay=0.7)] if trainer.pop("averages", False) else []
     run = quiet_trainer(
-        callbacks=averages,
+        callbacks=callbacks,
         strategy=STRATEGIES[engine](),
         default_root_dir="runs",
         num_sanity_val_steps=1,

@@ -101,7 +101,7 @@ def renamed(checkpoint: State) -> None:
 def grown(checkpoint: State) -> None:
     state = checkpoint["state_dict"]
     assert state["embed.weight"].shape == (ROWS, 5)
-    state["embed.weight"] = torch.cat([state["embed.weight"], torch.ones(2, 5)])
+    state["embed.weight"] = torch.cat([state["embed.weight"], state["embed.weight"].new_ones(2, 5)])
     state["head.bias"][1] = 7.0
 
 
@@ -120,7 +120,8 @@ def run(strategy: str, precision: str, folder: str) -> None:
     assert all(torch.equal(longer[name.replace("classifier", "head")], tensor) for name, tensor in found.items())
 
     found = loaded(made(New, grown, rows=ROWS + 2), strategy, precision, path)
-    assert torch.equal(found["embed.weight"], torch.cat([stored["embed.weight"], torch.ones(2, 5)]))
+    more = stored["embed.weight"].new_ones(2, 5)
+    assert torch.equal(found["embed.weight"], torch.cat([stored["embed.weight"], more]))
     assert found["head.bias"].tolist() == [stored["head.bias"][0], 7.0, stored["head.bias"][2]]
     assert torch.equal(found["head.weight"], stored["head.weight"])
     state = r"optimizer 0 has of embed\.weight is of a parameter of shape \(6, 5\), which is \(8, 5\) here: "
