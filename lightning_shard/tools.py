@@ -142,4 +142,5 @@ def _written(target: StrPath, write: Callable[[], T]) -> T:
     try:
         return again_if_replaced(write)
     except OSError as error:
-        raise CheckpointError(f"while writing {os.fspath(target)}: {error}") from error
+        where = "" if error.filename is None else f"{error.filename}: "
+        raise CheckpointError(f"while writing {os.fspath(target)}: {where}{error.strerror or error}") from error
