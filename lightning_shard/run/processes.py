@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard._lightning import Replacements, loops, processes
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster import traces
-from lightning_shard.cluster.network import prepare_gloo
+from lightning_shard.cluster.network import let_threads_finish_before_forks, prepare_gloo
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
@@ -93,6 +93,7 @@ class Processes:
         else:
             processes.init_process_group(environment, backend, **options)
         set_timeout(self.timeout)
+        let_threads_finish_before_forks()  # workers of loaders, of evaluation too, are forked from here on
 
     def lay_mesh(self, *, per_node: int) -> DeviceMesh:
         """Build the mesh over all connected processes, of which there are ``per_node`` on a node. All ranks call it."""

@@ -23,7 +23,6 @@ from lightning_shard import run as parts
 from lightning_shard._lightning import Replacements, callbacks, loops, messages, processes
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
 from lightning_shard._lightning.results import log_graphs
-from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm import check_launch, read_job
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
@@ -196,7 +195,6 @@ class ShardStrategy(ParallelStrategy):
         # Before anything else that a rank may fail in.
         self._watch.start(parts.next_run(), self._identity.failure_folder, self._replacements, trainer)
         refusals.refuse_stores(trainer)
-        let_threads_finish_before_forks()  # workers of loaders, of evaluation too, are forked from here on
         processes.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
 
     @override
