@@ -29,7 +29,7 @@ def in_use() -> list[int]:
     return [torch.accelerator.current_device_index()] if begun else []
 
 
-def fork_rng() -> AbstractContextManager[None]:
-    """What is drawn inside leaves the generators of the host and of the device in use as they were."""
-    found = accelerator()
-    return torch.random.fork_rng(in_use(), device_type="cuda" if found is None else found.type)
+def fork_rng(*, device: bool = True) -> AbstractContextManager[None]:
+    """What is drawn inside leaves torch's generators as they were: the host's, and that of the ``device`` in use."""
+    found = accelerator() if device else None
+    return torch.random.fork_rng(in_use() if device else [], device_type="cuda" if found is None else found.type)

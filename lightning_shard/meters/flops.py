@@ -4,14 +4,12 @@ They are what the mathematics of a step asks for (Chowdhery et al. 2022, appendi
 a multiply and an add being two, and not what checkpointing or a fused kernel computes again.
 """
 
-import random
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from lightning_shard.devices import fork_rng
 from lightning_shard.engines.resident import tensors_in
+from lightning_shard.resume.rng import undrawn
 from lightning_shard.tensors import tracing
 from lightning_shard.tensors.fake import fake_operations
 
@@ -56,7 +54,7 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
     """
     counted = _ModelFlops()
     with (
-        _same_random_states(), fake_operations(), _eager_forward(), NumbersReadAsOne(), counted.operations,
+        undrawn(), fake_operations(), _eager_forward(), NumbersReadAsOne(), counted.operations,
         attention_by(counted.count_attention), torch.enable_grad(),
     ):  # fmt: skip
         output = function()
@@ -132,20 +130,6 @@ class _Attention(torch.autograd.Function):
         ctx.add_backward()
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         return (*(torch.empty_like(tensor) if needs else None for tensor, needs in needed), None)
-
-
-@contextmanager
-def _same_random_states() -> Generator[None, None, None]:
-    """Whatever is drawn inside, the states of torch's, Python's and NumPy's generators are the same afterwards, under
-    fake tensors too.
-    """
-    python, legacy = random.getstate(), numpy.random.get_state()
-    try:
-        with fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(legacy)
 
 
 @contextmanager

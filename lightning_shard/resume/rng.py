@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_shard.devices import accelerator, in_use
+from lightning_shard.devices import accelerator, fork_rng, in_use
 from lightning_shard.tensors.tracing import tree_map
 
 
@@ -47,12 +47,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def undrawn(*, device: bool = True) -> Generator[None, None, None]:
-    """Whatever is drawn inside, the generators that :func:`rng_state` names are the same afterwards."""
-    before = rng_state(device=device)
+    """Whatever is drawn inside, the generators that :func:`rng_state` names are the same afterwards, under fake tensors
+    too.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
     try:
-        yield
+        with fork_rng(device=device):
+            yield
     finally:
-        set_rng_state(before)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def same(first: Any, second: Any) -> bool:

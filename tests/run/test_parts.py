@@ -201,6 +201,16 @@ def test_a_watch_marks_messages_until_the_run_ends(caplog: pytest.LogCaptureFixt
     assert after == "after"
 
 
+def test_a_watch_has_torch_write_its_record_beside_the_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_FR_DUMP_TEMP_FILE"
+    monkeypatch.setenv(name, "")  # put back at the end
+    monkeypatch.delenv(name)
+    RunWatch(None, None, os._exit).record_into(tmp_path)
+    assert name not in os.environ  # Nobody waits for lost ranks.
+    RunWatch(60.0, None, os._exit).record_into(tmp_path)
+    assert Path(os.environ[name]).parent == tmp_path
+
+
 # Ledger, freezing, memory, data
 
 

@@ -175,7 +175,7 @@ def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Viol
     for stage, dtypes in entry.stages.items():
         for dtype in sorted(dtypes, key=str):
             if stage.startswith(STATE):
-                # Integers are counts, masks, and moments that an optimizer quantises itself, on every engine alike.
+                # Integers are counts, masks, and moments that an optimizer quantises itself, the same on every engine.
                 if dtype.is_floating_point and dtype.itemsize < policy.master.itemsize:
                     yield _violation(name, stage, dtype, policy.master)
             elif stage in exact and dtype != exact[stage] and not dtype.is_complex:
