@@ -194,9 +194,9 @@ def _is_directory(path: Any) -> bool:
         return False
     if "://" not in str(path):
         return os.path.isdir(path)
-    from lightning_shard.checkpoint.files import layout, place
+    from lightning_shard.checkpoint.files import layout, location
 
-    return (place.place(path) / layout.MANIFEST).is_file()
+    return (location.location(path) / layout.MANIFEST).is_file()
 
 
 def _available(strategies: Any) -> list[str]:

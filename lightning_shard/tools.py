@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 from lightning_shard.arguments import read
 from lightning_shard.checkpoint.files.layout import again_if_replaced
+from lightning_shard.checkpoint.files.location import StorePath, location, refuse_url
 from lightning_shard.checkpoint.files.manifest import FULL, PORTABLE
-from lightning_shard.checkpoint.files.place import StorePath, place, refuse_url
 from lightning_shard.checkpoint.foreign.hugging_face import export as export_contents
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any, verify
@@ -89,7 +89,7 @@ def convert(
         ConfigurationError: a form that there is not.
     """
     form = read(Literal["portable", "full"] | None, form, "form")
-    where = place(target)
+    where = location(target)
     if where.exists():
         raise CheckpointError(f"{target} exists: choose another path, or remove it")
 

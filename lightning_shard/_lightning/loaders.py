@@ -21,8 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_shard._lightning import DatasetSamplerWrapper, Replacements, update_dataloader
 from lightning_shard._lightning.loops import settle_progress
-from lightning_shard.resume.held import generators_of, module_generators
 from lightning_shard.resume.loader import Draws, ResumableLoader
+from lightning_shard.resume.reachable import generators_of, module_generators
 from lightning_shard.resume.shape import KINDS, has_state, stock_type
 from lightning_shard.resume.wrap import resumable
 

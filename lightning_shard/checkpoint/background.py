@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.commit import BackgroundWrite
+from lightning_shard.checkpoint.files.location import AnyPath
 from lightning_shard.checkpoint.files.manifest import Contents
-from lightning_shard.checkpoint.files.place import AnyPath
 from lightning_shard.checkpoint.files.tensor_files import Values
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton
 from lightning_shard.checkpoint.plan import Plans, live_values

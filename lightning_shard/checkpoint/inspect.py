@@ -12,8 +12,8 @@ from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.commit import settle
 from lightning_shard.checkpoint.files.layout import GRADIENT_PREFIXES, MANIFEST, OPTIMIZER_STATES, StrPath
+from lightning_shard.checkpoint.files.location import Location, StorePath, location
 from lightning_shard.checkpoint.files.manifest import Contents, damaged, open_checkpoint_directory
-from lightning_shard.checkpoint.files.place import Place, StorePath, place
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
 from lightning_shard.checkpoint.foreign import deepspeed
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
@@ -24,7 +24,7 @@ from lightning_shard.text import columns
 
 def is_foreign(path: StrPath) -> bool:
     """Whether at ``path`` is what another library, or the ``full`` form, looks like; not whether it can be read."""
-    where = place(path)
+    where = location(path)
     settle()
     if isinstance(where, StorePath):
         return False  # Only portable directories are read there.
@@ -119,7 +119,7 @@ def verify(path: layout.StrPath) -> list[str]:
     with its own checksum, and what a load opens is opened. CheckpointCorruptError names every damaged file;
     CheckpointNotFoundError; CheckpointError: a form that has no checksums.
     """
-    foreign, where = is_foreign(path), place(path)
+    foreign, where = is_foreign(path), location(path)
     if isinstance(where, Path) and where.is_file():
         return _verify_archive(where)
     if foreign:
@@ -129,7 +129,7 @@ def verify(path: layout.StrPath) -> list[str]:
     return layout.again_if_replaced(lambda: _verify_directory(where))
 
 
-def _verify_directory(where: Place) -> list[str]:
+def _verify_directory(where: Location) -> list[str]:
     directory, manifest = open_checkpoint_directory(where)
     damage = directory.damaged(manifest.files, manifest.files)
     with directory.open(layout.MANIFEST) as stream:

@@ -21,6 +21,7 @@ from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, boxes_file, read_boxes
 from lightning_shard.checkpoint.files.commit import settle
 from lightning_shard.checkpoint.files.layout import Directory
+from lightning_shard.checkpoint.files.location import AnyPath, Location, location
 from lightning_shard.checkpoint.files.manifest import (
     Contents,
     Manifest,
@@ -28,7 +29,6 @@ from lightning_shard.checkpoint.files.manifest import (
     damaged,
     open_checkpoint_directory,
 )
-from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.match_optimizers import OptimizerPlan, plan_optimizers
@@ -50,7 +50,7 @@ class OpenCheckpoint:
     trainer_state: dict[str, Any]  # The contents of ``trainer.pt``, tensors on the CPU.
 
     @property
-    def path(self) -> Place:
+    def path(self) -> Location:
         return self.directory.path
 
     def full(self, key: str) -> Tensor:
@@ -336,7 +336,7 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
     broken: list[str] = []
     others: set[str] = set()
     files: list[Path] = []
-    resolved = {place(folder).resolve(): None for folder in folders}
+    resolved = {location(folder).resolve(): None for folder in folders}
     for path in (path for folder in resolved for path in layout.checkpoint_names(folder)):
         try:
             facts, wrong = layout.again_if_replaced(partial(_run_and_damage, path))

@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.files.layout import SlotName, listed
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, parts
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
 from lightning_shard.ranks import warn_on_first_rank
-from lightning_shard.resume.held import small_values
+from lightning_shard.resume.reachable import small_values
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
 from lightning_shard.tensors.names import Names, fqns, persistent_buffers

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.checkpoint.files import commit, layout
+from lightning_shard.checkpoint.files.location import AnyPath, Location, location, refuse_url
 from lightning_shard.checkpoint.files.manifest import Contents, Facts, Manifest, TensorEntry, library_versions
-from lightning_shard.checkpoint.files.place import AnyPath, Place, place, refuse_url
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
@@ -97,9 +97,9 @@ class Begun:
                 self._own_state = encode_trainer_state(self.state.own_state)
             return plans.still_holds(self.state.tensors, self.state.slots)
 
-        def decide(known: list[bool]) -> list[tuple[Place, Place, bool]]:
+        def decide(known: list[bool]) -> list[tuple[Location, Location, bool]]:
             self._trainer_state = encode_trainer_state(self.state.whole_state)
-            target = place(path).absolute()
+            target = location(path).absolute()
             return [(target, commit.begin(target, self._token), all(known))] * ranks.size
 
         self.target, self._temporary, still_holds = ranks.exchange(f"starting to save {path}", look, decide)

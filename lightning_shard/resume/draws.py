@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from lightning_shard.resume.held import Numbers, generators_of
+from lightning_shard.resume.reachable import Numbers, generators_of
 from lightning_shard.resume.rng import GENERATORS, generator_kind, generator_state, undrawn
 from lightning_shard.resume.shape import Delegating
 

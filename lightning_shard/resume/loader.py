@@ -15,7 +15,7 @@ from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
 from lightning_shard.resume.draws import DrawingDataset
-from lightning_shard.resume.held import Numbers, generators_of
+from lightning_shard.resume.reachable import Numbers, generators_of
 from lightning_shard.resume.samplers import Generators, IndexSource, Snapshot, States
 from lightning_shard.resume.shape import DelegatingLoader
 

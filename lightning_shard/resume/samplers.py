@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_shard.resume import rng
-from lightning_shard.resume.held import attributes, class_attributes, closure, generators_of, is_plain
+from lightning_shard.resume.reachable import attributes, class_attributes, closure, generators_of, is_plain
 from lightning_shard.resume.shape import Delegating, has_state
 
 LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint.

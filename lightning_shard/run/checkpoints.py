@@ -16,8 +16,8 @@ from torch import nn
 from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import layout
+from lightning_shard.checkpoint.files.location import StrPath, location, refuse_url
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
-from lightning_shard.checkpoint.files.place import StrPath, place, refuse_url
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
@@ -33,7 +33,7 @@ from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume.held import set_values
+from lightning_shard.resume.reachable import set_values
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.buffers import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
@@ -143,7 +143,7 @@ class Checkpoints(CheckpointIO):
         background, or ``storage_options``, fsspec's of an object store, for a path.
         """
         target = Ranks.of().broadcast(os.fspath(path))
-        where = place(target, storage_options)
+        where = location(target, storage_options)
         mine = own_buffers(self._module)
         if own and (ACCUMULATION in own or not self._engine.shares_buffers):
             own = {OWN: mine, **own}  # of a rank's own batches; in a validation those before it
@@ -274,9 +274,9 @@ class Checkpoints(CheckpointIO):
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
             path = self._convert(path)
         opened, self.opened = self.opened, None
-        is_open = opened is not None and str(opened.path) == str(place(path))
+        is_open = opened is not None and str(opened.path) == str(location(path))
         self._loading = opened if opened is not None and is_open else load.open_checkpoint(path)
-        self._loading.directory.path = place(given)  # which errors name
+        self._loading.directory.path = location(given)  # which errors name
         state = load.with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
         self._loading = replace(self._loading, trainer_state=state)
         return {**state, "state_dict": self._loading.state_dict() if _follows_names(self._module) else {}}
@@ -284,7 +284,7 @@ class Checkpoints(CheckpointIO):
     def _convert(self, path: StrPath) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
         ranks = Ranks.of()
-        root = place(self._root).absolute()
+        root = location(self._root).absolute()
         target = ranks.broadcast(str(root / f".converted-{layout.new_token()}.ckpt"))
         rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
         live = self._engine.tensors.optimizers()

@@ -19,8 +19,8 @@ from lightning_shard._lightning.callbacks import accumulate_as_scheduled, thaw_a
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
-from lightning_shard.resume.held import generator_states, kept_values, load_generator_states
 from lightning_shard.resume.metrics import load_metric_states, metric_states
+from lightning_shard.resume.reachable import generator_states, kept_values, load_generator_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.buffers import OWN, buffers_before_validation, restore_buffers, set_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, SCHEDULES, Checkpoints

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_shard._lightning import callbacks, loops
 from lightning_shard.arguments import checked_fields
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
-from lightning_shard.checkpoint.files.place import place
+from lightning_shard.checkpoint.files.location import location
 from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import CheckpointError, ConfigurationError, DataError
 from lightning_shard.ranks import Ranks, warn_on_first_rank
@@ -169,7 +169,7 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
 
 def _open_newest(trainer: Trainer, checkpoints: Checkpoints, why: str) -> tuple[str, dict[str, Any]]:
     own = [*checkpoints.saved, *([trainer.ckpt_path] if trainer.ckpt_path else [])]
-    for path in Ranks.of().broadcast([os.fspath(p) for p in own if place(p).is_dir()]):
+    for path in Ranks.of().broadcast([os.fspath(p) for p in own if location(p).is_dir()]):
         try:
             checkpoint = checkpoints.load_checkpoint(path)
         except CheckpointError as error:

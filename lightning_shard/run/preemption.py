@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard._lightning import loops, processes
 from lightning_shard.checkpoint.files import commit
-from lightning_shard.checkpoint.files.place import Place, StorePath, place
+from lightning_shard.checkpoint.files.location import Location, StorePath, location
 from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
 from lightning_shard.cluster import preemption, slurm
 from lightning_shard.cluster.preemption import PreemptionConfig, run_name
@@ -41,14 +41,14 @@ FAILURES = "failures"
 NAMELESS = "local"  # The run's name where no launcher gave it one.
 
 
-def checkpoint_folders(trainer: Trainer) -> list[Place]:
+def checkpoint_folders(trainer: Trainer) -> list[Location]:
     """Where the Trainer's ``ModelCheckpoint``s save, in every version of the logger's folder."""
-    folders: list[Place] = []
+    folders: list[Location] = []
     for callback in trainer.checkpoint_callbacks:
         directory = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
         if not directory:
             continue
-        folder = place(directory)
+        folder = location(directory)
         folders.append(folder)
         if trainer.loggers and folder.name == "checkpoints":
             # Without a fixed version a logger makes a new one each time that the run is started.
@@ -72,23 +72,23 @@ class RunIdentity:
         """What the manifest says of the run; ``micro_batches``: of a step, on all ranks together."""
         return {"name": self.name, "step": step, "time": time.time(), "micro_batches": micro_batches}
 
-    def micro_batches(self, folders: list[Place]) -> int | None:
+    def micro_batches(self, folders: list[Location]) -> int | None:
         """Of a step of this run's newest checkpoint, on all ranks; None: there is none that says it. One rank calls."""
         found = [] if self.name == NAMELESS else find_checkpoints([self.own_path.parent, *folders], self.name).own
         return found[0][1].get("micro_batches") if found else None
 
     @property
-    def own_path(self) -> Place:
+    def own_path(self) -> Location:
         """Where this run saves when it is stopped."""
-        return place(self.root) / FOLDER / f"{self.name}.ckpt"
+        return location(self.root) / FOLDER / f"{self.name}.ckpt"
 
     @property
     def failure_folder(self) -> Path | None:
         """Where ranks that are stuck in a collective write what they can; None in a store."""
-        folder = place(self.root)
+        folder = location(self.root)
         return None if isinstance(folder, StorePath) else folder / FAILURES / self.name
 
-    def choose_checkpoint(self, asked: Any, *, fitting: bool, folders: list[Place]) -> Any:
+    def choose_checkpoint(self, asked: Any, *, fitting: bool, folders: list[Location]) -> Any:
         """The checkpoint to resume from where ``ckpt_path`` is ``asked``, from ``folders`` of callbacks. All ranks call
         it.
 
@@ -97,7 +97,7 @@ class RunIdentity:
         one. ConfigurationError: ``auto`` in a run without a name. CheckpointNotFoundError: ``auto`` outside a fit, with
         nothing to find. CheckpointError: a checkpoint of another job that Lightning found by itself.
         """
-        own: list[Place] = [self.own_path.parent]
+        own: list[Location] = [self.own_path.parent]
         if asked is None:
             return self._newest(own, speak=False) if fitting and self.name != NAMELESS else None
         if asked != AUTO:
@@ -118,7 +118,7 @@ class RunIdentity:
             )
         return found
 
-    def _newest(self, folders: list[Place], *, speak: bool) -> OpenCheckpoint | None:
+    def _newest(self, folders: list[Location], *, speak: bool) -> OpenCheckpoint | None:
         """The newest checkpoint of this run whose files all have their checksums. All ranks call it."""
         found = open_newest(folders, self.name)
         for reason in found.broken:
@@ -159,7 +159,7 @@ class Preemption:
         self._agreement: preemption.Agreement | None = None
         self._agreed = 0
         self._stoppable = False
-        self._folders: list[Place] = []  # of this run's checkpoints, during the save before it stops
+        self._folders: list[Location] = []  # of this run's checkpoints, during the save before it stops
         self._killed_after: float | None = None
         self.before_validation: dict[str, Any] = {}
         """Parts of the run's state as they were then, to which a save in a validation goes back."""

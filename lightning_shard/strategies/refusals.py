@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
 from lightning_shard._lightning.callbacks import averaging_callbacks, own_averaging_hooks
-from lightning_shard.checkpoint.files.place import place
+from lightning_shard.checkpoint.files.location import location
 from lightning_shard.cluster.traces import user_frame
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED
@@ -175,7 +175,9 @@ def refuse_stores(trainer: Trainer) -> None:
     """
     stores = [folder for folder in _folders(trainer) if "://" in folder]
     if stores and trainer.state.fn == TrainerFn.FITTING:
-        Ranks.of().first("looking into the stores of checkpoints", lambda: [place(store).exists() for store in stores])
+        Ranks.of().first(
+            "looking into the stores of checkpoints", lambda: [location(store).exists() for store in stores]
+        )
 
 
 def _folders(trainer: Trainer) -> dict[str, str]:

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shard import PreemptionConfig
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import commit, tensor_files
+from lightning_shard.checkpoint.files.location import location
 from lightning_shard.checkpoint.files.manifest import Contents
-from lightning_shard.checkpoint.files.place import place
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.cluster.preemption import Preempted
@@ -169,7 +169,7 @@ def upload_and_die(server: str) -> None:
     contents = Contents(tensors=tensors, trainer_state={"n": 2.0}, facts=FACTS)
     save_number("s3://run/last.ckpt", 1.0)
     tensor_files.HashedFile.write = counting  # type: ignore[method-assign]
-    Saver().save(place("s3://run/last.ckpt", {"default_block_size": PART_BYTES}), lambda: contents, background=False)
+    Saver().save(location("s3://run/last.ckpt", {"default_block_size": PART_BYTES}), lambda: contents, background=False)
 
 
 @pytest.mark.matrix
@@ -193,7 +193,7 @@ def test_options_reach_the_store_and_parts_are_whole(bucket: str) -> None:
     address = os.environ.pop("AWS_ENDPOINT_URL")
     client = {"client_kwargs": {"endpoint_url": address}, "default_block_size": PART_BYTES}
     contents = Contents(tensors={"model.w": torch.arange(3e6)}, trainer_state={}, facts=FACTS)
-    Saver().save(place("s3://run/parts.ckpt", client), lambda: contents, background=False)
+    Saver().save(location("s3://run/parts.ckpt", client), lambda: contents, background=False)
     use(bucket)
     assert len(verify("s3://run/parts.ckpt")) == 5
     opened = open_checkpoint("s3://run/parts.ckpt")

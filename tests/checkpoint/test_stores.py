@@ -17,8 +17,8 @@ from lightning_shard import tools
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import commit, stores, tensor_files
 from lightning_shard.checkpoint.files.layout import new_token
+from lightning_shard.checkpoint.files.location import location
 from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
-from lightning_shard.checkpoint.files.place import place
 from lightning_shard.checkpoint.files.tensor_files import write_file
 from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
 from lightning_shard.checkpoint.inspect import verify
@@ -65,7 +65,7 @@ def objects(store: MemoryFileSystem, folder: str = "/run") -> list[str]:
 def half_written(path: str) -> str:
     """What a killed save leaves at ``path``; its token."""
     token = new_token()
-    write_file(commit.begin(place(path), token) / "__0_0.distcp", b"some")
+    write_file(commit.begin(location(path), token) / "__0_0.distcp", b"some")
     return token
 
 
@@ -254,11 +254,11 @@ def test_what_there_is_not_in_a_store_is_refused(store: Any, tmp_path: Path) -> 
         (lambda: open_checkpoint("memory://run/stock.ckpt")): "stock.ckpt is a file",
         (lambda: save_number("memory://run/stock.ckpt", 1.0)): "stock.ckpt is a file",
         (lambda: open_checkpoint("memory://run/none.ckpt")): "there is no checkpoint at",
-        (lambda: place("drive://a/b.ckpt")): "names no store that fsspec reaches",
-        (lambda: place("gs://a/b.ckpt", {"token": "anon"})): "pip install gcsfs",
-        (lambda: place("memory://run//b.ckpt")): "two slashes in a row",
-        (lambda: place("a.ckpt", {"anon": True})): "storage_options is {'anon': True}",
+        (lambda: location("drive://a/b.ckpt")): "names no store that fsspec reaches",
+        (lambda: location("gs://a/b.ckpt", {"token": "anon"})): "pip install gcsfs",
+        (lambda: location("memory://run//b.ckpt")): "two slashes in a row",
+        (lambda: location("a.ckpt", {"anon": True})): "storage_options is {'anon': True}",
     }.items():
         with pytest.raises(CheckpointError, match=said):
             refused()
-    assert place(f"file://{tmp_path}/a.ckpt") == tmp_path / "a.ckpt"
+    assert location(f"file://{tmp_path}/a.ckpt") == tmp_path / "a.ckpt"

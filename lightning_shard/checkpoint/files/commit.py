@@ -18,8 +18,8 @@ from pathlib import Path
 
 from lightning_shard.checkpoint.files import layout, stores
 from lightning_shard.checkpoint.files.layout import release, try_lock
+from lightning_shard.checkpoint.files.location import AnyPath, Location, StorePath, location
 from lightning_shard.checkpoint.files.manifest import foreign_entries, is_checkpoint
-from lightning_shard.checkpoint.files.place import AnyPath, Place, StorePath, place
 from lightning_shard.errors import CheckpointError
 
 # A `.full.ckpt` save has a moment in which its parts are complete, and not read yet.
@@ -35,7 +35,7 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def begin(path: Place, token: str) -> Place:
+def begin(path: Location, token: str) -> Location:
     """Create and return the empty temporary directory for a save to ``path``. Rank 0 calls it."""
     if isinstance(path, StorePath):
         return stores.begin(path, token)
@@ -51,7 +51,7 @@ def begin(path: Place, token: str) -> Place:
         unlock(temporary)  # another job's save took it for a leftover ahead of the lock
 
 
-def publish(temporary: Place, path: Place, token: str) -> None:
+def publish(temporary: Location, path: Location, token: str) -> None:
     """Make the complete checkpoint ``temporary`` the one at ``path``, then delete what was there and what interrupted
     saves left, but for what is being read or written. Rank 0 calls it.
     """
@@ -104,7 +104,7 @@ def remove(path: AnyPath) -> None:
     """Delete the checkpoint at ``path``, if there is one, and leftovers of saves to it; first it is renamed, so that no
     damaged one is left under its name. CheckpointError: a directory that is no checkpoint.
     """
-    path = place(path)
+    path = location(path)
     if isinstance(path, StorePath):
         stores.remove(path)
         return
@@ -138,11 +138,11 @@ def _idle_seconds(leftover: Path) -> float:
     return time.time() - os.lstat(leftover).st_mtime
 
 
-def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequence[Place]:
+def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequence[Location]:
     """What interrupted saves and removals left in ``folder``, for so long; with ``remove`` it is deleted. Not what a
     process writes or reads (on a filesystem without locks nobody may be saving), nor what a checkpoint is read from.
     """
-    folder = place(folder)
+    folder = location(folder)
     if isinstance(folder, StorePath):
         return stores.clean(folder, remove=remove, idle_seconds=idle_seconds)
     found = []
@@ -181,7 +181,7 @@ def _delete_unless_locked(leftover: Path, path: Path, *, really: bool = True) ->
             os.close(descriptor)
 
 
-def delete_tree(path: Place) -> None:
+def delete_tree(path: Location) -> None:
     """Delete a file, link or directory as far as that is possible; what stays is a leftover for the next save."""
     if isinstance(path, StorePath):
         stores.give_up(path)
@@ -195,7 +195,7 @@ def delete_tree(path: Place) -> None:
 
 
 @contextlib.contextmanager
-def deleted_on_failure(temporary: Place, *, here: bool = True) -> Iterator[None]:
+def deleted_on_failure(temporary: Location, *, here: bool = True) -> Iterator[None]:
     """Delete ``temporary`` where the block fails; ``here``: whether this is the process that does."""
     try:
         yield
@@ -205,7 +205,7 @@ def deleted_on_failure(temporary: Place, *, here: bool = True) -> Iterator[None]
         raise
 
 
-def sizes(directory: Place) -> dict[str, int]:
+def sizes(directory: Location) -> dict[str, int]:
     """Name to bytes of each file in it."""
     if isinstance(directory, StorePath):
         return {name: size for name, size in directory.entries().items() if size is not None}

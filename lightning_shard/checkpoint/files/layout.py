@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import torch
 
-from lightning_shard.checkpoint.files.place import Place, StorePath, StrPath
+from lightning_shard.checkpoint.files.location import Location, StorePath, StrPath
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ def current(path: Path) -> Path:
     return path
 
 
-def checkpoint_names(folder: Place) -> list[Path] | list[StorePath]:
+def checkpoint_names(folder: Location) -> list[Path] | list[StorePath]:
     """What in ``folder`` may be a checkpoint: its entries that are not hidden, and those that are being replaced."""
     if isinstance(folder, StorePath):
         return [folder / name for name, size in sorted(folder.entries().items()) if size is None]
@@ -193,7 +193,7 @@ class Directory:
     """Of a box, up to which it is read by one call."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        self.path: Place = path
+        self.path: Location = path
         self.descriptor = descriptor
         self._unchecked: dict[str, FileEntry] = {}
         self.close: Callable[[], object] = weakref.finalize(self, release, descriptor)
@@ -281,12 +281,12 @@ def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Direct
     """
     path, patience = Path(path), time.monotonic() + _PATIENCE_SECONDS
     while True:
-        place = current(path)
-        directory = Directory(path, os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        now_at = current(path)
+        directory = Directory(path, os.open(now_at, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         # A save has the lock of what it is putting in place right now.
         locked = not lock or try_lock(directory.descriptor, fcntl.LOCK_SH)
         # What was replaced ahead of the lock may be deleted by now.
-        if locked and _is_at(place, directory.descriptor):
+        if locked and _is_at(now_at, directory.descriptor):
             return directory
         if time.monotonic() > patience:
             raise CheckpointError(f"{path} was replaced or locked by a save for {_PATIENCE_SECONDS:.0f} s")

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.layout import Directory, open_directory
-from lightning_shard.checkpoint.files.place import AnyPath, Place, StorePath, place
+from lightning_shard.checkpoint.files.location import AnyPath, Location, StorePath, location
 from lightning_shard.checkpoint.files.stores import open_store
 from lightning_shard.errors import (
     CheckpointCorruptError,
@@ -217,7 +217,7 @@ def read_manifest(path: AnyPath) -> Manifest:
 
 def open_checkpoint_directory(path: AnyPath, *, lock: bool = True) -> tuple[Directory, Manifest]:
     """The checkpoint directory ``path``, open, and its manifest; CheckpointNotFoundError for a half-written one too."""
-    path = place(path)
+    path = location(path)
     if isinstance(path, StorePath):
         return _with_manifest(open_store(path))
     for attempt in itertools.count(1):
@@ -287,7 +287,7 @@ def _why_not_found(directory: Path) -> str | None:
         return f"there is no checkpoint at {directory}.{did_you_mean(directory.name, beside)}"
 
 
-def damaged(directory: Place, damage: Mapping[str, str]) -> CheckpointCorruptError:
+def damaged(directory: Location, damage: Mapping[str, str]) -> CheckpointCorruptError:
     lines = "\n".join(f"  {damage[name]}" for name in sorted(damage))
     return CheckpointCorruptError(f"{directory} is damaged: {layout.listed(damage)}\n{lines}\nUse another checkpoint.")
 

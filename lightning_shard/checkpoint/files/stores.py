@@ -24,7 +24,7 @@ from fsspec.spec import AbstractBufferedFile
 from lightning_shard import errors
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.layout import MANIFEST, Directory
-from lightning_shard.checkpoint.files.place import StorePath
+from lightning_shard.checkpoint.files.location import StorePath
 
 _TOKEN = re.compile("[0-9a-f]{12}")
 _MARKER = re.compile(r"\.(.+)\.tmp-([0-9a-f]{12})")

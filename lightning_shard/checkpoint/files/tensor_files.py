@@ -35,7 +35,7 @@ from lightning_shard.checkpoint.files.boxes import (
     encode_boxes,
 )
 from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, Directory, FileEntry, damaged_if
-from lightning_shard.checkpoint.files.place import Place
+from lightning_shard.checkpoint.files.location import Location
 from lightning_shard.checkpoint.files.trainer_state import decode_state, load_archive
 
 Values = Callable[[dcp.MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
@@ -47,7 +47,7 @@ _MOST_IN_METADATA = 200_000  # boxes: 35 MB, for which rank 0 takes as long as f
 class HashedFile:
     """A new file that is hashed while it is written and synced when closed."""
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: Location) -> None:
         self._stream = path.open("xb")  # closed by __exit__
         self._hash = hashlib.sha256()
         self._size = 0
@@ -107,7 +107,7 @@ def data_file(rank: int) -> str:
 
 
 def write_boxes(
-    directory: Place, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values, own_state: bytes = b""
+    directory: Location, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values, own_state: bytes = b""
 ) -> Written:
     """Write boxes, each copied to the host in its turn, and ``own_state``, if any, into this rank's file."""
     places = np.zeros((len(boxes), 2), dtype=np.int64)
@@ -145,7 +145,7 @@ def _row_major(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def write_file(path: Place, data: bytes) -> FileEntry:
+def write_file(path: Location, data: bytes) -> FileEntry:
     with HashedFile(path) as stream:
         stream.write(data)
     return stream.entry()

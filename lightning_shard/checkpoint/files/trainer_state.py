@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.files.layout import TRAINER_STATE, Directory, damaged_if
+from lightning_shard.checkpoint.files.location import Location
 from lightning_shard.checkpoint.files.manifest import Manifest
-from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.text import first_line
 
@@ -61,7 +61,7 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     return decode_state(directory.read(TRAINER_STATE, manifest.files), directory.path / TRAINER_STATE)
 
 
-def decode_state(data: bytes, where: Place) -> dict[str, Any]:
+def decode_state(data: bytes, where: Location) -> dict[str, Any]:
     """What `encode_trainer_state` was given, tensors on the CPU. CheckpointCorruptError: it was changed, or names a
     class.
     """
@@ -76,14 +76,14 @@ def decode_state(data: bytes, where: Place) -> dict[str, Any]:
     return state
 
 
-def load_archive(file: BinaryIO, where: Place) -> Any:
+def load_archive(file: BinaryIO, where: Location) -> Any:
     """What ``torch.save`` wrote to ``file``, tensors on the CPU, after `check_archive`; nothing in it runs."""
     check_archive(file, where)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
 
 
-def check_archive(file: Path | BinaryIO, where: Place) -> list[zipfile.ZipInfo]:
+def check_archive(file: Path | BinaryIO, where: Location) -> list[zipfile.ZipInfo]:
     """The records of a file of ``torch.save``, which takes no more memory than it has bytes, nor time without end.
     CheckpointCorruptError: a record is compressed or lies in another one, or as `check_pickle`.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_shard import errors
 from lightning_shard.checkpoint.files.layout import StrPath, check_relative
-from lightning_shard.checkpoint.files.place import refuse_url
+from lightning_shard.checkpoint.files.location import refuse_url
 from lightning_shard.checkpoint.files.tensor_files import chunks_of, fill
 from lightning_shard.checkpoint.matching import LoadReport, match
 from lightning_shard.checkpoint.optimizer_state import sharded_names

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard.checkpoint.files.place import place
+from lightning_shard.checkpoint.files.location import location
 from lightning_shard.checkpoint.files.trainer_state import decode_state, encode_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.tools import convert
@@ -59,7 +59,7 @@ def test_a_part_of_a_sharded_tensor_is_no_state():
 def test_state_that_loads():
     state = {"int": 1, "none": None, "tensor": torch.ones(2, dtype=torch.bfloat16), "tuple": (1, "a"), "b": b"x"}
     state |= {"set": {1, 2}, "dtype": torch.float32, "nested": {"k": [1.5, True]}, "sparse": torch.eye(3).to_sparse()}
-    assert repr(decode_state(encode_trainer_state(state), place("trainer.pt"))) == repr(state)
+    assert repr(decode_state(encode_trainer_state(state), location("trainer.pt"))) == repr(state)
 
 
 def test_compressed_state_is_refused(tmp_path):

@@ -116,15 +116,15 @@ class StorePath:
             ) from error
 
 
-Place = Path | StorePath
-AnyPath = StrPath | Place
+Location = Path | StorePath
+AnyPath = StrPath | Location
 
 
 def _is_url(path: StrPath) -> bool:
     return re.match(r"\w[\w+.:-]*://", os.fspath(path)) is not None
 
 
-def place(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
+def location(path: AnyPath, options: Mapping[str, Any] | None = None) -> Location:
     """What ``path`` names; ``options`` are fsspec's. CheckpointError: no such store, or no package; not for a path."""
     if isinstance(path, StorePath):
         return path

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
 
-from lightning_shard.resume import held
+from lightning_shard.resume import reachable
 from lightning_shard.resume.loader import Draws
 from lightning_shard.resume.rng import decoded, encoded
 from lightning_shard.resume.wrap import resumable
@@ -182,8 +182,8 @@ def test_a_batch_that_was_fetched_ahead_is_not_counted(batches: int, first: int,
 
 def test_all_that_a_dataset_holds_is_looked_through_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    walk = held.reachable
-    monkeypatch.setattr(held, "reachable", lambda *of: (looks.append(1), walk(*of))[1])
+    walk = reachable.reachable
+    monkeypatch.setattr(reachable, "reachable", lambda *of: (looks.append(1), walk(*of))[1])
     for _ in itertools.islice(resumable(DataLoader(Late(), sampler=Endless()), world_size=1, rank=0), 1000):
         pass
     assert len(looks) < 30
@@ -227,20 +227,20 @@ def test_what_others_hold_too_is_written_in_place() -> None:
         return types.SimpleNamespace(a=[1, 2], b={"n": 1}, c=torch.tensor([1, 2]), d=np.array([1, 2]))
 
     saved, here = made(), made()
-    numbers, shared = held.Numbers({"held": saved}), dict(vars(here))
+    numbers, shared = reachable.Numbers({"held": saved}), dict(vars(here))
     saved.a.append(3)
     saved.b["m"] = 2
     saved.c += 1
     saved.d += 1
-    held.Numbers({"held": here}).write(numbers.read())
+    reachable.Numbers({"held": here}).write(numbers.read())
     assert repr(here) == repr(saved) != repr(made())
     assert all(vars(here)[name] is value for name, value in shared.items())
 
 
 def test_generators_that_are_gone_or_of_another_kind_are_named() -> None:
-    saved = held.generator_states({"a": random.Random(1), "b": random.Random(2), "c": random.Random(3)})
+    saved = reachable.generator_states({"a": random.Random(1), "b": random.Random(2), "c": random.Random(3)})
     here = {"a": random.Random(4), "b": np.random.default_rng(5)}
-    assert held.load_generator_states(here, saved) == ["b", "c"]
+    assert reachable.load_generator_states(here, saved) == ["b", "c"]
     assert here["a"].random() == random.Random(1).random()
 
 
@@ -255,7 +255,7 @@ def test_generators_are_found_in_what_functions_hold_and_name() -> None:
 
     drawing.rng = own[0]  # type: ignore[attr-defined]
     everywhere = [torch.default_generator, random.random.__self__, np.random.rand.__self__]  # type: ignore[attr-defined]
-    found = held.generators_of(everywhere, functools.partial(drawing, own[1], rng=own[2]))
+    found = reachable.generators_of(everywhere, functools.partial(drawing, own[1], rng=own[2]))
     assert {id(generator) for generator in found} == {id(generator) for generator in (*own, NESTED)}
 
 

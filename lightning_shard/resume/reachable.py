@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_shard.resume import rng
 from lightning_shard.tensors.names import unwrapped_modules
 
-_MOST_HELD, _OF_EACH = 10_000, 100
+_MOST_OBJECTS, _OF_EACH = 10_000, 100
 _MOST_SUMMED = 1 << 20  # Numbers of a tensor, above which it is not looked into.
 _LIBRARIES = {
     *sys.stdlib_module_names,
@@ -43,7 +43,7 @@ def reachable(roots: Iterable[tuple[str, Any]], apart: Iterable[Any] = ()) -> It
     draws: list[Any] = [np.random.rand, random.random]
     seen = {id(one) for one in (torch.default_generator, *(draw.__self__ for draw in draws), *apart)}
     todo = list(roots)[::-1]
-    while todo and len(seen) < _MOST_HELD:
+    while todo and len(seen) < _MOST_OBJECTS:
         path, value = todo.pop()
         if id(value) in seen:
             continue
@@ -52,7 +52,7 @@ def reachable(roots: Iterable[tuple[str, Any]], apart: Iterable[Any] = ()) -> It
         with suppress(Exception):  # of code of what it is, which a save must not depend on
             leaf = isinstance(value, type | ModuleType | str | bytes | torch.Tensor | np.ndarray)
             if not leaf and rng.generator_kind(value) is None:
-                todo += reversed(list(itertools.islice(_held(path, value), _OF_EACH)))
+                todo += reversed(list(itertools.islice(_parts_of(path, value), _OF_EACH)))
 
 
 def generators_of(*owners: Any) -> list[Any]:
@@ -60,7 +60,7 @@ def generators_of(*owners: Any) -> list[Any]:
     return [value for _, value in reachable([("", owners)]) if rng.generator_kind(value) is not None]
 
 
-def _held(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+def _parts_of(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(owner, dict):
         held = dict.copy(owner)  # at once: another thread may change it
     elif isinstance(owner, partial):
@@ -286,7 +286,7 @@ class Numbers:
             noted: dict[str, tuple[str, Any]] = {}
             with suppress(Exception):  # as there
                 if isinstance(owner, FunctionType) or (attributes(owner) and not isinstance(owner, _APART)):
-                    noted = {name: _noted(value) for name, value in _held(path, owner)}
+                    noted = {name: _noted(value) for name, value in _parts_of(path, owner)}
             if noted:
                 yield path, owner, noted
 
