@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, boxes_file, read_boxes
 from lightning_shard.checkpoint.files.commit import settle
 from lightning_shard.checkpoint.files.layout import Directory
-from lightning_shard.checkpoint.files.location import AnyPath, Location, location
+from lightning_shard.checkpoint.files.location import AnyPath, Location, common_to_all, location
 from lightning_shard.checkpoint.files.manifest import (
     Contents,
     Manifest,
@@ -105,8 +105,7 @@ def _open_the_same(path: layout.StrPath) -> OpenCheckpoint:
     else:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise errors.CheckpointError(
-            f"rank {other} finds another checkpoint at {path} than rank 0: load from a directory that all "
-            "machines share"
+            f"rank {other} finds another checkpoint at {path} than rank 0: load from {common_to_all(opened.path)}"
         )
     files, mine = opened.manifest.files, _share(opened.manifest, ranks)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.checkpoint.files import commit, layout
-from lightning_shard.checkpoint.files.location import AnyPath, Location, location, refuse_url
+from lightning_shard.checkpoint.files.location import AnyPath, Location, common_to_all, location, refuse_url
 from lightning_shard.checkpoint.files.manifest import Contents, Facts, Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
@@ -132,8 +132,8 @@ class Begun:
             if seen.get(name) != entry.size:
                 found = f"has {seen[name]} bytes" if name in seen else "does not exist"
                 raise CheckpointError(
-                    f"a rank wrote {entry.size} bytes to {self._temporary / name}, but on rank 0 it {found}: save to a "
-                    "directory that all machines share"
+                    f"a rank wrote {entry.size} bytes to {self._temporary / name}, but on rank 0 it {found}: save to "
+                    f"{common_to_all(self.target)}"
                 )
         tensors = {
             facts.key: TensorEntry(shape=facts.shape, dtype=layout.dtype_name(facts.dtype)) for facts in plan.tensors

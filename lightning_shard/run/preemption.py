@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard._lightning import loops, processes
 from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files.layout import checkpoint_names
 from lightning_shard.checkpoint.files.location import Location, StorePath, location
 from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
 from lightning_shard.cluster import preemption, slurm
@@ -52,7 +53,8 @@ def checkpoint_folders(trainer: Trainer) -> list[Location]:
         folders.append(folder)
         if trainer.loggers and folder.name == "checkpoints":
             # Without a fixed version a logger makes a new one each time that the run is started.
-            folders += sorted(folder.parent.parent.glob("*/checkpoints"), key=str)
+            versions = [version / folder.name for version in checkpoint_names(folder.parent.parent)]
+            folders += [each for each in versions if each.is_dir()]
     return folders
 
 

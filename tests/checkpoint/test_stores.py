@@ -31,6 +31,7 @@ from lightning_shard.errors import (
 )
 from tests.checkpoint.calls import save_tensors
 from tests.checkpoint.test_commit import number_in, save_number
+from tests.harness import run_distributed
 
 URL = "memory://run/last.ckpt"
 
@@ -187,6 +188,50 @@ def test_removing_begins_with_what_makes_it_a_checkpoint(store: Any, monkeypatch
     (left,) = commit.clean("memory://run", remove=True)
     assert str(left).startswith("memory://")
     assert objects(store) == ["last.ckpt/notes.txt"]
+
+
+def test_a_save_that_begins_while_another_ends_keeps_its_files(store: Any, monkeypatch: Any) -> None:
+    listed, begun = stores._markers, list[str]()
+
+    def and_another_begins(folder: Any) -> Any:
+        found = listed(folder)
+        begun.extend([] if begun else [half_written(URL)])
+        return found
+
+    save_number(URL, 1.0)
+    monkeypatch.setattr(stores, "_markers", and_another_begins)
+    save_number(URL, 2.0)
+    assert f"last.ckpt/{begun[0]}/__0_0.distcp" in objects(store)
+    commit.remove(URL)
+    assert f"last.ckpt/{begun[0]}/__0_0.distcp" in objects(store)
+    assert [path.name for path in commit.clean("memory://run", remove=True)] == begun
+    assert objects(store) == []
+
+
+def save_apart() -> str:
+    """Each process has a memory of its own."""
+    with pytest.raises(CheckpointError) as refused:
+        save_tensors(URL, {f"model.{n}": torch.ones(9) for n in range(4)}, {})
+    return str(refused.value)
+
+
+def test_a_store_that_ranks_do_not_share_is_told(store: Any) -> None:
+    first, second = run_distributed(save_apart, 2)
+    assert first == second
+    assert "__1_0.distcp, but on rank 0 it does not exist: save to a store that is the same on all machines" in first
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a?", "*"])
+def test_a_name_is_no_pattern(store: Any, name: str) -> None:
+    save_number("memory://run/a1/last.ckpt", 1.0)
+    before = objects(store)
+    url = f"memory://run/{name}/last.ckpt"
+    for number in 1.0, 2.0, 3.0:
+        save_number(url, number)
+    assert number_in(url) == 3.0
+    assert len(objects(store, f"/run/{name}")) == 2 * 5 + 1
+    commit.remove(url)
+    assert objects(store) == before
 
 
 def test_flipped_bytes_are_found(store: Any) -> None:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -61,10 +62,6 @@ class StorePath:
 
     is_dir = exists
 
-    def glob(self, pattern: str) -> list[StorePath]:
-        with self._asking():
-            return [StorePath(self.fs, str(key)) for key in self.fs.glob(f"{self.key}/{pattern}")]
-
     def open(self, mode: str) -> BinaryIO:
         """A new object, which goes up in parts while it is written, and appears when it is closed."""
         with self._asking():
@@ -91,7 +88,11 @@ class StorePath:
     def delete(self) -> None:
         """Delete the object and all that lie below; nothing if there is none."""
         with contextlib.suppress(FileNotFoundError), self._asking():
-            self.fs.rm(self.key, recursive=True)
+            if not has_magic(self.key):
+                self.fs.rm(self.key, recursive=True)
+                return
+            for key in self.fs.find(self.key):  # fsspec would take the key for a pattern
+                self.fs.rm_file(key)
 
     def idle_seconds(self) -> float:
         """How long ago the object was written; 0 where the store doesn't say."""
@@ -152,6 +153,13 @@ def location(path: AnyPath, options: Mapping[str, Any] | None = None) -> Locatio
             f"{os.fspath(path)} has two slashes in a row, which stores do not take for one: remove one."
         )
     return StorePath(fs, key.rstrip("/"))
+
+
+def common_to_all(where: Location) -> str:
+    """What ``where`` has to be of, in words."""
+    if isinstance(where, StorePath):
+        return "a store that is the same on all machines, and that nobody cleans meanwhile"
+    return "a directory that all machines share"
 
 
 def refuse_url(path: StrPath, what: str) -> None:

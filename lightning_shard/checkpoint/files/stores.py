@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import BinaryIO, cast
@@ -156,7 +156,7 @@ def publish(path: StorePath, token: str) -> None:
         old = _pointer(path)
     (path / MANIFEST).write(_Pointer(token, old.folder if old else "").encode())
     _marker(path, token).delete()
-    _tidy(path, _markers(path.parent))
+    _tidy(path)
     clean(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)
 
 
@@ -165,7 +165,7 @@ def remove(path: StorePath) -> None:
     marker = _marker(path, layout.new_token())
     marker.write(b"")
     (path / MANIFEST).delete()
-    _tidy(path, _markers(path.parent))
+    _tidy(path)
     marker.delete()
 
 
@@ -174,7 +174,7 @@ def clean(folder: StorePath, *, remove: bool, idle_seconds: float = 0.0) -> list
     markers = _markers(folder)
     stale = [(name, token) for name, token in markers if _marker(folder / name, token).idle_seconds() >= idle_seconds]
     for name, token in stale if remove else ():
-        _tidy(folder / name, [other for other in markers if other not in stale])
+        _tidy(folder / name, stale)
         _marker(folder / name, token).delete()
     return [folder / name / token for name, token in stale]
 
@@ -185,16 +185,19 @@ def _markers(folder: StorePath) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in found if match]
 
 
-def _tidy(path: StorePath, busy: list[tuple[str, str]]) -> None:
-    """Delete all of ``path`` that saves wrote, but what its pointer names and what is ``busy``."""
+def _tidy(path: StorePath, stale: Collection[tuple[str, str]] = ()) -> None:
+    """Delete all of ``path`` that saves wrote, but what its pointer names and what is being saved, but for ``stale``
+    saves. In this order: what a save had written before the listing has its marker, or else its pointer, after it.
+    """
+    entries = path.entries()
+    kept = {token for name, token in _markers(path.parent) if name == path.name and (name, token) not in stale}
     try:
         pointer = _pointer(path)
     except (errors.CheckpointCorruptError, FileNotFoundError):
         return  # It can't be told.
-    kept = {token for name, token in busy if name == path.name}
     if pointer is not None:
         kept |= {pointer.folder, pointer.before}
-    for name, size in path.entries().items():
+    for name, size in entries.items():
         beside = "" not in kept and name != MANIFEST and layout.is_own_name(name)
         if beside if size is not None else _TOKEN.fullmatch(name) and name not in kept:
             (path / name).delete()
