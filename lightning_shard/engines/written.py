@@ -105,14 +105,15 @@ class WrittenInSteps:
             if (shard.requires_grad or frozen_too) and self._is_written(shard, full, memory):
                 self._lost.add(self._names[shard])
 
-    def _is_written(self, shard: DTensor, full: Tensor, memory: Tensor) -> bool:
+    def _may_be_written(self, full: Tensor, memory: Tensor) -> bool:
         now = version(full)
         before, self._seen[id(full)] = self._seen.get(id(full), 0), now
-        written = now != before or full.data_ptr() != memory.data_ptr()
-        if shard.requires_grad:
-            return written
-        # ``data`` of these is not counted. The first writes of an average may round to nothing.
-        return (written or id(full) in self._read) and not _has_its_values(full, shard)
+        # ``data`` of frozen ones is not counted.
+        return now != before or full.data_ptr() != memory.data_ptr() or id(full) in self._read
+
+    def _is_written(self, shard: DTensor, full: Tensor, memory: Tensor) -> bool:
+        # The first writes of an average may round to nothing.
+        return self._may_be_written(full, memory) and (shard.requires_grad or not _has_its_values(full, shard))
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -127,10 +128,11 @@ class WrittenInSteps:
             for shard, full, memory in gathered_parameters(unit):
                 if shard not in self._frozen or shard.requires_grad or self._names[shard] in self._lost:
                     continue
-                if full.dtype == shard.dtype:
+                if full.dtype != shard.dtype:
+                    if self._is_written(shard, full, memory):
+                        self._lost.add(self._names[shard])
+                elif self._may_be_written(full, memory):  # An offloaded one waits for the device.
                     shard.to_local().copy_(own_part(full, shard))
-                elif self._is_written(shard, full, memory):
-                    self._lost.add(self._names[shard])
                 if full.data_ptr() != memory.data_ptr():
                     # The step set ``parameter.data``; FSDP gathers into its own memory.
                     memory.data.copy_(full)
