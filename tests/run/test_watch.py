@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import pickle
 import re
@@ -38,6 +39,8 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
     exits: list[int] = []
     told: dict[str, Any] = {"cause": None}
     printed = io.StringIO()
+    if case == "ends":
+        faulthandler.disable()
     with contextlib.redirect_stderr(printed):
         watch = Watch(place, lost_seconds, folder=folder, grace_seconds=3.5, exit_process=exits.append)
         if not (case in ("silent", "connection") and rank == 2):
@@ -62,6 +65,7 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
                 time.sleep(2)
                 told["cause"] = watch.failed(RuntimeError("Connection reset by peer"))
         watch.close()
+        told["tells of crashes"] = faulthandler.is_enabled()
         told["heard all"] = watch._all_told and watch._all_gone
         told["alive"] = watch._speaker.is_alive() or watch._guard.is_alive()
         dist.barrier()
@@ -159,6 +163,7 @@ def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
 def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
     for told in run_distributed(_watched, 3, "ends"):
         assert (told["cause"], told["exits"], told["printed"], told["alive"]) == (None, [], "", False)
+        assert told["tells of crashes"]  # such as what NCCL's watchdog ends
 
 
 def test_a_process_that_ends_in_the_middle_of_a_run_does_so_cleanly() -> None:
@@ -182,17 +187,19 @@ import atexit, sys
 from pathlib import Path
 import torch.distributed as dist
 
-def is_left():
+def left():
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return dist.is_initialized() or any("gloo" in name for name in threads)
+    return "there" if dist.is_initialized() else "threads" if any("gloo" in name for name in threads) else "gone"
 
-atexit.register(lambda: print("there" if is_left() else "gone"))
+atexit.register(lambda: print(left()))
 from lightning_shard.cluster.preflight import Place
 import pytest
 
+from lightning_shard._lightning import processes
 from lightning_shard.mesh import build_mesh
 from lightning_shard.run.processes import remember
 
+atexit.register(processes.destroy_at_exit)  # as Lightning does for NCCL
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 build_mesh((1, 1), device_type="cpu")  # kept for later runs, with its group
 remember(Place(address="127.0.0.1", port=1, rank=0, world_size=1))

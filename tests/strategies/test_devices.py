@@ -18,16 +18,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.cluster.preflight import Place
 from lightning_shard.cluster.slurm import Launch
 from lightning_shard.commands import doctor
+from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.zero import process, running
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.mesh import MeshConfig
+from lightning_shard.mesh import MeshConfig, build_mesh
+from lightning_shard.precision.policy import policy_from
 from lightning_shard.run import processes as run_processes
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import free_port, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES
@@ -87,6 +91,20 @@ def test_the_device_has_no_loaded_values_while_deepspeed_makes_its_copies() -> N
         values.cast(torch.bfloat16)
     assert {part.data.device.type for part in values.loaded.values()} == {"cpu"}
     assert values.loaded.keys() == dict(module.named_parameters()).keys()
+
+
+@pytest.mark.usefixtures("alone")
+def test_symmetric_memory_is_asked_of_torch_for_every_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[nn.Module] = []
+    monkeypatch.setattr(FSDPModule, "set_symm_mem_for_comm", lambda unit: asked.append(unit))  # NCCL's
+    strategy = ShardFSDPStrategy(symmetric_memory=True, units=["Linear"])
+    planned = PlannedRun(ranks=1, per_node=1, policy=policy_from("32-true", aligned=False))
+    engine, module = strategy.engine_for(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    engine.check(planned)
+    mesh = build_mesh((1, 1), device_type="cpu")
+    engine.prepare(module, Run(planned=planned, device=torch.device("cpu"), mesh=mesh, seed=1, fitting=True))
+    engine.close(failed=False)
+    assert asked == [module, *module]
 
 
 def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
