@@ -15,7 +15,7 @@ from lightning_shard.resume.reachable import Numbers, generators_of
 from lightning_shard.resume.rng import GENERATORS, generator_kind, generator_state, undrawn
 from lightning_shard.resume.shape import Delegating
 
-_LOOKS = 64  # Samples of a worker process after which numbers that were drawn are not looked for any more.
+LOOKS = 64  # Samples (of the training process: batches) after which it is not looked any more whether they are drawn.
 
 
 class DrawingDataset(Delegating, Dataset[Any]):
@@ -33,8 +33,9 @@ class DrawingDataset(Delegating, Dataset[Any]):
     def __init__(self, samples: Any, collate: Any, *, seeded: bool, workers: bool) -> None:
         super().__init__(samples)
         self._seeded, self._drawers = seeded, [samples, collate] if workers else [samples]
-        # Seed, epoch, iteration in the epoch, whether random numbers were drawn, and whether kept ones have changed.
-        now = torch.zeros(5, dtype=torch.int64)
+        # Seed, epoch, iteration in the epoch; whether numbers were drawn unseeded, kept ones have changed, and seeded
+        # ones were drawn.
+        now = torch.zeros(6, dtype=torch.int64)
         self._now = now.share_memory_() if workers else now
         self._generators: list[Any] | None = None
         self._looks, self._before = 0, b""
@@ -54,6 +55,11 @@ class DrawingDataset(Delegating, Dataset[Any]):
         """Whether numbers have changed that are kept in worker processes."""
         return bool(self._now[4])
 
+    @property
+    def draws_seeded(self) -> bool:
+        """Whether seeded random numbers were drawn."""
+        return bool(self._now[5])
+
     def __getitem__(self, index: Any) -> Any:
         with self._apart():
             return self._get(self._inner.__getitem__, index)
@@ -72,9 +78,14 @@ class DrawingDataset(Delegating, Dataset[Any]):
             key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
             digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
             _seed(digest, generators)
-        if self._looks < _LOOKS and get_worker_info() is not None:
+        looks = self._looks < LOOKS
+        if looks and get_worker_info() is not None:
             self._look(generators)
+        before = _states(generators) if looks and self._seeded else b""
         sample = get(index)
+        if before:
+            self._looks += get_worker_info() is None
+            self._now[5] |= _states(generators) != before
         if first and self._seeded and len(late := generators_of(*self._drawers)) > len(generators):
             # Made when the first sample was asked for, which is drawn again.
             self._generators = late
@@ -91,14 +102,19 @@ class DrawingDataset(Delegating, Dataset[Any]):
         """Compare the generators with those at this process' first sample, and kept numbers with those after it."""
         self._looks += 1
         if not self._seeded:
-            own = [generator_state(generator) for generator in generators]
-            state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
+            state = _states(generators)
             self._before = self._before or state
             self._now[3] |= state != self._before
         if self._looks == 2:
             self._numbers = Numbers(dict(zip(("dataset", "collate_fn"), self._drawers, strict=True)))
         elif self._numbers is not None and self._looks & (self._looks - 1) == 0:  # The more seldom the later.
-            self._now[4] |= self._numbers.read() != {"lost": []}
+            self._now[4] |= self._numbers.read(caches=self.draws_seeded) != {"lost": []}
+
+
+def _states(generators: list[Any]) -> bytes:
+    """Of the global generators and these."""
+    own = [generator_state(generator) for generator in generators]
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
 
 
 def _loads_batches(dataset: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
-from lightning_shard.resume.draws import DrawingDataset
+from lightning_shard.resume.draws import LOOKS, DrawingDataset
 from lightning_shard.resume.reachable import Numbers, generators_of
 from lightning_shard.resume.samplers import Generators, IndexSource, Snapshot, States
 from lightning_shard.resume.shape import DelegatingLoader
@@ -56,7 +56,7 @@ class ResumableLoader(DelegatingLoader):
 
     _own = frozenset(
         {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_drawn_from", "_held", "_numbers"}
-        | {"_world_size", "_rank", "_pending", "_run"}
+        | {"_world_size", "_rank", "_pending", "_run", "_remade", "_draws_here", "_fetched_from"}
     )
 
     def __init__(
@@ -84,6 +84,9 @@ class ResumableLoader(DelegatingLoader):
         self._numbers = Numbers(kept)
         self._held: list[Any] = []  # `drawers` when they were last looked for.
         self._drawn_from: deque[dict[str, Any]] = deque(maxlen=2)  # What `_look` gave after the last batches.
+        self._remade = False  # Whether the dataset puts generators in the place of others.
+        self._draws_here = False  # Whether loading draws from the global generators of this process.
+        self._fetched_from: dict[str, Any] | None = None  # What these were ahead of the last batch.
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
@@ -139,6 +142,8 @@ class ResumableLoader(DelegatingLoader):
             "generators_now": generators_now,
             "attributes_now": attributes_now,
             "states": self._states.saved(ahead),
+            "interleaved": self._source.interleaved,
+            "fetched_from": self._fetched_from if ahead else None,
             "drawn": self._drawing.drawn,
             "counted": self._drawing.counted,
             **(self._drawn_before() if ahead else self._drawn_states()),
@@ -169,6 +174,8 @@ class ResumableLoader(DelegatingLoader):
         if self._rank == 0:
             for message in self._differences(state, lost, begun_anew):
                 warnings.warn(message, stacklevel=2)
+        if state["world_size"] != self._world_size:
+            state = {**state, "fetched_from": None}
         self._pending, self._run = dict(state), None
 
     @property
@@ -184,14 +191,22 @@ class ResumableLoader(DelegatingLoader):
     def _drawn_states(self) -> dict[str, Any]:
         """Of what samples of this process are drawn from beside the global generators."""
         self._held = self.drawers
-        return {"drawers": list(map(rng.generator_state, self._held)), "numbers": self._numbers.read()}
+        states = list(map(rng.generator_state, self._held))
+        return {"drawers": states, "numbers": self._numbers.read(caches=self._draws_at_all)}
+
+    @property
+    def _draws_at_all(self) -> bool:
+        """Whether samples of this process seem to depend on random numbers."""
+        return self._draws_here or self._drawing.draws_seeded or bool(self._held)
 
     def _look(self, batches: int) -> dict[str, Any]:
         """`_drawn_states` after so many batches, in most of them of what was found last: all that the dataset holds is
-        looked at the more seldom the later.
+        looked at the more seldom the later, where it does not make new generators.
         """
-        if batches & (batches - 1) == 0:
-            return self._drawn_states()
+        if self._remade or batches & (batches - 1) == 0:
+            before, states = self._held, self._drawn_states()
+            self._remade = self._remade or (batches > 0 and _differ(before, self._held))
+            return states
         return {"drawers": list(map(rng.read_generator, self._held)), "glance": self._numbers.glance()}
 
     def _drawn_before(self) -> dict[str, Any]:
@@ -200,9 +215,9 @@ class ResumableLoader(DelegatingLoader):
         if "glance" not in then:
             return then
         self._held = self.drawers
-        same = [*map(id, held)] == [*map(id, self._held)]
-        drawers = then["drawers"] if same else list(map(rng.read_generator, self._held))
-        return {"drawers": rng.encoded(drawers), "numbers": self._numbers.read_then(then["glance"])}
+        drawers = [] if _differ(held, self._held) else then["drawers"]  # None: it is said that they begin anew.
+        numbers = self._numbers.read_then(then["glance"], caches=self._draws_at_all)
+        return {"drawers": rng.encoded(drawers), "numbers": numbers}
 
     def _differences(self, state: dict[str, Any], lost: list[str], begun_anew: bool) -> Iterator[str]:
         """What does not go on as if the run had not been interrupted."""
@@ -227,6 +242,12 @@ class ResumableLoader(DelegatingLoader):
                 " the checkpoint: after resuming, its samples have others. Set sample_seeds: true on the strategy to"
                 " seed them by epoch and sample."
             )
+        if state.get("interleaved") and shapes.is_midway(state):
+            yield (
+                "the sampler draws from the global random number generators as its samples are asked for, and training"
+                " draws from them in between: after resuming it gives other samples. Have it draw them all when an"
+                " epoch begins, or from a generator of its own."
+            )
         kept = state.get("numbers", {})
         counted = ["numbers in its worker processes"] * (goes_on and state.get("counted", False))
         if state["world_size"] != self._world_size:
@@ -244,15 +265,37 @@ class ResumableLoader(DelegatingLoader):
             )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        fetched_from = self._pending["fetched_from"] if self._pending and self._pending.get("fetched_from") else None
         run, batches = self._begin()
         self._drawn_from.append(self._look(0))
-        for batch in batches:
+        for batch in batches if self._inner.num_workers else self._fetched(batches, fetched_from):
             run.batches += 1
             if self.lookahead or run.batches == 1:
                 self._drawn_from.append(self._look(run.batches))
             self._states.consume()
             yield batch
         run.ended = True
+
+    def _fetched(self, batches: Iterator[Any], fetched_from: dict[str, Any] | None) -> Iterator[Any]:
+        """``batches``, the first of which is drawn from ``fetched_from``, if that is given, as when it was fetched
+        ahead, and without a trace.
+        """
+        end = object()
+        for number in itertools.count():
+            looks = self.lookahead or number < LOOKS
+            before = rng.rng_state(device=False) if looks else {}
+            self._fetched_from = (fetched_from or before) if self.lookahead else None
+            if fetched_from:
+                rng.set_rng_state(fetched_from)
+            batch = next(batches, end)
+            if looks and number > 0 and not self._draws_here:  # The first one has the draws of the order.
+                self._draws_here = not rng.same(before, rng.rng_state(device=False))
+            if fetched_from:
+                rng.set_rng_state(before)
+                fetched_from = None
+            if batch is end:
+                return
+            yield batch
 
     def _new_run(self, generators: tuple[Any, ...], draws: tuple[int, int, int] | None, *, seeded: bool) -> _Run:
         """``generators``: at the start. ``draws``: what random numbers of samples are seeded by: seed, epoch, iteration
@@ -368,6 +411,11 @@ class ResumableLoader(DelegatingLoader):
         """What holds the epoch's number: the sampler, or the one under a batch sampler."""
         nested = getattr(self.batch_sampler, "sampler", None)
         return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)
+
+
+def _differ(first: list[Any], second: list[Any]) -> bool:
+    """Whether they are not of the very same objects."""
+    return [*map(id, first)] != [*map(id, second)]
 
 
 def _snapshot(state: dict[str, Any]) -> Snapshot:

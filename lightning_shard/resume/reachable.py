@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -231,20 +231,24 @@ class Numbers:
         self._changing: dict[str, tuple[Any, str]] = {}  # Path to object and attribute of what `read` gave last.
         self._first = {path: now for path, _, now in self._noted()}
 
-    def read(self) -> dict[str, Any]:
-        """Path to value of each that is another than at first; "lost": the paths of numbers that can't be written."""
+    def read(self, *, caches: bool = False) -> dict[str, Any]:
+        """Path to value of each that is another than at first; "lost": the paths of those that can't be written, with
+        ``caches`` also of collections that grew or shrank, in which there may be anything.
+        """
         values: dict[str, Any] = {"lost": []}
         self._changing = {}
         for path, owner, now in self._noted():
             first = self._first.get(path, now)
             changed = [name for name, noted in now.items() if noted != first.get(name)]
-            same = [name for name in changed if now[name][0] == first.get(name, now[name])[0] != _OTHER]
+            alike = [name for name in changed if _alike(now[name][0], first.get(name, now[name])[0])]
+            same = [name for name in alike if now[name][0] not in (_KEPT, _CACHE, _OTHER)]
             own = {} if isinstance(owner, FunctionType) else attributes(owner)
             if same == changed and all(_last(name) in own and name in first for name in changed):
                 values |= {name: _saved(own[_last(name)]) for name in changed}
                 self._changing |= {name: (owner, _last(name)) for name in changed}
             else:
-                values["lost"] += [name for name in same if now[name][0] == _NUMBER and name not in values["lost"]]
+                lost = (_NUMBER, _KEPT, *[_CACHE] * caches)
+                values["lost"] += [name for name in alike if now[name][0] in lost and name not in values["lost"]]
         return values
 
     def glance(self) -> dict[str, Any]:
@@ -255,9 +259,9 @@ class Numbers:
             values[path] = owner, value if isinstance(value, _SCALARS) else copy.deepcopy(value)
         return values
 
-    def read_then(self, glance: Mapping[str, Any]) -> dict[str, Any]:
+    def read_then(self, glance: Mapping[str, Any], *, caches: bool = False) -> dict[str, Any]:
         """What `read` would have given at ``glance``; what only others than that knew have changed since is lost."""
-        now = self.read()
+        now = self.read(caches=caches)
         known = [path for path, (owner, _) in self._changing.items() if glance.get(path, (None,))[0] is owner]
         lost = [path for path in self._changing if path not in known]
         return {**{path: _saved(glance[path][1]) for path in known}, "lost": [*now["lost"], *lost]}
@@ -291,9 +295,15 @@ class Numbers:
                 yield path, owner, noted
 
 
-_NUMBER, _OTHER = "number", "other"
+_NUMBER, _KEPT, _CACHE, _OTHER = "number", "kept", "cache", "other"
 _APART = (type, ModuleType, MethodType, partial, torch.Tensor)
+_CACHED = type(lru_cache(repr))
 _FEW = 64  # Numbers of an array or a collection, above which it is not looked into.
+
+
+def _alike(first: str, second: str) -> bool:
+    """Whether two kinds are the same, or both of collections, which may have been smaller."""
+    return first == second or {first, second} <= {_KEPT, _CACHE, "list", "dict"}
 
 
 def _noted(value: Any) -> tuple[str, Any]:
@@ -312,7 +322,17 @@ def _noted(value: Any) -> tuple[str, Any]:
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         if all(isinstance(part, _SCALARS) for part in parts):
             return type(value).__name__, repr(value)
-    return _OTHER, (id(value), len(value) if isinstance(value, list | dict | set | deque) else None)
+    if isinstance(value, np.random.SeedSequence):
+        return _KEPT, value.n_children_spawned
+    if isinstance(value, itertools.count):
+        return _KEPT, repr(value)
+    if isinstance(value, list | deque) and value and isinstance(value[0], _SCALARS) and value[0] is not None:
+        return _KEPT, len(value)
+    if isinstance(value, list | dict | set | deque):
+        return _CACHE, (len(value), value.count(None) if isinstance(value, list) else 0)
+    if isinstance(value, _CACHED):
+        return _CACHE, value.cache_info().currsize
+    return _OTHER, id(value)
 
 
 def _saved(value: Any) -> dict[str, Any]:

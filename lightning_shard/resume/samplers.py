@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_shard.resume import rng
+from lightning_shard.resume.draws import LOOKS
 from lightning_shard.resume.reachable import attributes, class_attributes, closure, generators_of, is_plain
 from lightning_shard.resume.shape import Delegating, has_state
 
@@ -284,15 +285,31 @@ class Generators:
 class IndexSource(Delegating):
     """In a DataLoader's place of the sampler or batch sampler `full`: the same, but for planned iterations."""
 
-    _own = frozenset({"full", "_states", "_planned"})
+    _own = frozenset({"full", "interleaved", "_states", "_planned"})
 
     def __init__(self, full: Any, states: States) -> None:
         super().__init__(full)
         self.full, self._states = full, states
+        self.interleaved = False
+        """Whether it was seen that items are drawn from the global generators after others have drawn from these."""
         self._planned: Callable[[], Iterator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._states.watched(iter(self.full) if self._planned is None else self._planned())
+        return self._looked(self._states.watched(iter(self.full) if self._planned is None else self._planned()))
+
+    def _looked(self, items: Iterator[Any]) -> Iterator[Any]:
+        """``items``, of the first of which `interleaved` is found out."""
+        after: dict[str, Any] = {}
+        for _ in range(LOOKS):
+            before = rng.rng_state(device=False)
+            item = list(itertools.islice(items, 1))
+            drawn_before, after = after, rng.rng_state(device=False)
+            if drawn_before and not rng.same(before, after):
+                self.interleaved = self.interleaved or not rng.same(before, drawn_before)
+            if not item:
+                return
+            yield item[0]
+        yield from items
 
     def iterate(
         self, loader: Any, build: Callable[[], Iterator[Any]], generators: Generators, *, unseeded: bool
