@@ -74,6 +74,13 @@ def parse_flops(text: str) -> float:
     return float(_parse(text, "([kKMGTP])?((?i:flops?)(?:/s)?)?", "peak", wanted, "anything reaches")[0])
 
 
+def listed(names: Iterable[object], *, most: int = 6) -> str:
+    """The first names, and how many more there are."""
+    shown = [name if len(name) <= 100 else f"{name[:100]}..." for name in map(str, names)]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return (", ".join(shown[:most]) or "nothing") + more
+
+
 def first_line(error: BaseException, *, most: int = 200) -> str:
     """An error's type and the first line of what it says, of at most ``most`` characters."""
     lines = str(error).strip().splitlines()

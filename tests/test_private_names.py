@@ -88,6 +88,7 @@ USES = {
         " _reduce_dtype _register_post_backward_hook _register_pre_backward_hook _sharded_post_forward_param"
         " _state_ctx _training_state _unsharded_param",
     ),
+    "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
     "engines/transforms.py": (
@@ -172,6 +173,7 @@ NOT_REQUIRED = {
     "_exit": "documented",
     "_get_raw": "set by this package",
     "_init_weights": "Hugging Face's models have it, others need not",
+    "_is_fsdp_managed_module": "read by dynamo and others where it is there",
     "_iterator": "DataLoader sets it in the object's class body",
     "_make": "documented; named tuples have it",
     "_no_split_modules": "Hugging Face's models have it, others need not",

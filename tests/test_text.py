@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes
+from lightning_shard.text import listed, parse_bytes, parse_flops, parse_speed, show_bytes
 
 # Sizes and speeds
 
@@ -64,3 +64,10 @@ def test_shown_sizes() -> None:
         "80 GB",
         "1.25 TB",
     ]
+
+
+def test_lists_of_names_are_shown_to_a_length() -> None:
+    assert listed([]) == "nothing"
+    assert listed(f"p{i}" for i in range(6)) == "p0, p1, p2, p3, p4, p5"
+    assert listed([3, 1, 2], most=2) == "3, 1 and 1 more"
+    assert listed(["x" * 101, "y"]) == f"{'x' * 100}..., y"

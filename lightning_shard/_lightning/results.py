@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from lightning_shard._lightning import Replacements, processes
 from lightning_shard.resume.metrics import set_update_count
 from lightning_shard.tensors.full import full_of
+from lightning_shard.text import listed
 
 # Hooks that run again in a resumed run, or at the epoch's real end: their values must not be counted twice.
 _RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
@@ -128,7 +129,7 @@ def restore_training_results(
         if unreported and not saved["ended"]:
             rank_zero_warn(
                 f"The checkpoint was written after the last batch of epoch {saved['epoch']} and before its end, which "
-                f"does not run in the resumed fit: its values of {', '.join(unreported)} are not reported."
+                f"does not run in the resumed fit: its values of {listed(unreported)} are not reported."
             )
         return
     entries = {key: entry for key, entry in entries.items() if entry["meta"]["fx"] not in _RUN_AGAIN}
@@ -219,7 +220,7 @@ class _ResumedResults(_ResultCollection):
                 self._created.append(key)
         if lost:
             rank_zero_warn(
-                f"{', '.join(lost)} is not reported for this epoch: it was logged before the checkpoint and not since, "
+                f"{listed(lost)} is not reported for this epoch: it was logged before the checkpoint and not since, "
                 "and the metric, or the sync_dist_group, that it was logged with can't be found again."
             )
 

@@ -38,6 +38,7 @@ from lightning_shard.checkpoint.state_dict import StateDict, StoredValues
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import Names
+from lightning_shard.text import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +228,7 @@ def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) ->
     if other := [fqn for fqn, digest in frozen.items() if here.get(fqn) != digest]:
         raise errors.CheckpointMismatchError(
             f"{checkpoint.path} was saved without its frozen weights (save_frozen: false), and here are others of "
-            f"{layout.listed(other, most=5)}: load the same ones first, in configure_model or on_fit_start. "
+            f"{listed(sorted(other))}: load the same ones first, in configure_model or on_fit_start. "
             "strict_loading=False goes on from those that are here."
         )
 

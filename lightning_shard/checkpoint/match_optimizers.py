@@ -16,6 +16,7 @@ from lightning_shard.checkpoint.matching import Match, further_names, other_kind
 from lightning_shard.checkpoint.optimizer_state import Group, Stepped, Values
 from lightning_shard.tensors.flat import AnyOptimizer, plain_slots, torch_optimizer
 from lightning_shard.tensors.names import Names
+from lightning_shard.text import listed
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
         source.match.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
         without = sorted(part.shapes.keys() - having - unfit)
         if without and part.flat is not None and (slot in plain or new[slot].is_shared):
-            found_for = f"saved for {min(having)} and not for {layout.listed(without, most=3)}"
+            found_for = f"saved for {min(having)} and not for {listed(sorted(without), most=3)}"
             source.match.problems.append(_in_one_tensor(source.index, slot, found_for))
     if plain or new:
         optimizer = plan.optimizers[source.index]

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.files import layout
-from lightning_shard.checkpoint.files.layout import listed
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.optimizer_state import Group, kind_of
 from lightning_shard.checkpoint.state_dict import StateDict
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.names import Names
+from lightning_shard.text import listed
 
 _SHOWN = 20
 
@@ -48,13 +48,13 @@ class Match:
         """What to report; CheckpointMismatchError of a bad match. ``hint``: what may help beside ``strict=False``."""
         if not self.sources and (self.missing or self.unexpected):
             raise CheckpointMismatchError(
-                f"nothing in {path} matches the model by name. It asks for {listed(self.missing)}; in {where} "
-                f"there is {listed(self.unexpected)}. {hint}".rstrip()
+                f"nothing in {path} matches the model by name. It asks for {listed(sorted(self.missing), most=20)}; in "
+                f"{where} there is {listed(sorted(self.unexpected), most=20)}. {hint}".rstrip()
             )
         if self.reshaped or self.problems or (strict and (self.missing or self.unexpected)):
             kinds = {f"missing in {where}": self.missing, f"unexpected in {where}": self.unexpected}
             kinds["of another shape"] = self.reshaped
-            lines = [f"  {kind} ({len(keys)}): {listed(keys)}" for kind, keys in kinds.items() if keys]
+            lines = [f"  {kind} ({len(keys)}): {listed(sorted(keys), most=20)}" for kind, keys in kinds.items() if keys]
             lines += [f"  {problem}" for problem in self.problems[:_SHOWN]]
             if self.reshaped and not self.problems:
                 lines += ["  Give these the shapes that were saved, or others to what is loaded in on_load_checkpoint."]

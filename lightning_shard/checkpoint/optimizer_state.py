@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.files.layout import SlotName, listed
+from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, parts
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
 from lightning_shard.ranks import warn_on_first_rank
@@ -26,6 +26,7 @@ from lightning_shard.resume.reachable import small_values
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
 from lightning_shard.tensors.names import Names, fqns, persistent_buffers
+from lightning_shard.text import listed
 
 
 def sharded_names(module: nn.Module) -> Names:
@@ -61,8 +62,8 @@ def load_extra_state(module: nn.Module, names: Names, extra: Mapping[str, Any], 
     unknown = [name for name in extra if name not in keys]
     if unknown and strict:
         raise CheckpointMismatchError(
-            f"the checkpoint has extra state that no module takes: {listed(unknown)}; load with strict=False to "
-            "leave it out"
+            f"the checkpoint has extra state that no module takes: {listed(sorted(unknown))}; load with strict=False "
+            "to leave it out"
         )
     module.load_state_dict({keys[name]: value for name, value in extra.items() if name in keys}, strict=False)
 

@@ -22,6 +22,7 @@ from lightning_shard.tensors.flat import LiveTensor, local
 from lightning_shard.tensors.full import full_of
 from lightning_shard.tensors.names import Names, fqns
 from lightning_shard.tensors.tracing import storage_key, tree_map_only
+from lightning_shard.text import listed
 
 
 class OfferedState:
@@ -46,12 +47,12 @@ class OfferedState:
         def look() -> list[str]:
             if added := sorted(set(kept) - set(given)):
                 raise CheckpointError(
-                    f"on_save_checkpoint added {', '.join(added[:5])} to the state_dict, but a checkpoint has the "
+                    f"on_save_checkpoint added {listed(added)} to the state_dict, but a checkpoint has the "
                     "module's own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
                 )
             if changed := [name for name in kept if not _is_the_same(kept[name], given[name])]:
                 raise CheckpointError(
-                    f"on_save_checkpoint replaced {', '.join(changed[:5])} in the state_dict, but a checkpoint has the "
+                    f"on_save_checkpoint replaced {listed(changed)} in the state_dict, but a checkpoint has the "
                     "values of the module's own tensors. Change those, or put yours under a key of their own: "
                     "checkpoint['my_key'] = ..."
                 )

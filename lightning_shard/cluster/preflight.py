@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.text import listed
 
 _KEYS = 512  # of one request: one with 16,384 is never answered (torch 2.13)
 
@@ -197,11 +198,10 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
     store.set("question", json.dumps(question))
     if missing:
         ranks = [int(key.partition("/")[2]) for key in missing]
-        shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return (
             f"{len(ranks)} of {place.world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): "
-            f"{shown}. They have not been started, or failed before, which their own logs say; slow imports need a "
-            "longer timeout."
+            f"{listed(ranks, most=8)}. They have not been started, or failed before, which their own logs say; slow "
+            "imports need a longer timeout."
         ), []
     told = [one.partition(b"\n") for one in multi_get(store, [f"facts/{rank}" for rank in world])]
     read = {text: json.loads(text) for text in {text for _, _, text in told}}
@@ -247,9 +247,8 @@ def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _ranks(ranks: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
-    named = [f"{rank} ({facts[rank]['node']})" for rank in ranks[:4]]
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}{more}"
+    named = (f"{rank} ({facts[rank]['node']})" for rank in ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(named, most=4)}"
 
 
 def _make_probe(folder: Path) -> str | None:

@@ -90,6 +90,7 @@ class FullyShard(FSDP2Engine):
                 unit.set_symm_mem_for_comm()
             if self._options.custom_all_gather is not None:
                 unit.set_custom_all_gather(self._options.custom_all_gather)
+        skip_layers(module)
         return prepared
 
     def _applier(self, run: Run) -> ApplyUnit:
@@ -99,3 +100,15 @@ class FullyShard(FSDP2Engine):
         # Without copies the reduction ends after the reduce-scatter: a 1-D mesh saves an all-reduce over one rank.
         over = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
         return partial(fully_shard, mesh=over, offload_policy=offload)
+
+
+def skip_layers(root: nn.Module) -> None:
+    """Let Hugging Face's models leave out layers at random (LayerDrop) as under other engines. By torch's mark of
+    sharded modules many run all of them, as ranks might leave out others, which is refused here. What generates, which
+    goes by the mark too, keeps it.
+    """
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        drops = any("layerdrop" in name and value for name, value in getattr(config, "__dict__", {}).items())
+        if drops and not hasattr(module, "generate"):
+            module._is_fsdp_managed_module = False  # type: ignore[assignment]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.errors import MaterializationError
 from lightning_shard.tensors.names import unwrapped_modules
+from lightning_shard.text import listed
 
 
 def derived_seed(seed: int, fqn: str) -> int:
@@ -64,7 +65,7 @@ class Materializer:
             if missed:
                 raise MaterializationError(
                     f"The initialisation of {self.fqns[module] or '(root)'} ({type(module).__name__}) left "
-                    f"{', '.join(missed)} without values. A module that is built on the meta device must set each of "
+                    f"{listed(missed)} without values. A module that is built on the meta device must set each of "
                     "its own parameters and buffers, those that are not persistent too, in reset_parameters()."
                 )
             for name, meta in fresh.items():
@@ -115,7 +116,7 @@ def _find_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]
     if without:
         raise MaterializationError(
             f"The model was built on the meta device, and {len(without)} of its modules can't be given values: "
-            f"{', '.join(without)}. Give each a reset_parameters() method that initialises its own parameters and "
+            f"{listed(without)}. Give each a reset_parameters() method that initialises its own parameters and "
             "buffers, or build them on a real device in configure_model."
         )
     return found

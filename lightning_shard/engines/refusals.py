@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines._fsdp2 import units_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.names import outside_graphs, unwrapped_modules
+from lightning_shard.text import listed
 
 
 def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by_zero: bool = True) -> None:
@@ -43,7 +44,7 @@ def refuse_lazy(module: nn.Module, strategy: str, ignored: Container[Tensor] = (
     if lazy := [name for name, p in module.named_parameters() if p not in ignored and is_lazy(p)]:
         raise ConfigurationError(
             f"{strategy} can't take parameters that are uninitialized, without a size before a first forward: "
-            f"{', '.join(lazy)}. Run a batch through the model in configure_model, or give the modules their sizes."
+            f"{listed(lazy)}. Run a batch through the model in configure_model, or give the modules their sizes."
         )
 
 
@@ -76,7 +77,7 @@ def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, igno
         if (kind := next(is_of, None)) is not None:
             found.setdefault(kind, []).append(name)
     if found:
-        lines = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in found.items())
+        lines = "; ".join(f"{kind}: {listed(names)}" for kind, names in found.items())
         raise ConfigurationError(
             f"{strategy} can't step parameters of these kinds: {lines}. Change them as said, or use shard_ddp in "
             "'32-true'."
@@ -140,7 +141,7 @@ def refuse_double(module: nn.Module) -> None:
     """Refuse to train fp64 parameters, which would be stepped as fp32 masters (ConfigurationError)."""
     if found := [n for n, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float64]:
         raise ConfigurationError(
-            f"{', '.join(found)} are fp64, but no engine here has wider master weights than fp32. Call .float() on the "
+            f"{listed(found)} are fp64, but no engine here has wider master weights than fp32. Call .float() on the "
             "module, or use Lightning's own strategies with precision '64-true'."
         )
 
@@ -181,8 +182,8 @@ def different_branches(how: str) -> ConfigurationError:
     """What to say of ranks that run different modules in a step."""
     return ConfigurationError(
         f"Ranks take different branches: {how}. Sharded parameters are gathered by all ranks together, in one order. "
-        "Put the branches into one shard unit (units, with shard_fsdp), run all of them on every rank, or use "
-        "shard_ddp with find_unused_parameters: true in '32-true'."
+        "Seed what chooses at random (seed_everything), put the branches into one shard unit (units, with shard_fsdp), "
+        "run all of them on every rank, or use shard_ddp with find_unused_parameters: true in '32-true'."
     )
 
 

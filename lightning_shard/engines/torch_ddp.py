@@ -26,6 +26,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.private_names import require
 from lightning_shard.tensors.names import named_parameters
+from lightning_shard.text import listed
 
 _TESTED = "torch 2.11 to 2.13"
 require(DistributedDataParallel, "_build_params_for_reducer _remove_autograd_hooks", tested=_TESTED)
@@ -131,7 +132,7 @@ class TorchDDP(StepsOwnParameters):
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if found is None:
                 raise
-            unused = ", ".join(self._reduced[int(index)] for index in found[1].split())
+            unused = listed(self._reduced[int(index)] for index in found[1].split())
             raise ConfigurationError(
                 f"The loss of the last backward pass does not depend on {unused}, and DDP waits for their gradients. "
                 "Set find_unused_parameters: true (ShardDDPStrategy(find_unused_parameters=True)), freeze them, or use "

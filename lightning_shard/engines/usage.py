@@ -24,6 +24,7 @@ from lightning_shard.private_names import require
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import parameter_names
+from lightning_shard.text import listed
 
 require(_functorch, "maybe_current_level", tested="torch 2.11 to 2.13")
 
@@ -77,7 +78,7 @@ class Usage:
         self.used.clear()
         if self.settled:
             if here not in (self._last[0], self._names):  # of which one had no backward pass
-                changed = ", ".join(sorted(here ^ self._last[0]))
+                changed = listed(sorted(here ^ self._last[0]))
                 raise ConfigurationError(
                     f"This step uses other parameters than the first {_COMPARED}: {changed}. Ranks have to tell each "
                     "other what they use then: set find_unused_parameters: true (ShardFSDPStrategy, ShardDDPStrategy)."
@@ -230,7 +231,7 @@ class Freezing:
         found = parameter_names(self._module).items()
         if new := [n for p, n in found if p not in known and (self._frozen_too or p.requires_grad)]:
             raise ConfigurationError(
-                f"{', '.join(new[:4])} came after the model was set up to train, in a hook or a step of the fit: "
+                f"{listed(new)} came after the model was set up to train, in a hook or a step of the fit: "
                 "no engine reduces their gradients or shards them, and no optimizer has them. Make them in "
                 "configure_model, setup or __init__."
             )

@@ -16,6 +16,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.full import own_part
 from lightning_shard.tensors.names import parameter_names
 from lightning_shard.tensors.versions import version
+from lightning_shard.text import listed
 
 _DATA: Any = Tensor.data  # the descriptor
 
@@ -140,7 +141,7 @@ class WrittenInSteps:
         self._read.clear()
         if self._lost:
             raise ConfigurationError(
-                f"The step writes to {', '.join(sorted(self._lost))} while gathered, such as with clamp_ in forward: "
+                f"The step writes to {listed(sorted(self._lost))} while gathered, such as with clamp_ in forward: "
                 "that is a copy, which is freed with what was written, or has fewer digits than the masters. Write to "
                 "them outside of the step, such as in on_train_batch_start or on_train_batch_end, or to a "
                 "parametrization (torch.nn.utils.parametrize); or use shard_ddp in '32-true'."

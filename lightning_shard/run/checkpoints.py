@@ -41,6 +41,7 @@ from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
 from lightning_shard.tensors.nonpersistent import Known, known_buffers
 from lightning_shard.tensors.tracing import tree_map_only
+from lightning_shard.text import listed
 
 ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
@@ -416,7 +417,7 @@ def _warn_of(report: load.LoadReport, differing: Sequence[str], *, strict: bool,
     for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
         if names:
             why = "The module's own code leaves them out" if strict else "strict_loading is False"
-            rank_zero_warn(f"{why}: these {what} ({len(names)}): {layout.listed(names, most=5)}.")
+            rank_zero_warn(f"{why}: these {what} ({len(names)}): {listed(sorted(names), most=5)}.")
     if differing:
         rank_zero_warn(
             f"The configuration's hyperparameters win: {'; '.join(differing)} as in the checkpoint."

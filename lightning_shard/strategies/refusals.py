@@ -30,6 +30,7 @@ from lightning_shard.meters.memory import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.memory import Memory, explain_out_of_memory
+from lightning_shard.text import listed
 
 
 def refuse_loss(output: Any, module: LightningModule) -> None:
@@ -249,12 +250,11 @@ def warn_of_precision(
 ) -> None:
     """Say which parameters are stepped in another dtype than they were loaded in, and what 16-bit steps lose."""
     if upcast:
-        names = list(upcast)
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         dtypes = ", ".join(sorted({str(d).removeprefix("torch.") for d in upcast.values()}))
         master = str(policy.master).removeprefix("torch.")
         rank_zero_warn(
-            f"{len(names)} trainable parameters were loaded in {dtypes} and are stepped as {master} masters: {shown}."
+            f"{len(upcast)} trainable parameters were loaded in {dtypes} and are stepped as {master} masters: "
+            f"{listed(upcast, most=3)}."
         )
     if not policy.is_low_memory:
         return

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
+from lightning_shard.engines.fully_shard import skip_layers
 from lightning_shard.engines.refusals import refuse_sharded
 from tests.groups import sampled
 from tests.harness import run_distributed
@@ -95,6 +97,60 @@ def test_recomputing_and_generating_are_the_same_on_every_engine(engine: str, re
         for name, value in expected[rank]["parameters"].items():
             assert value.dtype == torch.float32
             assert torch.equal(found[rank]["parameters"][name], value), name
+
+
+class Speech(pl.LightningModule):
+    """Leaves out layers at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
+
+        torch.manual_seed(3)
+        sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "num_labels": 5}
+        extractor = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+        positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+        config = Wav2Vec2Config(
+            num_hidden_layers=4, layerdrop=0.4, apply_spec_augment=False, **sizes, **extractor, **positions
+        )
+        self.model = Wav2Vec2ForSequenceClassification(config).train()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch, labels=torch.arange(len(batch))).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_of_transformers_what_generates_alone_has_the_mark_of_sharded_modules() -> None:
+    config = SimpleNamespace(encoder_layerdrop=0.1)
+    encoder, model, other = nn.Module(), nn.Module(), nn.Linear(2, 2)
+    encoder.config = model.config = config  # type: ignore[assignment]
+    model.generate, model.encoder, model.other = print, encoder, other  # type: ignore[assignment]
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    for drop, left in ((0.0, [True, True, True]), (0.1, [True, False, True])):
+        config.encoder_layerdrop = drop
+        skip_layers(model)
+        assert [module._is_fsdp_managed_module for module in (model, encoder, other)] == left
+
+
+def _train_speech(engine: str) -> dict[str, Tensor]:
+    pl.seed_everything(1, verbose=False)
+    strategy = (
+        ShardDDPStrategy(aligned=True, find_unused_parameters=True) if engine == "ddp" else _strategy(engine, None)
+    )
+    final = Final()
+    trainer = quiet_trainer(strategy=strategy, max_steps=4, callbacks=[final])
+    trainer.fit(Speech(), DataLoader(torch.randn(16, 400, generator=torch.Generator().manual_seed(0)), batch_size=2))
+    return final.parameters
+
+
+@pytest.mark.matrix
+def test_layers_are_left_out_at_random_under_fsdp_too() -> None:
+    expected, found = run_distributed(_train_speech, 2, "ddp")[0], run_distributed(_train_speech, 2, "fsdp")[0]
+    # Seen to differ where every layer runs, as transformers has it under FSDP.
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
 def _refusals(folder: str) -> list[str]:

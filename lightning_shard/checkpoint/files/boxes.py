@@ -29,6 +29,7 @@ from lightning_shard.checkpoint.files.layout import Directory
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.trainer_state import check_pickle
 from lightning_shard.errors import CheckpointCorruptError
+from lightning_shard.text import listed
 
 Integers = NDArray[np.int64]
 
@@ -213,9 +214,9 @@ def read_boxes(directory: Directory, manifest: Manifest, share: tuple[int, int] 
             return found
         tensors = _parse(data, _RECORDS, manifest.files)[1]
         described = {key: (boxes.shape, layout.dtype_name(boxes.dtype)) for key, boxes in tensors.items()}
-        listed = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
-        if differing := sorted(k for k in described.keys() | listed.keys() if described.get(k) != listed.get(k)):
-            raise CheckpointCorruptError(f"it and the manifest describe other tensors: {', '.join(differing[:5])}")
+        entries = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
+        if differing := sorted(k for k in described.keys() | entries.keys() if described.get(k) != entries.get(k)):
+            raise CheckpointCorruptError(f"it and the manifest describe other tensors: {listed(differing)}")
         return tensors
 
 

@@ -117,13 +117,6 @@ def check_relative(name: str) -> str:
     return name
 
 
-def listed(names: Iterable[str], *, most: int = 20) -> str:
-    """The first names in order, and how many more there are."""
-    names = sorted(name if len(name) <= 100 else f"{name[:100]}..." for name in names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "nothing") + more
-
-
 @contextlib.contextmanager
 def damaged_if(said: str | Callable[[Exception], str], where: object = "") -> Iterator[None]:
     """Raise CheckpointCorruptError, with what is ``said`` of it and ``where``, for any error but a CheckpointError."""

@@ -33,7 +33,7 @@ from lightning_shard.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
 )
-from lightning_shard.text import did_you_mean
+from lightning_shard.text import did_you_mean, listed
 
 FORMAT = "lightning_shard.checkpoint"
 FORMAT_VERSION = 8
@@ -125,7 +125,7 @@ class Manifest:
                 _typed(fields["run"], _RUN)
             tensors, aliases = {k: _tensor_entry(v) for k, v in fields["tensors"].items()}, fields["aliases"]
             if lost := sorted(map(str, {key for key in aliases.values() if key not in tensors})):
-                raise ValueError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors")
+                raise ValueError(f"aliases name {listed(lost)}, which are not among the tensors")
             files = {layout.check_relative(k): _typed(v, _FILE) for k, v in fields["files"].items()}
             return Manifest(
                 facts=Facts(**{name: fields[name] for name in Facts.__dataclass_fields__}),
@@ -185,7 +185,7 @@ def _slots(named: Mapping[str, Any], tensors: Collection[str], aliases: Collecti
     if any([type(part) for part in name] != [int, str, str] for name in found.values()):
         raise ValueError("slots are not optimizer, FQN and slot")
     if unknown := found.keys() - told.keys():
-        raise ValueError(f"slots name {', '.join(sorted(unknown)[:5])}, which are not among the tensors")
+        raise ValueError(f"slots name {listed(sorted(unknown))}, which are not among the tensors")
     return {**told, **found}
 
 
@@ -289,7 +289,9 @@ def _why_not_found(directory: Path) -> str | None:
 
 def damaged(directory: Location, damage: Mapping[str, str]) -> CheckpointCorruptError:
     lines = "\n".join(f"  {damage[name]}" for name in sorted(damage))
-    return CheckpointCorruptError(f"{directory} is damaged: {layout.listed(damage)}\n{lines}\nUse another checkpoint.")
+    return CheckpointCorruptError(
+        f"{directory} is damaged: {listed(sorted(damage), most=20)}\n{lines}\nUse another checkpoint."
+    )
 
 
 def is_checkpoint(path: AnyPath) -> bool:

@@ -28,6 +28,7 @@ from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.names import class_name, fqns, unwrapped_modules
+from lightning_shard.text import listed
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -55,7 +56,7 @@ def export(
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; safetensors files are exported into a directory")
     if older := sorted(path.name for path in target.glob("*.safetensors*")) if target.is_dir() else []:
-        raise CheckpointError(f"{target} has {', '.join(older[:3])} of an earlier export: choose an empty directory")
+        raise CheckpointError(f"{target} has {listed(older)} of an earlier export: choose an empty directory")
     files = split(tensors, dtype, max_shard_bytes)
     # The index last: without it no reader takes the files for whole.
     index = index_of(files, dtype)
@@ -172,7 +173,7 @@ class Skeleton:
         contents = contents.averaged() if contents.has_averages else contents
         keys = {layout.MODEL_PREFIX + fqn for names in self.tensors.values() for fqn in names.values()}
         if lost := sorted(keys - contents.tensors.keys()):
-            raise CheckpointError(f"on_save_checkpoint left out {', '.join(lost[:5])}, which from_pretrained needs")
+            raise CheckpointError(f"on_save_checkpoint left out {listed(lost)}, which from_pretrained needs")
         weights = {key: tensor for key, tensor in contents.tensors.items() if key in keys}
         return replace(contents, tensors=weights, aliases={}, slots={}, trainer_state={})
 

@@ -24,6 +24,7 @@ from lightning_shard.checkpoint.optimizer_state import sharded_names
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
 from lightning_shard.tensors.names import Names
+from lightning_shard.text import listed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,9 +57,7 @@ class SafetensorsReader(ExitStack):
             opened = self._open(file)
             present = set(opened.keys())
             if absent := sorted(set(keys or present) - present):
-                raise errors.CheckpointCorruptError(
-                    f"{file} lacks {', '.join(absent[:3])}, which its index says it has"
-                )
+                raise errors.CheckpointCorruptError(f"{file} lacks {listed(absent)}, which its index says it has")
             for name in keys or sorted(present):
                 found[name] = Entry(file=file, name=name, shape=tuple(opened.get_slice(name).get_shape()))
         return found

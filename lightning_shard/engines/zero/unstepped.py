@@ -15,6 +15,7 @@ from lightning_shard.engines.zero import layout
 from lightning_shard.engines.zero.running import Running, replaced_step
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
+from lightning_shard.text import listed
 
 
 class Unstepped:
@@ -58,7 +59,7 @@ class Unstepped:
         self._first = now if self._first is None else self._first
         if other := self._first ^ now:
             raise ConfigurationError(
-                f"Not all micro-batches of a step use {', '.join(sorted(other)[:4])}, but with the optimizer on the "
+                f"Not all micro-batches of a step use {listed(sorted(other))}, but with the optimizer on the "
                 "host DeepSpeed steps parameters with what the last micro-batch adds to their sums. Use "
                 "shard_fsdp_offload, leave out offload_optimizer, or accumulate no gradients."
             )
@@ -113,7 +114,7 @@ class Unstepped:
         assert running.optimizer is not None
         if any(group.new_slot is not None for group in running.groups):
             raise ConfigurationError(
-                f"No step uses {', '.join(sorted(self._unused))}, but with the optimizer offloaded to NVMe DeepSpeed "
+                f"No step uses {listed(sorted(self._unused))}, but with the optimizer offloaded to NVMe DeepSpeed "
                 "steps them, weight decay and all. Freeze them (requires_grad_(False))."
             )
         parts = [part for member, part in layout.shards(running.groups) if member.fqn in self._unused]
@@ -140,6 +141,6 @@ class Unstepped:
 def _differ(names: Iterable[str]) -> ConfigurationError:
     return ConfigurationError(
         "Ranks, or steps, use different parameters, but DeepSpeed steps them together, as flat partitions with one "
-        f"count of steps. In this one not all use: {', '.join(sorted(names))}. Use shard_fsdp, or shard_ddp with "
+        f"count of steps. In this one not all use: {listed(sorted(names))}. Use shard_fsdp, or shard_ddp with "
         "find_unused_parameters: true."
     )
