@@ -372,4 +372,5 @@ def _run_and_damage(path: AnyPath) -> tuple[Mapping[str, Any], list[str]]:
     wrong = [name for name, entry in manifest.files.items() if sizes.get(name) != entry.size]
     if wrong:
         directory.check_current()
-    return manifest.facts.run, wrong
+    # Nothing resumes from Hugging Face's layout.
+    return manifest.facts.run if layout.TRAINER_STATE in manifest.files else {}, wrong

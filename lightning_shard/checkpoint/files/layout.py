@@ -212,14 +212,18 @@ class Directory:
         return stream
 
     def _open(self, name: str) -> BinaryIO:
-        where = self.path / name
+        where, flags = self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        *folders, last = name.split("/")
         try:
-            # A pipe would block and a device may act when it is opened; a link leads anywhere.
-            kind = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
-            if "/" in name or not stat.S_ISREG(kind):
-                raise CheckpointCorruptError(f"{where} is not a regular file inside the checkpoint")
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            return os.fdopen(os.open(name, flags, dir_fd=self.descriptor), "rb")
+            with contextlib.ExitStack() as opened:
+                at = self.descriptor
+                for folder in folders:
+                    at = os.open(folder, flags | os.O_DIRECTORY, dir_fd=at)
+                    opened.callback(os.close, at)
+                # A pipe would block and a device may act when it is opened; a link leads anywhere.
+                if not stat.S_ISREG(os.stat(last, dir_fd=at, follow_symlinks=False).st_mode):
+                    raise CheckpointCorruptError(f"{where} is not a regular file inside the checkpoint")
+                return os.fdopen(os.open(last, flags, dir_fd=at), "rb")
         except OSError as error:
             self.check_current()
             raise CheckpointCorruptError(f"{where} can't be read ({error.strerror})") from error

@@ -260,9 +260,9 @@ def foreign_entries(directory: Path) -> list[Path]:
         # Nobody else puts files into what a save of that layout left when it was interrupted.
         return [] if hidden and layout.other_form(directory) == "hf" else entries
     try:
-        listed = read_manifest(directory).files if entries else {}
+        listed = {name.partition("/")[0] for name in read_manifest(directory).files} if entries else set()
     except CheckpointError:
-        listed = {}
+        listed = set()
     return [entry for entry in entries if entry.name not in listed]
 
 

@@ -244,13 +244,14 @@ def _read(folder: Path, order: list[str]) -> Skeleton:
 
     files: dict[str, bytes] = {}
     tensors: dict[str, dict[str, str]] = {}
-    # An adapter of another name than "default" lies in a folder of that name.
     for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
+        # An adapter of another name than "default" lies in a folder of that name.
+        base = file.parent if (file.parent / "adapter_config.json").exists() else folder
+        name = file.relative_to(base).as_posix()
         if file.suffix != ".safetensors":
-            files[file.name] = file.read_bytes()
+            files[name] = file.read_bytes()
             continue
-        numbers = load_file(file)
-        tensors[file.name] = {key: order[int(value)] for key, value in numbers.items()}
+        tensors[name] = {key: order[int(value)] for key, value in load_file(file).items()}
     return Skeleton(files=files, tensors=tensors)
 
 
@@ -293,5 +294,7 @@ def _write_share(ranks: Ranks, temporary: Path, parts: Path, wanted: Skeleton) -
             if _CONFIG in other and dtypes:  # The module's parameters may be of another dtype than the master weights.
                 config = {**json.loads(other[_CONFIG]), "dtype": layout.dtype_name(max(dtypes, key=dtypes.count))}
                 other[_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-            entries |= {name: write_file(temporary / name, data) for name, data in other.items()}
+            for name, data in other.items():
+                (temporary / name).parent.mkdir(exist_ok=True)
+                entries[name] = write_file(temporary / name, data)
     return entries

@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.foreign import hugging_face
 from lightning_shard.checkpoint.inspect import verify
-from lightning_shard.checkpoint.load import open_portable
+from lightning_shard.checkpoint.load import open_newest, open_portable
 from lightning_shard.checkpoint.plan import Plans, live_values
 from lightning_shard.checkpoint.save import begin_any, training_state
 from lightning_shard.errors import CheckpointError
@@ -164,11 +164,45 @@ def test_what_a_save_wrote_is_told_from_what_others_put_there(tmp_path: Path) ->
         verify(path)
 
 
-def begin_and_finish(module: Llama, path: Path) -> None:
+def test_every_chat_template_of_a_tokenizer_is_there(tmp_path: Path) -> None:
+    """Transformers keeps all but the first in a folder."""
+    from transformers import AutoTokenizer
+
+    words, path = tokenizer(tmp_path), tmp_path / "a.hf.ckpt"
+    words.chat_template = {"default": "D {{ messages }}", "tool_use": "T {{ messages }}"}
+    begin_and_finish(Llama(words), path)
+    assert AutoTokenizer.from_pretrained(path).chat_template == words.chat_template
+    (template,) = (name for name in verify(path) if "/" in name)
+    (path / template).write_text("other")
+    with pytest.raises(CheckpointError, match=r"tool_use\.jinja has 5 bytes"):
+        verify(path)
+    (path / template).unlink()
+    (path / template).parent.rmdir()
+    (path / template).parent.symlink_to(tmp_path)
+    (tmp_path / Path(template).name).write_text("T {{ messages }}")
+    with pytest.raises(CheckpointError, match="can't be read"):
+        verify(path)
+    (path / template).parent.unlink()
+    begin_and_finish(Llama(words), path)
+    commit.remove(path)
+    assert not path.exists()
+
+
+def test_auto_passes_over_a_newer_folder_that_nothing_resumes_from(tmp_path: Path) -> None:
+    for step, name in enumerate(["1.ckpt", "2.hf.ckpt"]):
+        begin_and_finish(Llama(), tmp_path / name, {"name": "mine", "step": step, "time": 0.0})
+    found = open_newest([tmp_path], "mine")
+    assert found.newest is not None
+    assert found.newest.path.name == "1.ckpt"
+    assert found.broken == ()
+
+
+def begin_and_finish(module: Llama, path: Path, run: Any = None) -> None:
     """A save in one process, without a run."""
 
     def collect() -> Contents:
-        return training_state(module=module, optimizers=[], trainer_state={}, facts=Facts(engine="none", policy="none"))
+        facts = Facts(engine="none", policy="none", run=run or {})
+        return training_state(module=module, optimizers=[], trainer_state={}, facts=facts)
 
     begun = begin_any(Ranks.of(), str(path), collect, Plans(), lambda: hugging_face.skeleton(module, [module]))
     begun.finish(Ranks.of(), live_values(begun.state.tensors))
