@@ -118,6 +118,8 @@ class Model(TinyLM):
 def life(name: str, precision: str, options: dict[str, Any]) -> set[Call]:
     """A fit with saves and validations, one that resumes, and what users do after it."""
     calls: set[Call] = set()
+    for device in range(torch.accelerator.device_count()):
+        torch.accelerator.reset_peak_memory_stats(device)
     for ckpt_path, steps in ((None, 4), ("last.ckpt", 6)):
         phases = Phases()
         phases.now = "start" if ckpt_path is None else "resume"
@@ -144,6 +146,9 @@ def life(name: str, precision: str, options: dict[str, Any]) -> set[Call]:
                 phases.now = evaluate.__name__
                 evaluate(dataloaders=DataLoader(Stream(), 4), ckpt_path="last.ckpt")
         assert dist.get_backend_config() == f"{stand_in.NAME}:{stand_in.NAME}"
+    # Threads begin with the first device as the current one, which is another rank's.
+    peaks = map(torch.accelerator.max_memory_allocated, range(torch.accelerator.device_count()))
+    assert [device for device, peak in enumerate(peaks) if peak] == [trainer.strategy.root_device.index]
     return calls
 
 
