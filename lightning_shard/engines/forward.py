@@ -34,14 +34,14 @@ def install_runner(root: nn.Module) -> None:
     leave_out_nested(root, lambda: root.__dict__[_DEPTH] > 1)
 
 
-def _run_inside(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_inside(root: nn.Module, function: Callable[[], Any]) -> Any:
     if not root.__dict__.get(_EXPECTS):
         # After FSDP's lazy initialisation, which would undo it.
         expect_gradients(root)
         root.__dict__[_EXPECTS] = True
     root.__dict__[_INSIDE] += 1
     try:
-        return function(*args, **kwargs)
+        return function()
     finally:
         root.__dict__[_INSIDE] -= 1
 
@@ -54,7 +54,8 @@ def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
     """``function(*args, **kwargs)`` as if it were ``root.forward``: its own parameters gathered, backward hooked."""
     _count(root, 1)
     try:
-        return root.__dict__[_RUN](function, *args, **kwargs)
+        # In one piece: FSDP moves all tensors among arguments to its device, and makes their containers anew.
+        return root.__dict__[_RUN](partial(function, *args, **kwargs))
     finally:
         _count(root, -1)
 

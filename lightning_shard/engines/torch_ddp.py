@@ -98,7 +98,7 @@ class TorchDDP(StepsOwnParameters):
         # Manual optimization may freeze some while DDP waits for them.
         self._reduced = [name for name, parameter in named_parameters(self._module).items() if parameter.requires_grad]
         if self._reduced:
-            self._wrapped = wrap(self._module, self._options, device=self._run.device)
+            self._wrapped = wrap(self._module, self._options)
 
     def replicas(self) -> dist.ProcessGroup | None:
         # What a user's own hook does may be local steps between averages.
@@ -183,15 +183,14 @@ def prepare_replica(root: nn.Module, *, device: torch.device, seed: int) -> None
     broadcast_from_rank_0(t for t in [*root.parameters(), *root.buffers()] if id(t) not in fresh)
 
 
-def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> DistributedDataParallel:
+def wrap(root: nn.Module, options: DDPOptions) -> DistributedDataParallel:
     """Torch's DDP around any step of ``root``, which `prepare_replica` prepared. All ranks call it."""
     step_root = StepRoot(root)
     metrics = {p for m in root.modules() if isinstance(m, Metric) for p in m.parameters()}
     ignored = [n for n, p in step_root.named_parameters() if p in metrics]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step_root, ignored)
     wrapped = DistributedDataParallel(
-        step_root,
-        device_ids=None if device.type == "cpu" else [device.index],
+        step_root,  # without `device_ids`, to which DDP moves all that is in a batch
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from lightning_shard.planning.predict import start_points
 from lightning_shard.resume.rng import rng_state, same
 from tests import stand_in
 from tests.harness import run_distributed
-from tests.models import TinyLM, quiet_trainer
+from tests.models import TinyLM, loader, quiet_trainer
 from tests.optimizers import Noisy
-from tests.strategies.engines import NORM, differences
+from tests.strategies.engines import ENGINES, NORM, differences
 from tests.strategies.zero import fit
 
 pytestmark = pytest.mark.skipif(not stand_in.chosen(), reason="set TESTS_DEVICE=stand_in")
@@ -44,6 +45,37 @@ def _memory() -> None:
     for mixed in (torch.add, lambda a, b: torch.stack([a.sum(), b.sum()])):
         with pytest.raises(RuntimeError, match=r"same device|two devices"):
             mixed(on_device, torch.ones(8))
+
+
+class Sorted(TinyLM):
+    """What its batches come in can't be built of pairs, and their lengths lie on the host, for packed sequences."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return defaultdict(list, data=moved, lengths=torch.full((4,), 8))
+
+    def loss(self, batch: Any) -> Tensor:
+        found.add((self.trainer.training, type(batch), batch["lengths"].device.type))
+        return super().loss(batch["data"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+found: set[tuple[bool, type, str]] = set()
+
+
+def _steps_get(name: str) -> set[tuple[bool, type, str]]:
+    found.clear()
+    trainer = quiet_trainer(strategy=ENGINES[name](), max_steps=2, limit_val_batches=1)
+    trainer.fit(Sorted(), loader(), loader())
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp_plain", "ddp", "full", "zero_2", "zero_3"])
+def test_steps_get_what_batches_were_made_on_the_way_to_the_device(name: str) -> None:
+    (seen,) = run_distributed(_steps_get, 1, name)
+    assert seen == {(trains, defaultdict, "cpu") for trains in (True, False)}
 
 
 def _needs() -> tuple[Needs, bool]:
