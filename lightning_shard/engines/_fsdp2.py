@@ -203,11 +203,11 @@ def full_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Any]]:
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Shard, gathered parameter and the memory that FSDP gathers it into, of ``module``'s unit while it is gathered."""
+    """Shard, gathered parameter and the padded 1-D memory that FSDP gathers it into, of ``module``'s gathered unit."""
     for shard, full, parameter in full_parameters(module):
         outputs = parameter.all_gather_outputs
         if parameter.sharded_state.name == "UNSHARDED" and len(outputs) == 1:
-            yield shard, full, outputs[0][: full.numel()].view(full.shape)
+            yield shard, full, outputs[0]
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:

@@ -136,8 +136,9 @@ class WrittenInSteps:
                     shard.to_local().copy_(own_part(full, shard))
                 if full.data_ptr() != memory.data_ptr():
                     # The step set ``parameter.data``; FSDP gathers into its own memory.
-                    memory.data.copy_(full)
-                    full.data = memory
+                    place = memory.data[: full.numel()].view(full.shape)
+                    place.copy_(full)
+                    full.data = place
         self._read.clear()
         if self._lost:
             raise ConfigurationError(
