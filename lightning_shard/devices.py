@@ -11,6 +11,12 @@ def accelerator() -> torch.device | None:
     return None if found is None or found.type == "mps" else found
 
 
+def types() -> list[str]:
+    """Of the devices that this torch computes on, here or not."""
+    found = torch.accelerator.current_accelerator()
+    return ["cpu"] if found is None else ["cpu", found.type]
+
+
 def visible() -> int:
     """How many of them this process sees."""
     return torch.accelerator.device_count() if accelerator() else 0

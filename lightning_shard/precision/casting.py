@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_shard.devices import types
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.float8 import Float8, install_float8
 from lightning_shard.tensors.names import parameter_names, replace_tensors
@@ -207,7 +208,7 @@ def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], Non
         if _depth == 0:
             again = in_backward and nested
         if _depth == 0 and not again:
-            for device in ("cpu", "cuda"):
+            for device in types():
                 if torch.is_autocast_enabled(device):
                     torch.set_autocast_enabled(device, False)
                     _autocast[device] = True

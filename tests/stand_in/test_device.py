@@ -20,6 +20,8 @@ from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.engines.zero import engine, gradients, layout
 from lightning_shard.planning.facts import Training, facts_of
 from lightning_shard.planning.predict import start_points
+from lightning_shard.precision.casting import install_casts
+from lightning_shard.precision.policy import autocasting, policy_from
 from lightning_shard.resume.rng import rng_state, same
 from tests import stand_in
 from tests.harness import run_distributed
@@ -87,6 +89,20 @@ def _needs() -> tuple[Needs, bool]:
 
 def test_an_optimizer_draws_from_the_generator_of_its_device() -> None:
     assert run_distributed(_needs, 1) == [(Needs(full=True, draws=True), True)]
+
+
+def _autocast() -> list[bool]:
+    net, seen = nn.Sequential(nn.Linear(2, 2)).to(stand_in.NAME, torch.bfloat16), list[bool]()
+    install_casts(nn.ModuleDict({"net": net}), torch.bfloat16, output=torch.float32)
+    net[0].register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled(stand_in.NAME)))
+    with autocasting(policy_from("bf16-mixed", aligned=False), stand_in.NAME, cache=False):
+        net(torch.ones(1, 2, device=stand_in.NAME))
+        seen.append(torch.is_autocast_enabled(stand_in.NAME))
+    return seen
+
+
+def test_modules_switch_autocast_of_their_device_off() -> None:
+    assert run_distributed(_autocast, 1) == [[False, True]]
 
 
 def _drawn_apart() -> bool:
