@@ -5,6 +5,7 @@ convolutions and attention, where torch chooses other kernels for it. What a GPU
 
 - An operator over tensors of the device and of the host is refused.
 - Random numbers come from the device's own generator.
+- A device has 8 GiB, and torch's ``OutOfMemoryError`` says that there is no more.
 - Memory begins as NaN and becomes NaN when it is freed, also while another stream has yet to read it
   (``record_stream`` was forgotten).
 - Copies with ``non_blocking=True`` between the device and pinned memory happen late, in the order of their stream: the

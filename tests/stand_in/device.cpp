@@ -198,6 +198,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     std::lock_guard<std::recursive_mutex> lock(mutex);
     Device device(kStandIn, current_device);
     if (size == 0) return {nullptr, nullptr, &release, device};
+    TORCH_CHECK_WITH(OutOfMemoryError, allocated[current_device] + int64_t(size) <= kTotal, "standin out of memory. "
+                     "Tried to allocate ", size, " bytes");
     auto* begin = static_cast<char*>(aligned_alloc(64, (size + 63) / 64 * 64));
     memset(begin, 0xFF, size);
     blocks()[begin] = {size, device, {key(current_stream(current_device))}};

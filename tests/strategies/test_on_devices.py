@@ -1,17 +1,34 @@
-"""The runs of `test_gpu` that several devices share, on two CPU processes."""
+"""The runs of `test_gpu` that several devices share, on two CPU processes, or on a stand-in for GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from examples.benchmarks.processes import run_processes
+from examples.benchmarks.processes import Place, run_processes
+from tests import stand_in
+from tests.harness import run_distributed
 from tests.strategies import on_devices
 from tests.strategies.on_devices import CASES, HYBRID
 
-pytestmark = pytest.mark.matrix
-CPUS = {"processes": 2, "device": "cpu", "timeout": 600.0}
+pytestmark = [] if stand_in.chosen() else [pytest.mark.matrix]
+
+
+def on_two(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``function`` returns for the place of each process, and ``arguments``."""
+    if stand_in.chosen():
+        return run_distributed(_placed, 2, function, *arguments, timeout=300)
+    return run_processes(function, *arguments, processes=2, device="cpu", timeout=600.0)
+
+
+def _placed(function: Callable[..., Any], *arguments: Any) -> Any:
+    rank = dist.get_rank()
+    return function(Place(rank=rank, device=torch.device(stand_in.NAME, rank)), *arguments)
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -21,17 +38,17 @@ def test_cases(case: str) -> None:
     model = {"rows": 74} if "wide" in case else {}
     if case == "wide, by hand":
         model["every"] = 2
-    for found in run_processes(on_devices.alike, names, "bf16-mixed", case, model, **CPUS):
+    for found in on_two(on_devices.alike, names, "bf16-mixed", case, model):
         assert found == dict.fromkeys(names, 0.0)
 
 
 def test_saves_resumes_and_steady_steps(tmp_path: Path) -> None:
-    assert run_processes(on_devices.saves, "shard_fsdp", str(tmp_path), **CPUS) == [[], []]
-    assert run_processes(on_devices.resumed, "shard_deepspeed_stage_2", "bf16-mixed", str(tmp_path), **CPUS) == [0, 0]
-    assert run_processes(on_devices.steady, "shard_ddp", "bf16-mixed", **CPUS) == [3, 3]
+    assert on_two(on_devices.saves, "shard_fsdp", str(tmp_path)) == [[], []]
+    assert on_two(on_devices.resumed, "shard_deepspeed_stage_2", "bf16-mixed", str(tmp_path)) == [0, 0]
+    assert on_two(on_devices.steady, "shard_ddp", "bf16-mixed") == [3, 3]
 
 
 def test_memory_that_runs_out() -> None:
-    for message in run_processes(on_devices.out_of_memory, "shard_fsdp", **CPUS):
+    for message in on_two(on_devices.out_of_memory, "shard_fsdp"):
         assert "allocate" in message
         assert "Memory of rank" in message
