@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from lightning_shard.resume.reachable import Numbers, generators_of
-from lightning_shard.resume.rng import GENERATORS, generator_kind, generator_state, undrawn
+from lightning_shard.resume.rng import GENERATORS, generator_kind, read_generator, undrawn
 from lightning_shard.resume.shape import Delegating
 
 LOOKS = 64  # Samples (of the training process: batches) after which it is not looked any more whether they are drawn.
@@ -113,7 +113,8 @@ class DrawingDataset(Delegating, Dataset[Any]):
 
 def _states(generators: list[Any]) -> bytes:
     """Of the global generators and these."""
-    own = [generator_state(generator) for generator in generators]
+    own = [state for generator in generators for state in read_generator(generator).values()]
+    own = [state.numpy() if isinstance(state, torch.Tensor) else state for state in own]  # pickled, it has its address
     return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
 
 

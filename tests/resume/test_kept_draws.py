@@ -122,3 +122,18 @@ def test_a_sampler_that_draws_between_steps_that_do_is_said(own: bool, steps_dra
         random.random() if steps_draw else None
     told = resume(made(), loader.state_dict())
     assert ["draws from the global random number generators as" in message for message in told] == [True] * said
+
+
+class Idle(Plain):
+    """Holds generators of every kind, which it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = [torch.Generator(), np.random.default_rng(1), np.random.RandomState(1), random.Random(1)]
+
+
+def test_generators_that_nothing_draws_from_are_not_said() -> None:
+    loader = make(Idle(), num_workers=1)
+    for _ in itertools.islice(loader, 8):
+        pass
+    assert resume(make(Idle(), num_workers=1), loader.state_dict()) == []
