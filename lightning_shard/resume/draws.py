@@ -1,8 +1,10 @@
 """Samples whose random numbers are seeded by the sample, or of which it is seen that workers draw or count for them."""
 
 import hashlib
+import operator
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,7 +30,7 @@ class DrawingDataset(Delegating, Dataset[Any]):
     workers it is always noted whether numbers change that these keep.
     """
 
-    _own = frozenset({"_seeded", "_now", "_drawers", "_generators", "_looks", "_before", "_numbers"})
+    _own = frozenset({"_seeded", "_now", "_drawers", "_generators", "_held", "_looks", "_before", "_numbers"})
 
     def __init__(self, samples: Any, collate: Any, *, seeded: bool, workers: bool) -> None:
         super().__init__(samples)
@@ -38,6 +40,7 @@ class DrawingDataset(Delegating, Dataset[Any]):
         now = torch.zeros(6, dtype=torch.int64)
         self._now = now.share_memory_() if workers else now
         self._generators: list[Any] | None = None
+        self._held: list[int] = []  # How many references there are to each.
         self._looks, self._before = 0, b""
         self._numbers: Numbers | None = None
 
@@ -73,7 +76,10 @@ class DrawingDataset(Delegating, Dataset[Any]):
 
     def _get(self, get: Callable[[Any], Any], index: Any) -> Any:
         first = self._generators is None
-        generators = self._generators = generators_of(*self._drawers) if self._generators is None else self._generators
+        if self._generators is None or any(map(operator.lt, _references(self._generators), self._held)):
+            self._generators = generators_of(*self._drawers)  # The dataset may have put others in their place.
+            self._held = _references(self._generators)
+        generators = self._generators
         if self._seeded:
             key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
             digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
@@ -88,7 +94,7 @@ class DrawingDataset(Delegating, Dataset[Any]):
             self._now[5] |= _states(generators) != before
         if first and self._seeded and len(late := generators_of(*self._drawers)) > len(generators):
             # Made when the first sample was asked for, which is drawn again.
-            self._generators = late
+            self._generators, self._held = late, _references(late)
             return self._get(get, index)
         return sample
 
@@ -109,6 +115,10 @@ class DrawingDataset(Delegating, Dataset[Any]):
             self._numbers = Numbers(dict(zip(("dataset", "collate_fn"), self._drawers, strict=True)))
         elif self._numbers is not None and self._looks & (self._looks - 1) == 0:  # The more seldom the later.
             self._now[4] |= self._numbers.read(caches=self.draws_seeded) != {"lost": []}
+
+
+def _references(values: list[Any]) -> list[int]:
+    return [sys.getrefcount(value) for value in values]
 
 
 def _states(generators: list[Any]) -> bytes:

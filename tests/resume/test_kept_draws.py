@@ -80,6 +80,20 @@ def test_what_a_batch_that_was_fetched_ahead_drew_is_drawn_alike(kind: str) -> N
         assert seen + trained(resumed, 12 - steps) == whole
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_generators_that_are_made_for_a_sample_are_seeded_by_it(workers: int) -> None:
+    def made() -> Any:
+        return make(Drawing("remade"), seeded=True, num_workers=workers)
+
+    whole = [batch.tolist() for batch in itertools.islice(made(), 9)]
+    loader = made()
+    for _ in itertools.islice(loader, 4):
+        pass
+    resumed = made()
+    assert resume(resumed, loader.state_dict()) == []
+    assert whole[4:] == [batch.tolist() for batch in itertools.islice(resumed, 5)]
+
+
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize(
     ("kind", "said"),
