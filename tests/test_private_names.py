@@ -83,9 +83,10 @@ USES = {
     ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
-        "_composable _fsdp_common _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _module_info"
+        "_composable _fsdp_common _fsdp_param_group _fsdp_param _fsdp_state _fully_shard _get_fsdp_state _module_info"
         " _modules_to_run_forward _mp_policy _orig_dtype _post_forward_hook_handle _pre_forward_hook_handle"
-        " _reduce_dtype _register_post_backward_hook _register_pre_backward_hook _sharded_post_forward_param"
+        " _reduce_dtype _register_post_backward_hook _register_pre_backward_hook _setattr_on_modules"
+        " _sharded_post_forward_param _sharded_state"
         " _state_ctx _training_state _unsharded_param",
     ),
     "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),

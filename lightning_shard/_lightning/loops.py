@@ -9,12 +9,16 @@ from the next epoch's order.
 """
 
 import copy
+import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard._lightning import Loop, Replacements
 from lightning_shard.resume.shape import KINDS
@@ -72,22 +76,36 @@ def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Calla
 
 
 Told = Callable[[str], object]
+_HOOK = re.compile(r"\[(LightningModule|Callback)\](.*)\.(on_\w+)$")
 
 
 def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Told, Told] | None) -> None:
-    """Tell of the beginning and end of every action that Lightning names to its profiler: hooks, steps, saves."""
+    """Tell of the beginning and end of every action that Lightning names to its profiler: steps, saves, and the hooks
+    that the module or a callback has, but for a progress bar's.
+    """
     if told is None:
         return
     begins, ends = told
+
+    @cache
+    def is_told(action: str) -> bool:
+        owner, name, hook = match.groups() if (match := _HOOK.match(action)) else ("", "", "")
+        if owner == "LightningModule":
+            return is_overridden(hook, trainer.lightning_module)
+        named = [callback for callback in trainer.callbacks if owner and callback.state_key == name]  # type: ignore[attr-defined]
+        return not named or any(is_overridden(hook, c) and not isinstance(c, ProgressBar) for c in named)
+
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     start, stop = profiler.start, profiler.stop
 
     def on_start(action_name: str) -> None:
         start(action_name)
-        begins(action_name)
+        if is_told(action_name):
+            begins(action_name)
 
     def on_stop(action_name: str) -> None:
-        ends(action_name)
+        if is_told(action_name):
+            ends(action_name)
         stop(action_name)
 
     # Lightning calls both by name, from `profile` too.

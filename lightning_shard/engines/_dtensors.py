@@ -9,7 +9,7 @@ train another model. The number that is read from a sum, a norm or ``any()`` of 
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +80,7 @@ _OF_DIM = {
 class InFull:
     """What the operators of DTensors do in this process, while an engine asks for it."""
 
+    wrote = False  # Whether the hook that runs, or ran last, has written to a DTensor.
     _engines = 0
     _within: ClassVar[list[str]] = []  # The actions that run, one in another: hooks, training steps, optimizers' steps.
     torchs: dict[Any, Any]
@@ -98,6 +99,7 @@ class InFull:
             # torch's own for argmin and argmax fails on the ranks whose shards are empty.
             always = cls.torchs | own
             hooks = cls.torchs | dict.fromkeys(ops, _in_a_hook) | own
+            hooks |= {op: partial(_noted, handler) for op, handler in hooks.items() if op._schema.is_mutable}
             steps = cls.torchs | dict.fromkeys((op for op in ops if op._schema.is_mutable), _written_in_a_step) | own
             cls._handlers = {"": always, "optimizer": always, "hook": hooks, "step": steps}
             for method in _READ_HERE:
@@ -138,21 +140,30 @@ class InFull:
             dispatcher._custom_op_handlers = before
 
     @classmethod
-    def begins(cls, action: str) -> None:
+    def begins(cls, action: str) -> bool:
         """Take plain tensors that meet DTensors in the user's hooks for what they are there: full. In a training step
         alone those that are written to DTensors, such as to gradients in manual optimization. ``action`` is Lightning's
-        name for what begins.
+        name for what begins. Whether it is a hook in no other and in no step.
         """
+        outside = cls._outside()
         if kind := _kind(action):
             cls._within.append(kind)
             cls._choose()
+        cls.wrote &= not outside
+        return outside and kind == "hook"
 
     @classmethod
-    def ends(cls, action: str) -> None:
+    def ends(cls, action: str) -> bool:
+        """Whether a hook has ended that was in no other and in no step."""
         if (kind := _kind(action)) in cls._within:
             while cls._within.pop() != kind:  # Lightning tells no end of an optimizer's step that fails.
                 pass
             cls._choose()
+        return kind == "hook" and cls._outside()
+
+    @classmethod
+    def _outside(cls) -> bool:
+        return "hook" not in cls._within and "step" not in cls._within
 
 
 @cache
@@ -242,6 +253,11 @@ def _in_a_hook(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Each rank's own, as activations are.
     device = sharded[0].to_local().device
     return _on_full_tensors(op, args, kwargs, lambda value: value.to(device))
+
+
+def _noted(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    InFull.wrote = True
+    return handler(op, args, kwargs)
 
 
 def _written_in_a_step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

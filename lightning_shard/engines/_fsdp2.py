@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParam, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +27,8 @@ require(FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle", tested=
 require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook", tested="torch 2.11 to 2.13")
 require(Tensor, "_backward_hooks _post_accumulate_grad_hooks", tested="torch 2.11 to 2.13")
 require(FSDPParam, "_module_info _sharded_post_forward_param _unsharded_param", tested="torch 2.11 to 2.13")
+require(FSDPParam, "_setattr_on_modules", tested="torch 2.11 to 2.13")
+require(FSDPParamGroup, "_sharded_state", tested="torch 2.11 to 2.13")
 
 
 def units_of(root: nn.Module) -> list[Any]:
@@ -53,6 +56,57 @@ def reshard(module: FSDPModule) -> None:
         with _group_of(module).use_training_state(TrainingState.IDLE):
             module.reshard()
     module.reshard()
+
+
+def gather_outside_inference(root: nn.Module) -> None:
+    """Let what units gather into be no inference tensors where they are first used under ``torch.inference_mode``, as a
+    teacher may be: autograd takes none, and torch itself fails where it gathers into one again.
+    """
+    for group in filter(None, map(_group_of, units_of(root))):
+        group.unshard = partial(_outside_inference, group.unshard)
+        group.wait_for_unshard = partial(_outside_inference, group.wait_for_unshard)
+
+
+def _outside_inference(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_inference_mode_enabled():
+        return call(*args, **kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return call(*args, **kwargs)
+
+
+def show_shards(root: nn.Module) -> Callable[[bool], None]:
+    """Let modules have their shards in the place of what is gathered, until the result is called; the memory stays, for
+    a backward pass or the next forward. What has new values then (``changed``) is resharded, for a forward to gather.
+    """
+    hidden = [
+        (module, group, group._sharded_state)
+        for module in units_of(root)
+        if (group := _group_of(module)) is not None and not group.is_sharded
+    ]
+
+    def show(group: Any, state: Any) -> None:
+        group._sharded_state = state
+        for parameter in group.fsdp_params:
+            shown = {"SHARDED": "sharded_param", "UNSHARDED": "_unsharded_param"}
+            parameter._setattr_on_modules(getattr(parameter, shown.get(state.name, "_sharded_post_forward_param")))
+            parameter.sharded_state = state
+
+    for _, group, _ in hidden:
+        show(group, ShardedState.SHARDED)
+
+    def put_back(changed: bool) -> None:
+        for module, group, state in hidden:
+            outputs = [output for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
+            freed = state == ShardedState.UNSHARDED and any(
+                not o.untyped_storage().size() and o.numel() for o in outputs
+            )
+            # A forward pass may have gathered it again, or freed it behind itself.
+            if group.is_sharded and not freed:
+                show(group, state)
+                if changed:
+                    reshard(module)
+
+    return put_back
 
 
 def leave_out_nested(module: FSDPModule, nested: Callable[[], bool]) -> None:

@@ -103,7 +103,9 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
 
 
 def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
-    """Let a step use parameters of the root's own unit, and of the units ``apart``, at any time."""
+    """Let a step use parameters of the root's own unit, and of the units ``apart``, at any time, and a hook the root's
+    modules.
+    """
     assert isinstance(root, FSDPModule)
     for unit in apart:
         assert isinstance(unit, FSDPModule)
@@ -115,6 +117,10 @@ def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
             return
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             module._parameters = _GatheredOnRead(module, root)
+            if module is not root:
+                # A hook may call it by itself.
+                module.register_forward_pre_hook(lambda *_: _gather_outside_steps(root), prepend=True)
+                module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
         for child in module.children():
             visit(child)
 
@@ -155,6 +161,13 @@ def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> 
             _reshard_outside_steps(root)
 
     return redirected
+
+
+def _gather_outside_steps(root: Any) -> None:
+    if vars(root).get(_DEPTH, 0) == 0:
+        if not vars(root).get(_EXPECTS):
+            run(root, lambda: None)  # prepares all units, which only the root does
+        gather(root)
 
 
 def _reshard_outside_steps(root: nn.Module) -> None:

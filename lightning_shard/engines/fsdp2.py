@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters, forward, refusals
 from lightning_shard.engines._dtensors import InFull
-from lightning_shard.engines._fsdp2 import hook_gathered, hooks_of, put_hooks
+from lightning_shard.engines._fsdp2 import hook_gathered, hooks_of, put_hooks, show_shards
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.replicated import average_gradients, step_apart_from_shards
@@ -48,7 +48,10 @@ class FSDP2Engine(StepsOwnParameters):
         super().__init__(options, forward, at_boundary=at_boundary)
         self._units: UnitOptions = units or options
         self._usage: UnitUsage | None = None
-        self.hooks = InFull.begins, InFull.ends
+        self.hooks = self._begins, self._ends
+        self._gathered = self._in_graph = False  # Whether modules may be, and whether a backward pass is to come.
+        self._put_back: Callable[[bool], None] | None = None  # What a hook in between sees as shards.
+        self._changed = False
 
     @abstractmethod
     def _applier(self, run: Run) -> ApplyUnit:
@@ -139,7 +142,19 @@ class FSDP2Engine(StepsOwnParameters):
             forward.gather_each(self._module)
         self._begun = True
         self._hook_gathered()
-        return self.evaluate(step, *args, **kwargs)
+        output = self.evaluate(step, *args, **kwargs)
+        self._in_graph = self._run.automatic
+        return output
+
+    def _begins(self, action: str) -> None:
+        if InFull.begins(action) and self._gathered:
+            self._put_back, self._changed = show_shards(self._module), False
+
+    def _ends(self, action: str) -> None:
+        if InFull.ends(action) and self._put_back is not None:
+            # A backward pass goes on with the values of its forward pass.
+            self._put_back((self._changed or InFull.wrote) and not self._in_graph)
+            self._put_back = None
 
     def _hook_gathered(self) -> None:
         if any(map(hooks_of, self._shards)):
@@ -155,6 +170,7 @@ class FSDP2Engine(StepsOwnParameters):
                 self._usage.watch(self._module)
             return output
 
+        self._gathered, self._in_graph = True, False
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
         self._reshard_after_backward(False)
         try:
@@ -176,6 +192,7 @@ class FSDP2Engine(StepsOwnParameters):
             self._usage.after_backward()
         if not self._run.automatic:
             self._reshard_after_backward(False)
+        self._gathered, self._in_graph = not self._run.automatic, False
 
     def _reshard_after_backward(self, enabled: bool) -> None:
         assert isinstance(self._module, FSDPModule)
@@ -212,6 +229,8 @@ class FSDP2Engine(StepsOwnParameters):
         return self._module
 
     def before_reading(self) -> None:
+        self._changed = True
+        self._gathered &= self._put_back is not None
         forward.reshard(self._module)
         casting.round_scalars_again()
 

@@ -1,0 +1,96 @@
+"""Hooks in moments when parameters are gathered: they see and write the masters, as after a step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from lightning_shard import full_tensor
+from tests.groups import sampled
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
+from tests.strategies.indexed import Indexed, data
+
+
+class Teaches(Indexed):
+    """A teacher that follows between forward and backward, and weights of validation that are put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(torch.nn.Sequential(self.body, self.head)).requires_grad_(False)
+        self.found: dict[str, Tensor] = {}
+
+    def on_fit_start(self) -> None:
+        self.found["first"] = self.head(self.body(torch.ones(1, 3))).detach().float()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.inference_mode():  # its first use
+            wanted = self.teacher(batch[1])
+        return self.loss(batch, "train") + mse_loss(self.head(self.body(batch[1])), wanted.clone())
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        own, others = [*self.body.parameters(), *self.head.parameters()], list(self.teacher.parameters())
+        with torch.no_grad():
+            if self.global_step % 2:
+                torch._foreach_lerp_(others, own, 0.25)
+            else:
+                for teacher, parameter in zip(others, own, strict=True):
+                    teacher.copy_(teacher * 0.75 + parameter * 0.25)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self._look("before_backward")
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept = [parameter.detach().clone() for parameter in self.parameters()]
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("validated", self.loss(batch, "val"), sync_dist=True)
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(list(self.parameters()), 0.5)
+
+    def on_validation_epoch_end(self) -> None:
+        self._look("after_validation")
+        self.found["sample"] = self.head(self.body(torch.ones(1, 3))).detach().float()
+        with torch.no_grad():
+            for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+                parameter.copy_(kept)
+
+    def _look(self, when: str) -> None:
+        sums = [parameter.detach().double().square().sum() for parameter in self.parameters()]
+        assert all(parameter.dtype == torch.float32 for parameter in self.parameters())
+        self.found[f"{when}, step {self.global_step}"] = torch.tensor([float(number) for number in sums])
+
+
+def _fit(strategy: str, precision: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Teaches()
+    trainer = quiet_trainer(
+        strategy=strategy, precision=precision, max_steps=4, val_check_interval=2, limit_val_batches=2
+    )
+    trainer.fit(module, data(count=16), data(count=16))
+    logged = {name: value.float() for name, value in trainer.callback_metrics.items()}
+    return {**module.found, **logged, **{n: full_tensor(trainer, n) for n, _ in module.named_parameters()}}
+
+
+STRATEGIES = ["shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), sampled([(s, p) for s in STRATEGIES for p in ("32-true", "bf16-mixed")], 0, 3)
+)
+def test_hooks_see_and_write_masters_while_parameters_are_gathered(strategy: str, precision: str) -> None:
+    expected, found = (run_distributed(_fit, 2, name, precision)[0] for name in ("shard_ddp", strategy))
+    # fp64 sums of squares over shards, in another order.
+    wrong = [n for n, value in expected.items() if not torch.allclose(found[n], value, rtol=1e-6, atol=0)]
+    assert (wrong, found.keys()) == ([], expected.keys())
+    assert [n for n in expected if "." in n and not torch.equal(found[n], expected[n])] == []
