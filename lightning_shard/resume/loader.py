@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import warnings
 from collections import deque
@@ -362,12 +363,19 @@ class ResumableLoader(DelegatingLoader):
 
     def _rest_in_batches(self, state: dict[str, Any]) -> Iterator[Any]:
         full: Any = self._source.full
-        if state["kind"] == "distributed":
-            rest: Iterable[int] = self._rest_of_rank(state)
-        else:
-            rest = self._states.skip(state.get("states", {}), self.sampler, state["samples"])
-        # A generator, as BatchSampler's own iterator is: nothing is drawn before the first ``next``.
-        yield from BatchSampler(rest, full.batch_size, full.drop_last)
+
+        def rest() -> Iterable[int]:
+            if state["kind"] == "distributed":
+                return self._rest_of_rank(state)
+            return self._states.skip(state.get("states", {}), self.sampler, state["samples"])
+
+        # torch's own iterator draws nothing before the first ``next``, torchdata's draws when it is made.
+        made = [] if inspect.isgeneratorfunction(type(full).__iter__) else [rest()]
+
+        def batches() -> Iterator[Any]:
+            yield from BatchSampler(made.pop() if made else rest(), full.batch_size, full.drop_last)
+
+        return batches()
 
     def _rest_of_rank(self, state: dict[str, Any]) -> list[int]:
         start = state["samples"]

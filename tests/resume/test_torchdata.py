@@ -81,6 +81,23 @@ def test_a_map_style_dataset_with_a_state_keeps_it() -> None:
     assert first + ids(resumed) == whole
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_its_own_shuffled_order_goes_on(workers: int) -> None:
+    """Its sampler draws the order when an iterator is made, which workers make twice."""
+
+    def made() -> Any:
+        torch.manual_seed(4)
+        stock = loaders.StatefulDataLoader(Numbers(COUNT), 3, shuffle=True, num_workers=workers)
+        return resumable(stock, world_size=1, rank=0)
+
+    whole = ids(made())
+    loader = made()
+    seen = ids(itertools.islice(loader, 5))
+    resumed = made()
+    resumed.load_state_dict(through_file(loader.state_dict()))
+    assert seen + ids(resumed) == whole != sorted(whole)
+
+
 class Recorder(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
