@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.meters.throughput import gather_rows
+from lightning_shard.run.buffers import restore_buffers
 from tests.harness import run_distributed
 
 # ProcessGroupNCCL's ncclDataType, of torch 2.13.
@@ -41,6 +42,21 @@ def test_tensors_of_every_dtype_are_broadcast_in_those_that_nccl_has() -> None:
     for of_rank_0, sent in run_distributed(_broadcast, 2):
         assert all(of_rank_0)
         assert sent <= NCCL
+
+
+def _broadcast_before_backward() -> float:
+    weight, module = nn.Parameter(torch.ones(())), nn.BatchNorm1d(1)
+    assert module.running_mean is not None
+    loss = weight * module.running_mean.fill_(2.0)
+    broadcast_from_rank_0([module.running_mean])
+    restore_buffers(module, {"running_mean": torch.tensor([2.0])})
+    loss.sum().backward()
+    assert weight.grad is not None
+    return weight.grad.item()
+
+
+def test_a_save_between_forward_and_backward_leaves_the_graph_whole() -> None:
+    assert run_distributed(_broadcast_before_backward, 2) == [2.0, 2.0]
 
 
 def _average() -> list[Any]:
