@@ -67,6 +67,7 @@ _POINTWISE_TOO: tuple[Any, ...] = (
     *(_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.where.ScalarOther),
 )
 _READ_HERE = ("numpy", "tolist")
+_full_tensor = DTensor.full_tensor
 # Views, with the index of the argument that is their dimension.
 _OF_DIM = {
     _aten.select.int: 1,
@@ -104,6 +105,7 @@ class InFull:
             cls._handlers = {"": always, "optimizer": always, "hook": hooks, "step": steps}
             for method in _READ_HERE:
                 setattr(DTensor, method, _of_this_rank(method))
+            DTensor.full_tensor = _gathered  # type: ignore[method-assign]
         cls._engines += 1
         cls._choose()
         return cls._end
@@ -116,6 +118,7 @@ class InFull:
             DTensor._op_dispatcher._custom_op_handlers = cls.torchs
             for method in _READ_HERE:
                 delattr(DTensor, method)
+            DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
 
     @classmethod
     def _choose(cls) -> None:
@@ -347,7 +350,12 @@ def _own_or_in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     try:
         return _own(op, args, kwargs)
     except NotImplementedError:  # It has no strategy; the same on all ranks.
-        return _in_full(op, args, kwargs)
+        pass
+    except RuntimeError as error:
+        # Of what is offloaded: torch would send it from the host, where NCCL has no backend.
+        if "No backend type associated with device type" not in str(error):
+            raise
+    return _in_full(op, args, kwargs)
 
 
 def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,6 +380,13 @@ def _of_this_rank(method: str) -> Callable[..., Any]:
         return getattr(self.to_local(), method)(**kwargs)
 
     return read
+
+
+def _gathered(self: DTensor, **kwargs: Any) -> Tensor:
+    """As ``DTensor.full_tensor``, which gathers what is offloaded on the host, where NCCL has no backend."""
+    device = self.to_local().device
+    offloaded = device.type != self.device_mesh.device_type
+    return full_of(self).to(device) if offloaded else _full_tensor(self, **kwargs)
 
 
 def _sharded_dims(tensor: DTensor) -> set[int]:

@@ -106,6 +106,14 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "histogram": lambda p: p.mul_(torch.histogram(p.float().cpu(), 5).hist[2]),
     "unfolded": lambda p: p.mul_(p.unfold(0, 3, 1).sum()),
     "copied from": lambda p: p.add_(torch.zeros(ROWS, COLUMNS).copy_(p)),
+    # torch reduces or gathers for these; sums of integers are exact in any order.
+    "centred": lambda p: p.sub_(p.mul(8).round().mean(0)),
+    "by its sum": lambda p: p.div_(p.mul(8).round().abs().sum()),
+    "clipped by its sum": lambda p: p.mul_((1 / p.mul(8).round().abs().sum()).clamp(max=1)),
+    "compared": lambda p: p.mul_(2) if (p > 0).sum() > 3 else None,
+    "sorted": lambda p: p.copy_(p.sort(0).values),
+    "softmax": lambda p: p.copy_(p.softmax(0)),
+    "gram": lambda p: p.mul_((p.mul(8).round().t() @ p.mul(8).round()).trace()),
 }
 
 

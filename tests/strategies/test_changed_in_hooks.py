@@ -225,9 +225,10 @@ def test_shards_are_drawn_and_asked_as_full_tensors(names: list[str], precision:
 
 
 def test_nothing_is_left_of_how_they_are_asked() -> None:
-    before = dict(DTensor._op_dispatcher._custom_op_handlers)
+    before = dict(DTensor._op_dispatcher._custom_op_handlers), DTensor.full_tensor
     undo, again = InFull.answer(), InFull.answer()
-    assert DTensor._op_dispatcher._custom_op_handlers != before
+    assert DTensor._op_dispatcher._custom_op_handlers != before[0]
+    assert DTensor.full_tensor is not before[1]
     again()
     undo()
-    assert DTensor._op_dispatcher._custom_op_handlers == before
+    assert (DTensor._op_dispatcher._custom_op_handlers, DTensor.full_tensor) == before
