@@ -231,6 +231,7 @@ class ShardStrategy(ParallelStrategy):
             self._engage(trainer, engine)
         elif not parts.fit.keeps_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()
+        loops.follow_actions(self._replacements, trainer, engine.hooks)
         self._freezing = parts.Freezing(module, frozen_too=engine.gathers_in_forward and not engine.follows_freezing)
         self.setup_precision_plugin()
         self.checkpoints.all_is_set_up()
@@ -250,7 +251,6 @@ class ShardStrategy(ParallelStrategy):
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.fit.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
         optimizers, schedule = engine.engage(made)
-        loops.follow_actions(self._replacements, trainer, engine.hooks)
         if optimizers != made:
             self.optimizers = optimizers
         if schedule is not None:

@@ -59,11 +59,14 @@ class Teaches(Indexed):
             torch._foreach_mul_(list(self.parameters()), 0.5)
 
     def on_validation_epoch_end(self) -> None:
-        self._look("after_validation")
-        self.found["sample"] = self.head(self.body(torch.ones(1, 3))).detach().float()
+        self._look(f"after {self.trainer.state.fn}")
+        self.found[f"sample, {self.trainer.state.fn}"] = self.head(self.body(torch.ones(1, 3))).detach().float()
         with torch.no_grad():
             for parameter, kept in zip(self.parameters(), self.kept, strict=True):
                 parameter.copy_(kept)
+
+    on_test_epoch_start, on_test_batch_end = on_validation_epoch_start, on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
 
     def _look(self, when: str) -> None:
         sums = [parameter.detach().double().square().sum() for parameter in self.parameters()]
@@ -78,6 +81,7 @@ def _fit(strategy: str, precision: Any) -> dict[str, Tensor]:
         strategy=strategy, precision=precision, max_steps=4, val_check_interval=2, limit_val_batches=2
     )
     trainer.fit(module, data(count=16), data(count=16))
+    trainer.test(module, data(count=16))
     logged = {name: value.float() for name, value in trainer.callback_metrics.items()}
     return {**module.found, **logged, **{n: full_tensor(trainer, n) for n, _ in module.named_parameters()}}
 
