@@ -101,7 +101,7 @@ class InFull:
             always = cls.torchs | own
             hooks = cls.torchs | dict.fromkeys(ops, _in_a_hook) | own
             hooks |= {op: partial(_noted, handler) for op, handler in hooks.items() if op._schema.is_mutable}
-            steps = cls.torchs | dict.fromkeys((op for op in ops if op._schema.is_mutable), _written_in_a_step) | own
+            steps = cls.torchs | dict.fromkeys(ops, _in_a_step) | own
             cls._handlers = {"": always, "optimizer": always, "hook": hooks, "step": steps}
             for method in _READ_HERE:
                 setattr(DTensor, method, _of_this_rank(method))
@@ -263,9 +263,9 @@ def _noted(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: 
     return handler(op, args, kwargs)
 
 
-def _written_in_a_step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_a_step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to_dtensors = any(isinstance(each, DTensor) for each in written(op, args, kwargs))
-    return (_in_a_hook if to_dtensors else _own)(op, args, kwargs)
+    return (_in_a_hook if to_dtensors else _own_or_in_full)(op, args, kwargs)
 
 
 def _as_placed(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

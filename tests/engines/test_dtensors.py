@@ -200,6 +200,24 @@ def test_plain_tensors_are_taken_in_hooks_alone_and_what_a_rank_makes_of_its_own
             assert "on all ranks" in values
 
 
+def _norm_in_a_step() -> float:
+    gradients = [
+        _cut(torch.full((rows, 4), 0.5), init_device_mesh(DEVICE, (dist.get_world_size(),))) for rows in (4, 9)
+    ]
+    undo = InFull.answer()
+    InFull.begins(STEP)
+    # Sums of halves are exact in any order.
+    norm = float(torch.nn.utils.get_total_norm(gradients, norm_type=1.0).clamp(max=100.0))
+    InFull.ends(STEP)
+    undo()
+    return norm
+
+
+def test_the_norm_of_gradients_is_taken_in_manual_steps() -> None:
+    """On a stand-in for a GPU its groups have no backend for the host, where these lie."""
+    assert run_distributed(_norm_in_a_step, 2) == [26.0, 26.0]
+
+
 def _within(*actions: tuple[str, str]) -> str:
     undo = InFull.answer()
     for method, action in actions:
