@@ -167,7 +167,9 @@ def kept_values(module: nn.Module, others: Mapping[str, Any]) -> dict[str, str]:
 
 def small_values(owner: Any) -> dict[str, Any]:
     """Attributes of ``owner`` that are plain values, or collections of a few, as `set_values` takes them."""
-    return {name: _saved(value) for name, value in vars(owner).items() if _noted(value)[0] not in (_OTHER, "generator")}
+    return {
+        name: _saved(value) for name, value in vars(owner).items() if _noted(value)[0] not in (*_LARGE, "generator")
+    }
 
 
 def set_values(owner: Any, values: Mapping[str, Any]) -> None:
@@ -187,11 +189,11 @@ def _own_values(path: str, owner: Any) -> list[tuple[str, Any]]:
 def _in_words(path: str, value: Any) -> dict[str, str]:
     with suppress(Exception):  # as there
         kind, noted = _noted(value)
-        if kind == _OTHER and type(value) is torch.Tensor and value.numel() <= _MOST_SUMMED:
+        if kind in _LARGE and type(value) is torch.Tensor and value.numel() <= _MOST_SUMMED:
             return {path: f"a tensor of sum {value.detach().double().sum().item():.9g}"}
-        if kind == _OTHER and isinstance(value, list | dict | set | deque):
+        if kind in _LARGE and isinstance(value, list | dict | set | deque):
             return {path: f"{len(value)} values"}
-        if kind not in (_OTHER, "generator"):
+        if kind not in (*_LARGE, "generator"):
             return {path: str(noted)}
     return {}
 
@@ -241,7 +243,7 @@ class Numbers:
             first = self._first.get(path, now)
             changed = [name for name, noted in now.items() if noted != first.get(name)]
             alike = [name for name in changed if _alike(now[name][0], first.get(name, now[name])[0])]
-            same = [name for name in alike if now[name][0] not in (_KEPT, _CACHE, _OTHER)]
+            same = [name for name in alike if now[name][0] not in _LARGE]
             own = {} if isinstance(owner, FunctionType) else attributes(owner)
             if same == changed and all(_last(name) in own and name in first for name in changed):
                 values |= {name: _saved(own[_last(name)]) for name in changed}
@@ -296,6 +298,7 @@ class Numbers:
 
 
 _NUMBER, _KEPT, _CACHE, _OTHER = "number", "kept", "cache", "other"
+_LARGE = (_KEPT, _CACHE, _OTHER)  # what is not saved
 _APART = (type, ModuleType, MethodType, partial, torch.Tensor)
 _CACHED = type(lru_cache(repr))
 _FEW = 64  # Numbers of an array or a collection, above which it is not looked into.
