@@ -87,11 +87,11 @@ class DrawingDataset(Delegating, Dataset[Any]):
         looks = self._looks < LOOKS
         if looks and get_worker_info() is not None:
             self._look(generators)
-        before = _states(generators) if looks and self._seeded else b""
+        before = states_of(generators) if looks and self._seeded else b""
         sample = get(index)
         if before:
             self._looks += get_worker_info() is None
-            self._now[5] |= _states(generators) != before
+            self._now[5] |= states_of(generators) != before
         if first and self._seeded and len(late := generators_of(*self._drawers)) > len(generators):
             # Made when the first sample was asked for, which is drawn again.
             self._generators, self._held = late, _references(late)
@@ -108,7 +108,7 @@ class DrawingDataset(Delegating, Dataset[Any]):
         """Compare the generators with those at this process' first sample, and kept numbers with those after it."""
         self._looks += 1
         if not self._seeded:
-            state = _states(generators)
+            state = states_of(generators)
             self._before = self._before or state
             self._now[3] |= state != self._before
         if self._looks == 2:
@@ -121,8 +121,8 @@ def _references(values: list[Any]) -> list[int]:
     return [sys.getrefcount(value) for value in values]
 
 
-def _states(generators: list[Any]) -> bytes:
-    """Of the global generators and these."""
+def states_of(generators: list[Any]) -> bytes:
+    """What tells whether the global generators or these are drawn from; no tensor is compared."""
     own = [state for generator in generators for state in read_generator(generator).values()]
     own = [state.numpy() if isinstance(state, torch.Tensor) else state for state in own]  # pickled, it has its address
     return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))

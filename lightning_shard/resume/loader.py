@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
-from lightning_shard.resume.draws import LOOKS, DrawingDataset
+from lightning_shard.resume.draws import LOOKS, DrawingDataset, states_of
 from lightning_shard.resume.reachable import Numbers, generators_of
 from lightning_shard.resume.samplers import Generators, IndexSource, Snapshot, States
 from lightning_shard.resume.shape import DelegatingLoader
@@ -283,14 +283,16 @@ class ResumableLoader(DelegatingLoader):
         """
         end = object()
         for number in itertools.count():
-            looks = self.lookahead or number < LOOKS
-            before = rng.rng_state(device=False) if looks else {}
+            # The first one has the draws of the order.
+            looks = (self.lookahead or number < LOOKS) and number > 0 and not self._draws_here
+            seen = states_of([]) if looks else b""
+            before = rng.rng_state(device=False) if self.lookahead or fetched_from else {}
             self._fetched_from = (fetched_from or before) if self.lookahead else None
             if fetched_from:
                 rng.set_rng_state(fetched_from)
             batch = next(batches, end)
-            if looks and number > 0 and not self._draws_here:  # The first one has the draws of the order.
-                self._draws_here = not rng.same(before, rng.rng_state(device=False))
+            if looks:
+                self._draws_here = states_of([]) != seen
             if fetched_from:
                 rng.set_rng_state(before)
                 fetched_from = None

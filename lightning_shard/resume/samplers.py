@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_shard.resume import rng
-from lightning_shard.resume.draws import LOOKS
+from lightning_shard.resume.draws import LOOKS, states_of
 from lightning_shard.resume.reachable import attributes, class_attributes, closure, generators_of, is_plain
 from lightning_shard.resume.shape import Delegating, has_state
 
@@ -299,13 +299,12 @@ class IndexSource(Delegating):
 
     def _looked(self, items: Iterator[Any]) -> Iterator[Any]:
         """``items``, of the first of which `interleaved` is found out."""
-        after: dict[str, Any] = {}
+        after = b""
         for _ in range(LOOKS):
-            before = rng.rng_state(device=False)
+            before = states_of([])
             item = list(itertools.islice(items, 1))
-            drawn_before, after = after, rng.rng_state(device=False)
-            if drawn_before and not rng.same(before, after):
-                self.interleaved = self.interleaved or not rng.same(before, drawn_before)
+            drawn_before, after = after, states_of([])
+            self.interleaved |= bool(drawn_before) and drawn_before != before != after
             if not item:
                 return
             yield item[0]
