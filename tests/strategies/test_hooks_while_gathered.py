@@ -90,7 +90,7 @@ STRATEGIES = ["shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision"), sampled([(s, p) for s in STRATEGIES for p in ("32-true", "bf16-mixed")], 0, 3)
+    ("strategy", "precision"), sampled([(s, p) for s in STRATEGIES for p in ("32-true", "bf16-mixed")], 3)
 )
 def test_hooks_see_and_write_masters_while_parameters_are_gathered(strategy: str, precision: str) -> None:
     expected, found = (run_distributed(_fit, 2, name, precision)[0] for name in ("shard_ddp", strategy))
