@@ -24,7 +24,7 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if isinstance(tensor, DTensor) or tensor.is_meta or tensor.numel() == 0:
             continue
-        data = tensor.data  # lest a backward pass that is to come take a buffer for changed
+        data = tensor.detach()
         sent = reachable(data.contiguous())  # it is on the host after a fit
         # As bytes: NCCL has no int16 and no unsigned integers (ProcessGroupNCCL's ``ncclDataType``).
         dist.broadcast(sent.view(-1).view(torch.uint8), src=0)

@@ -59,4 +59,5 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Write the values of ``saved``, by key, into the persistent buffers of ``module``."""
     for key, _, buffer in persistent_buffers(module):
         if buffer is not None and key in saved and saved[key].shape == buffer.shape:
+            # Lest a backward pass that is to come take it for changed.
             buffer.data.copy_(saved[key])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from lightning_shard import full_tensor
@@ -22,7 +22,11 @@ class Teaches(Indexed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = copy.deepcopy(torch.nn.Sequential(self.body, self.head)).requires_grad_(False)
+        self.teacher = copy.deepcopy(nn.Sequential(self.body, self.head)).requires_grad_(False)
+        # Units of their own, which nothing gathers before.
+        self.judges = nn.ModuleList(nn.Sequential(nn.Linear(3, 90), nn.Linear(90, 1)) for _ in range(2)).requires_grad_(
+            False
+        )
         self.found: dict[str, Tensor] = {}
 
     def on_fit_start(self) -> None:
@@ -30,7 +34,7 @@ class Teaches(Indexed):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.inference_mode():  # its first use
-            wanted = self.teacher(batch[1])
+            wanted = self.teacher(batch[1]) + sum(judge(batch[1]) for judge in self.judges)
         return self.loss(batch, "train") + mse_loss(self.head(self.body(batch[1])), wanted.clone())
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
