@@ -242,15 +242,15 @@ class Numbers:
         for path, owner, now in self._noted():
             first = self._first.get(path, now)
             changed = [name for name, noted in now.items() if noted != first.get(name)]
-            alike = [name for name in changed if _alike(now[name][0], first.get(name, now[name])[0])]
-            same = [name for name in alike if now[name][0] not in _LARGE]
+            of_one_kind = [name for name in changed if _one_kind(now[name][0], first.get(name, now[name])[0])]
+            same = [name for name in of_one_kind if now[name][0] not in _LARGE]
             own = {} if isinstance(owner, FunctionType) else attributes(owner)
             if same == changed and all(_last(name) in own and name in first for name in changed):
                 values |= {name: _saved(own[_last(name)]) for name in changed}
                 self._changing |= {name: (owner, _last(name)) for name in changed}
             else:
                 lost = (_NUMBER, _KEPT, *[_CACHE] * caches)
-                values["lost"] += [name for name in alike if now[name][0] in lost and name not in values["lost"]]
+                values["lost"] += [name for name in of_one_kind if now[name][0] in lost and name not in values["lost"]]
         return values
 
     def glance(self) -> dict[str, Any]:
@@ -304,7 +304,7 @@ _CACHED = type(lru_cache(repr))
 _FEW = 64  # Numbers of an array or a collection, above which it is not looked into.
 
 
-def _alike(first: str, second: str) -> bool:
+def _one_kind(first: str, second: str) -> bool:
     """Whether two kinds are the same, or both of collections, which may have been smaller."""
     return first == second or {first, second} <= {_KEPT, _CACHE, "list", "dict"}
 
