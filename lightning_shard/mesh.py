@@ -15,7 +15,7 @@ from lightning_shard.errors import MeshError
 from lightning_shard.private_names import require
 from lightning_shard.ranks import beside_default
 
-require(distributed_c10d, "_set_pg_timeout", tested="torch 2.11 to 2.13")
+require(distributed_c10d, "_set_pg_timeout")
 
 REPLICATE = "replicate"
 SHARD = "shard"

@@ -5,18 +5,27 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+TESTED = {
+    "torch": "2.11 to 2.13",
+    "lightning": "2.6.4 to 2.6.6",
+    "deepspeed": "0.19",
+    "argparse": "of Python 3.10 to 3.13",
+}
+"""The versions whose private names this package knows, by the library that ``import`` names."""
 
-def require(owner: type | ModuleType, names: str, *, tested: str) -> None:
-    """ImportError, which names ``tested`` versions, where ``owner``, a class or module, lacks one of ``names``
+
+def require(owner: type | ModuleType, names: str) -> None:
+    """ImportError, which names the versions of `TESTED`, where ``owner``, a class or module, lacks one of ``names``
     (separated by blanks); of a class also what is set on ``self`` in a method.
     """
     missing = [name for name in names.split() if not hasattr(owner, name)]
     if missing and isinstance(owner, type):
         missing = [name for name in missing if name not in _set_on_instances(owner)]
     if missing:
+        library = (owner.__module__ if isinstance(owner, type) else owner.__name__).partition(".")[0]
         raise ImportError(
-            f"{owner.__name__} has no {', '.join(missing)}, which lightning_shard uses. Install a version of the "
-            f"library that it was tested on: {tested}."
+            f"{owner.__name__} has no {', '.join(missing)}, which lightning_shard uses. Install a version that it was "
+            f"tested on: {library} {TESTED[library]}."
         )
 
 

@@ -8,6 +8,7 @@ name. What an object of this package keeps for itself is not read from outside, 
 from __future__ import annotations
 
 import ast
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import lightning_shard
-from lightning_shard.private_names import require
+from lightning_shard.private_names import TESTED, require
 
 PACKAGE = Path(lightning_shard.__file__).parent
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -47,8 +48,8 @@ USES = {
     ),
     "_lightning/__init__.py": (
         "classes that names are required of",
-        "_CheckpointConnector _DataConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop _LoggerConnector _Loop"
-        " _SignalConnector _TrainingEpochLoop _update_dataloader",
+        "_AcceleratorConnector _CheckpointConnector _DataConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop"
+        " _LoggerConnector _Loop _SignalConnector _TrainingEpochLoop _update_dataloader",
     ),
     "_lightning/optimizers.py": ("optimizers as users see them", "_MockOptimizer _to_lightning_optimizer"),
     "_lightning/processes.py": (
@@ -289,7 +290,9 @@ def test_a_use_is_found(source: str, found: list[str]) -> None:
     assert list(uses(source)) == found
 
 
-def test_a_name_that_vanished_is_told() -> None:
+def test_a_name_that_vanished_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TESTED, "tests", "0.1")
+
     class Library:
         _declared: int
 
@@ -298,8 +301,23 @@ def test_a_name_that_vanished_is_told() -> None:
 
         def _method(self) -> None: ...
 
-    require(Library, "_declared _set_here _method", tested="0.1")
-    with pytest.raises(ImportError, match=r"Library has no _gone, which .* tested on: 0\.1"):
-        require(Library, "_method _gone", tested="0.1")
+    require(Library, "_declared _set_here _method")
+    with pytest.raises(ImportError, match=r"Library has no _gone, which .* tested on: tests 0\.1"):
+        require(Library, "_method _gone")
     with pytest.raises(ImportError, match="_pytree"):
-        require(types.ModuleType("utils"), "_pytree", tested="2.0")
+        require(types.ModuleType("torch.utils"), "_pytree")
+
+
+@pytest.mark.parametrize("name", ["torch", "Lightning", "DeepSpeed"])
+def test_the_versions_are_those_that_are_installed(name: str) -> None:
+    library, project, readme = (
+        name.lower(),
+        *((PACKAGE.parent / f).read_text() for f in ("pyproject.toml", "README.md")),
+    )
+    first, _, last = TESTED[library].partition(" to ")
+    admitted = re.search(rf'"{library}>=([\d.]+),<([\d.]+)', project)
+    major, minor = (last or first).split(".")[:2]
+    assert admitted is not None
+    assert admitted[1].startswith(first)
+    assert admitted[2] == f"{major}.{int(minor) + 1}"
+    assert re.search(rf"^\| {name} \| {re.escape(admitted[1])} ", readme, re.MULTILINE)

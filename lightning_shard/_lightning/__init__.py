@@ -15,6 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -32,7 +33,7 @@ _REQUIRED = (
     (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
     (stock.BaseFinetuning, "_store"),
     (CombinedLoader, "_mode"),
-    (LightningModule, "_apply_batch_transfer_handler _current_fx_name _device_mesh"),
+    (LightningModule, "_apply_batch_transfer_handler _compiler_ctx _current_fx_name _device_mesh"),
     (LightningOptimizer, "_to_lightning_optimizer"),
     (stock.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _monitor_candidates"),
     (stock.ModelCheckpoint, "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint"),
@@ -42,6 +43,7 @@ _REQUIRED = (
     (stock.WeightAveraging, "_average_model _copy_average_to_current _device _kwargs _swap_models _use_buffers"),
     (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
+    (_AcceleratorConnector, "_check_and_init_precision strategy"),
     (_CheckpointConnector, "resume_start"),
     (_DataConnector, "_prepare_dataloader _requires_distributed_sampler"),
     (_DatasetSamplerWrapper, "_sampler"),
@@ -56,7 +58,7 @@ _REQUIRED = (
     (_TrainingEpochLoop, "on_advance_end update_lr_schedulers"),
 )
 for _owner, _names in _REQUIRED:
-    require(_owner, _names, tested="lightning 2.6.4 to 2.6.6")
+    require(_owner, _names)
 
 
 REPLACED = {

@@ -1,10 +1,10 @@
-"""LightningCLI without what it takes from checkpoints. Tested with Lightning 2.6.4 to 2.6.6."""
+"""LightningCLI without what it takes from checkpoints."""
 
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_shard.private_names import require
 
-require(LightningCLI, "_parse_ckpt_path", tested="lightning 2.6")
+require(LightningCLI, "_parse_ckpt_path")
 
 
 class ConfiguredCLI(LightningCLI):

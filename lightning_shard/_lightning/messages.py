@@ -1,4 +1,4 @@
-"""What Lightning says of a run that is not so, or does not help. Tested with Lightning 2.6.4 to 2.6.6."""
+"""What Lightning says of a run that is not so, or does not help."""
 
 import inspect
 import logging
@@ -11,10 +11,6 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.utilities import rank_zero
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.private_names import require
-
-require(_AcceleratorConnector, "_check_and_init_precision strategy", tested="lightning 2.6")
-require(LightningModule, "_compiler_ctx", tested="lightning 2.6")
 
 
 @cache

@@ -18,7 +18,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 
 # Documented under these names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
-require(torch.cuda.memory, "_record_memory_history _dump_snapshot", tested="torch 2.11 to 2.13")
+require(torch.cuda.memory, "_record_memory_history _dump_snapshot")
 _record_memory = torch.cuda.memory._record_memory_history
 
 _SNAPSHOT_ENTRIES = 100_000  # Allocations and frees that a snapshot goes back; torch's own examples take this number.

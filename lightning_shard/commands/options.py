@@ -16,7 +16,7 @@ from lightning_shard.text import did_you_mean
 KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only")
 """At the top of a configuration of ``lightning-shard fit``."""
 
-require(argparse.ArgumentParser, "_actions", tested="Python 3.10 to 3.13")
+require(argparse.ArgumentParser, "_actions")
 
 
 class UsageError(Exception):

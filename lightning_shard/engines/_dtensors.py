@@ -22,12 +22,12 @@ from lightning_shard.engines._parts import Part, Source, keep, written
 from lightning_shard.private_names import require
 from lightning_shard.tensors.full import full_of, own_part
 
-require(DTensor, "_op_dispatcher", tested="torch 2.11 to 2.13")
-require(torch.distributed.tensor, "_dtensor_spec", tested="torch 2.11 to 2.13")
-require(type(DTensor._op_dispatcher), "_custom_op_handlers", tested="torch 2.11 to 2.13")
-require(torch.ops.aten, "_local_scalar_dense _unique2", tested="torch 2.11 to 2.13")
-require(torch, "_C", tested="torch 2.11 to 2.13")
-require(torch._C, "_dispatch_get_all_op_names", tested="torch 2.11 to 2.13")
+require(DTensor, "_op_dispatcher")
+require(torch.distributed.tensor, "_dtensor_spec")
+require(type(DTensor._op_dispatcher), "_custom_op_handlers")
+require(torch.ops.aten, "_local_scalar_dense _unique2")
+require(torch, "_C")
+require(torch._C, "_dispatch_get_all_op_names")
 
 _aten = torch.ops.aten
 # Their values depend on the shape alone. `torch.Tensor.random_` and `nn.init` end in these.

@@ -20,15 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard.engines.after_backward import join, mark, replaced
 from lightning_shard.private_names import require
 
-require(FSDPModule, "_get_fsdp_state", tested="torch 2.11 to 2.13")
-require(FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook", tested="torch 2.11 to 2.13")
-require(FSDPState, "_modules_to_run_forward _training_state _state_ctx", tested="torch 2.11 to 2.13")
-require(FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle", tested="torch 2.11 to 2.13")
-require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook", tested="torch 2.11 to 2.13")
-require(Tensor, "_backward_hooks _post_accumulate_grad_hooks", tested="torch 2.11 to 2.13")
-require(FSDPParam, "_module_info _sharded_post_forward_param _unsharded_param", tested="torch 2.11 to 2.13")
-require(FSDPParam, "_setattr_on_modules", tested="torch 2.11 to 2.13")
-require(FSDPParamGroup, "_sharded_state", tested="torch 2.11 to 2.13")
+require(FSDPModule, "_get_fsdp_state")
+require(FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook")
+require(FSDPState, "_modules_to_run_forward _training_state _state_ctx")
+require(FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle")
+require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook")
+require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")
+require(FSDPParam, "_module_info _sharded_post_forward_param _unsharded_param")
+require(FSDPParam, "_setattr_on_modules")
+require(FSDPParamGroup, "_sharded_state")
 
 
 def units_of(root: nn.Module) -> list[Any]:

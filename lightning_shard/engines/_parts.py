@@ -12,9 +12,9 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.full import full_of, scatter_full
 from lightning_shard.tensors.versions import version
 
-require(torch, "_C", tested="torch 2.11 to 2.13")
-require(torch._C, "_disabled_torch_function_impl", tested="torch 2.11 to 2.13")
-require(Tensor, "_make_wrapper_subclass", tested="torch 2.11 to 2.13")
+require(torch, "_C")
+require(torch._C, "_disabled_torch_function_impl")
+require(Tensor, "_make_wrapper_subclass")
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from lightning_shard.engines import _fsdp2
 from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, may_stay, stay, units_of
 from lightning_shard.private_names import require
 
-require(nn.Module, "_parameters", tested="torch 2.11 to 2.13")
+require(nn.Module, "_parameters")
 
 _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"

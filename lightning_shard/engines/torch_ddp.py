@@ -28,10 +28,9 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.names import named_parameters
 from lightning_shard.text import listed
 
-_TESTED = "torch 2.11 to 2.13"
-require(DistributedDataParallel, "_build_params_for_reducer _remove_autograd_hooks", tested=_TESTED)
-require(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", tested=_TESTED)
-require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets", tested=_TESTED)
+require(DistributedDataParallel, "_build_params_for_reducer _remove_autograd_hooks")
+require(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
+require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets")
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters

@@ -26,7 +26,7 @@ from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import parameter_names
 from lightning_shard.text import listed
 
-require(_functorch, "maybe_current_level", tested="torch 2.11 to 2.13")
+require(_functorch, "maybe_current_level")
 
 _COMPARED = 3
 """Steps in which ranks tell each other what they used. Later ones must use the same, or be told of always."""

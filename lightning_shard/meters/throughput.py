@@ -24,8 +24,8 @@ from lightning_shard.meters.peaks import mfu
 from lightning_shard.private_names import require
 from lightning_shard.text import columns, show_seconds
 
-require(dist, "_broadcast_coalesced", tested="torch 2.11 to 2.13")
-require(Variable, "_execution_engine", tested="torch 2.11 to 2.13")
+require(dist, "_broadcast_coalesced")
+require(Variable, "_execution_engine")
 
 STANDS_OUT = 0.2  # Of a step's time, by which the slowest rank's own time is above the median of the others'.
 IGNORED = -100  # The label that torch's cross entropy leaves out.

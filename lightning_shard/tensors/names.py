@@ -13,7 +13,7 @@ from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
 
 # There is no public way to a child under each of its names.
-require(nn.Module, "_buffers _compiled_call_impl _modules _non_persistent_buffers_set", tested="torch 2.11 to 2.13")
+require(nn.Module, "_buffers _compiled_call_impl _modules _non_persistent_buffers_set")
 
 # The attributes under which wrappers hold what they wrap; no user's module has these names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}

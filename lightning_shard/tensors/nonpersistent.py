@@ -11,7 +11,7 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.names import is_persistent, unwrapped_modules
 from lightning_shard.tensors.versions import version
 
-require(nn.Module, "_buffers", tested="torch 2.11 to 2.13")
+require(nn.Module, "_buffers")
 
 _MOST_BYTES = 1 << 26  # of all that are saved of a rank
 

@@ -6,16 +6,14 @@ from torch.utils import _python_dispatch, _pytree
 
 from lightning_shard.private_names import require
 
-_TESTED = "torch 2.11 to 2.13"
-require(_pytree, "tree_leaves tree_map tree_map_only", tested=_TESTED)
-require(_python_dispatch, "TorchDispatchMode _get_current_dispatch_mode_stack", tested=_TESTED)
-require(torch.UntypedStorage, "_cdata", tested=_TESTED)
+require(_pytree, "tree_leaves tree_map tree_map_only")
+require(_python_dispatch, "TorchDispatchMode _get_current_dispatch_mode_stack")
+require(torch.UntypedStorage, "_cdata")
 require(
     torch.ops.aten,
     "_local_scalar_dense _scaled_dot_product_flash_attention_for_cpu"
     " _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_fused_attention_overrideable"
     " _cudnn_rnn _cudnn_rnn_backward _grouped_mm",
-    tested=_TESTED,
 )
 
 tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _pytree.tree_map_only

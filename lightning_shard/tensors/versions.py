@@ -4,7 +4,7 @@ from torch import Tensor
 
 from lightning_shard.private_names import require
 
-require(Tensor, "_version", tested="torch 2.11 to 2.13")
+require(Tensor, "_version")
 
 
 def version(tensor: Tensor) -> int:

@@ -28,8 +28,8 @@ from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.private_names import require
 from lightning_shard.tensors.tracing import tree_map_only
 
-require(torch.UntypedStorage, "_checkpoint_offset", tested="torch 2.11 to 2.13")
-require(torch.TypedStorage, "_pickle_storage_type", tested="torch 2.11 to 2.13")
+require(torch.UntypedStorage, "_checkpoint_offset")
+require(torch.TypedStorage, "_pickle_storage_type")
 
 _ALIGNMENT = 64
 _BLOCK = 1 << 24

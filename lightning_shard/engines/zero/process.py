@@ -14,20 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from lightning_shard.private_names import require
-
-TESTED = ("0.19",)  # Releases of DeepSpeed whose private names are used here and in the files beside this one.
+from lightning_shard.private_names import TESTED, require
 
 
 def require_tested_version() -> None:
     """Refuse a DeepSpeed whose inner workings may be others, or that is missing (ImportError)."""
     import deepspeed
 
-    release = ".".join(deepspeed.__version__.split(".")[:2])
-    if release not in TESTED:
+    if ".".join(deepspeed.__version__.split(".")[:2]) != TESTED["deepspeed"]:
         raise ImportError(
             f"DeepSpeed {deepspeed.__version__} is installed, but lightning_shard works on the engine's own objects "
-            f"and was tested with DeepSpeed {', '.join(f'{t}.x' for t in TESTED)}. Install one of these."
+            f"and was tested with DeepSpeed {TESTED['deepspeed']}.x. Install one of these."
         )
 
 
@@ -99,19 +96,18 @@ def _require_private_names() -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import groups
 
-    tested, engine = ", ".join(TESTED), deepspeed.DeepSpeedEngine
-    require(engine, "_backward_epilogue _backward_prologue _backward_prologue_per_tensor", tested=tested)
-    require(engine, "_broadcast_model _running_engine_backward", tested=tested)
-    require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear", tested=tested)
-    require(OpBuilder, "_loaded_ops", tested=tested)
-    require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel", tested=tested)
-    require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _wait_for_offload_copies", tested=tested)
-    require(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer", tested=tested)
-    stage_3 = DeepSpeedZeroOptimizer_Stage3
-    require(stage_3, "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters", tested=tested)
-    require(stage_3, "_prepare_sub_group _reassign_or_swap_out_partitioned_parameters", tested=tested)
-    require(stage_3, "_swappable_optimizer_subgroup", tested=tested)
-    require(groups, "_release_process_group_references", tested=tested)
+    engine, stage_3 = deepspeed.DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3
+    require(engine, "_backward_epilogue _backward_prologue _backward_prologue_per_tensor")
+    require(engine, "_broadcast_model _running_engine_backward")
+    require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear")
+    require(OpBuilder, "_loaded_ops")
+    require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel")
+    require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _wait_for_offload_copies")
+    require(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer")
+    require(stage_3, "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters")
+    require(stage_3, "_prepare_sub_group _reassign_or_swap_out_partitioned_parameters")
+    require(stage_3, "_swappable_optimizer_subgroup")
+    require(groups, "_release_process_group_references")
 
 
 _connected: dict[str, object] = {}  # The process group that DeepSpeed's globals belong to.

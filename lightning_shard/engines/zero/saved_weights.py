@@ -20,7 +20,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 from lightning_shard.tensors.versions import version
 
-require(Tensor, "_base", tested="torch 2.11 to 2.13")
+require(Tensor, "_base")
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
