@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines import _fsdp2
 from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, may_stay, stay, units_of
+from lightning_shard.precision.casting import in_backward
 from lightning_shard.private_names import require
 
 require(nn.Module, "_parameters")
@@ -103,8 +104,8 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
 
 
 def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
-    """Let a step use parameters of the root's own unit, and of the units ``apart``, at any time, and a hook the root's
-    modules.
+    """Let a step use parameters of the root's own unit, and of the units ``apart``, at any time, and a hook call any
+    module by itself.
     """
     assert isinstance(root, FSDPModule)
     for unit in apart:
@@ -114,11 +115,12 @@ def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
 
     def visit(module: nn.Module) -> None:
         if isinstance(module, FSDPModule) and module is not root:
+            module.register_forward_pre_hook(lambda *_: _prepare_outside_steps(root), prepend=True)
+            module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
             return
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             module._parameters = _GatheredOnRead(module, root)
             if module is not root:
-                # A hook may call it by itself.
                 module.register_forward_pre_hook(lambda *_: _gather_outside_steps(root), prepend=True)
                 module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
         for child in module.children():
@@ -155,6 +157,7 @@ def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> 
         # free them under the first.
         if owner.__dict__.get(_DEPTH, 0) > 0:
             return method(*args, **kwargs)
+        _prepare_outside_steps(root)
         try:
             return run(owner, method, *args, **kwargs)
         finally:
@@ -163,15 +166,25 @@ def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> 
     return redirected
 
 
+def _is_outside_steps(root: nn.Module) -> bool:
+    """Whether a module is called by a hook, and not by a step, nor again in its backward pass."""
+    return root.__dict__.get(_DEPTH, 0) == 0 and not in_backward()
+
+
+def _prepare_outside_steps(root: nn.Module) -> None:
+    """Let FSDP prepare all units, which only the root does, ahead of a call of one of them by itself."""
+    if not root.__dict__.get(_EXPECTS) and _is_outside_steps(root):
+        run(root, lambda: None)
+
+
 def _gather_outside_steps(root: Any) -> None:
-    if vars(root).get(_DEPTH, 0) == 0:
-        if not vars(root).get(_EXPECTS):
-            run(root, lambda: None)  # prepares all units, which only the root does
+    if _is_outside_steps(root):
+        _prepare_outside_steps(root)
         gather(root)
 
 
 def _reshard_outside_steps(root: nn.Module) -> None:
-    if root.__dict__.get(_DEPTH, 0) == 0:
+    if _is_outside_steps(root):
         # A graph that is still to be run backward gathers them again.
         reshard(root)
 

@@ -187,8 +187,12 @@ _depth = 0  # How many modules with a cast output are being called, one inside t
 _autocast: dict[str, bool] = {}  # Device type to whether autocast was on where the outermost of them was called.
 
 
-_NO_BACKWARD = -1
 _LEAVING = 2**62  # The number of the hook after a module's call, which no other hook has.
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs, in which ``torch.utils.checkpoint`` calls modules again."""
+    return _current_graph_task_id() != -1
 
 
 def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
@@ -202,11 +206,10 @@ def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], Non
         nonlocal nested, again
         if torch.compiler.is_compiling():
             return
-        in_backward = _current_graph_task_id() != _NO_BACKWARD
-        if not in_backward:
+        if not (recomputed := in_backward()):
             nested = _depth > 0
         if _depth == 0:
-            again = in_backward and nested
+            again = recomputed and nested
         if _depth == 0 and not again:
             for device in types():
                 if torch.is_autocast_enabled(device):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 from lightning_shard import full_tensor
 from tests.groups import sampled
@@ -23,19 +24,21 @@ class Teaches(Indexed):
     def __init__(self) -> None:
         super().__init__()
         self.teacher = copy.deepcopy(nn.Sequential(self.body, self.head)).requires_grad_(False)
-        # Units of their own, which nothing gathers before.
-        self.judges = nn.ModuleList(nn.Sequential(nn.Linear(3, 90), nn.Linear(90, 1)) for _ in range(2)).requires_grad_(
+        # Units of their own, of which a hook calls the first before any step, and nothing the others.
+        self.judges = nn.ModuleList(nn.Sequential(nn.Linear(3, 90), nn.Linear(90, 1)) for _ in range(3)).requires_grad_(
             False
         )
         self.found: dict[str, Tensor] = {}
 
     def on_fit_start(self) -> None:
+        self.found["judged"] = self.judges[0](torch.ones(1, 3)).detach().float()
         self.found["first"] = self.head(self.body(torch.ones(1, 3))).detach().float()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.inference_mode():  # its first use
             wanted = self.teacher(batch[1]) + sum(judge(batch[1]) for judge in self.judges)
-        return self.loss(batch, "train") + mse_loss(self.head(self.body(batch[1])), wanted.clone())
+        given = checkpoint(self.head, checkpoint(self.body, batch[1], use_reentrant=False), use_reentrant=False)
+        return self.loss(batch, "train") + mse_loss(given, wanted.clone())
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         own, others = [*self.body.parameters(), *self.head.parameters()], list(self.teacher.parameters())
