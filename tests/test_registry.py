@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -22,9 +23,10 @@ from lightning_shard import (
 from lightning_shard.callbacks import ThroughputCallback
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.strategies import preset_yaml, table
-from lightning_shard.engines.facts import plain_settings
-from lightning_shard.meters import memory
+from lightning_shard.engines.facts import EngineFacts, plain_settings
+from tests.harness import ROOT
 
+PAGES = ("README.md", "examples/guides/strategies.md")
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
 PLAIN: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -156,7 +158,14 @@ def test_a_trainer_takes_objects(given: dict[str, Any], says: str) -> None:
 
 
 def test_names_that_are_advised_are_registered() -> None:
-    assert {*memory.PRESETS, *plan_inputs.NEAREST.values()} <= set(PLAIN)
+    advised = {name for facts in get_args(EngineFacts) for name in facts.advised}
+    assert {*advised, *plan_inputs.NEAREST.values()} <= set(PLAIN)
+
+
+def test_every_name_has_a_line_in_the_tables_for_readers() -> None:
+    rows = {page: re.findall(r"^\| `(shard_\w+)`", (ROOT / page).read_text(), re.MULTILINE) for page in PAGES}
+    assert set(rows["examples/guides/strategies.md"]) == set(PLAIN)
+    assert {name for name in PLAIN if "deepspeed" not in name} <= set(rows["README.md"])
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,21 @@ import torch
 
 Offload = Literal["none", "cpu", "nvme"]
 
+_NONE: frozenset[str] = frozenset()
+_STEPPED = frozenset({"masters", "optimizer"})
+_GRADIENTS = _STEPPED | {"gradients"}
+STATES = _GRADIENTS | {"parameters"}
+"""The kinds of `lightning_shard.memory.KINDS` that an engine may shard or offload."""
+
+# The names that are advised against a lack of memory, to the kinds that they shard over all ranks, and those that they
+# offload to the host.
+_Advised = Mapping[str, tuple[frozenset[str], frozenset[str]]]
+
 
 class _OfTorch:
     """What holds of torch's engines."""
 
-    # What the names of the presets begin with that are advised against a lack of memory.
-    advised_presets: ClassVar[str] = "shard_fsdp"
+    advised: ClassVar[_Advised] = {"shard_fsdp": (STATES, _NONE), "shard_fsdp_offload": (STATES, STATES)}
     overlaps: ClassVar[bool] = True  # Whether gradients are reduced beside backward.
     own_cpu_optimizer: ClassVar[bool] = False  # Whether under offload kernels of the engine's own step, and not torch.
 
@@ -26,8 +35,7 @@ class _OfTorch:
 class TorchDDPFacts(_OfTorch):
     """torch's DistributedDataParallel."""
 
-    # Kinds of `lightning_shard.memory.KINDS` of which a rank keeps a shard.
-    sharded: ClassVar[frozenset[str]] = frozenset()
+    sharded: ClassVar[frozenset[str]] = _NONE  # Of `STATES` those of which a rank keeps a shard.
     shards: ClassVar[int] = 1  # Over how many ranks these are sharded.
 
     ranks: int
@@ -45,7 +53,7 @@ class TorchDDPFacts(_OfTorch):
 class FSDPFacts(_OfTorch):
     """FSDP2 on a mesh of ``replicate`` x ``shard`` processes; torch's ``replicate`` is that with one shard."""
 
-    sharded: ClassVar[frozenset[str]] = frozenset({"parameters", "gradients", "optimizer"})
+    sharded: ClassVar[frozenset[str]] = STATES - {"masters"}
 
     replicate: int  # Copies of the model.
     shard: int  # Ranks that a copy is sharded over.
@@ -71,7 +79,13 @@ class FSDPFacts(_OfTorch):
 class DeepSpeedFacts:
     """DeepSpeed ZeRO. Fields are named as its configuration's keys without ``stage3_``; sizes are in elements."""
 
-    advised_presets: ClassVar[str] = "shard_deepspeed"
+    advised: ClassVar[_Advised] = {
+        "shard_deepspeed_stage_1": (_STEPPED, _NONE),
+        "shard_deepspeed_stage_2": (_GRADIENTS, _NONE),
+        "shard_deepspeed_stage_3": (STATES, _NONE),
+        "shard_deepspeed_stage_2_offload": (_GRADIENTS, _GRADIENTS),
+        "shard_deepspeed_stage_3_offload": (STATES, STATES),
+    }
     own_cpu_optimizer: ClassVar[bool] = True
 
     ranks: int

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.facts import STATES, EngineFacts
 from lightning_shard.engines.resident import Resident, is_sharded, unsharded
 from lightning_shard.engines.transforms import SAVED_OBSERVERS
 from lightning_shard.errors import chain
@@ -220,39 +220,22 @@ def from_numbers(numbers: Sequence[int]) -> MemoryAccount:
     return MemoryAccount(**{place: KindBytes(**dict(zip(KINDS, values, strict=False))) for place in PLACES})
 
 
-_STEPPED = frozenset({"masters", "optimizer"})
-_GRADIENTS = _STEPPED | {"gradients"}
-_ALL = _GRADIENTS | {"parameters"}
-_NONE: frozenset[str] = frozenset()
-
-# Preset: the kinds that it shards over all ranks, and those that it offloads to the host.
-PRESETS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    "shard_fsdp": (_ALL, _NONE),
-    "shard_fsdp_offload": (_ALL, _ALL),
-    "shard_deepspeed_stage_1": (_STEPPED, _NONE),
-    "shard_deepspeed_stage_2": (_GRADIENTS, _NONE),
-    "shard_deepspeed_stage_3": (_ALL, _NONE),
-    "shard_deepspeed_stage_2_offload": (_GRADIENTS, _GRADIENTS),
-    "shard_deepspeed_stage_3_offload": (_ALL, _ALL),
-}
-
-
 def suggestions(
     account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False
 ) -> dict[str, int | None]:
     """Settings that need less of a rank's device, and the bytes that they save (None: unknown), those that save most
     first. Presets of an ``aligned`` run keep the contract; ``checkpointing``: activations are checkpointed already.
     """
-    activations, now = account.device.activations, sum(getattr(account.device, kind) for kind in _ALL)
+    activations, now = account.device.activations, sum(getattr(account.device, kind) for kind in STATES)
     found: dict[str, int | None] = {}
-    for name, (sharded, offloaded) in PRESETS.items():
+    for name, (sharded, offloaded) in engine.advised.items():
         after = 0.0
-        for kind in _ALL - offloaded:
+        for kind in STATES - offloaded:
             resident = getattr(account.device, kind) + getattr(account.host, kind)
             full = resident * (engine.shards if kind in engine.sharded else 1)
             after += full / (engine.ranks if kind in sharded else 1)
         # What is a hundredth less is not worth a line: paddings differ.
-        if name.startswith(engine.advised_presets) and after < 0.99 * now:
+        if after < 0.99 * now:
             found[f"strategy: {name}{'_aligned' if aligned else ''}"] = round(now - after)
     found["half the batch size, with accumulate_grad_batches doubled"] = activations // 2 or None
     if not checkpointing:

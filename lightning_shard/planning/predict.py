@@ -16,19 +16,19 @@ from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_po
 from lightning_shard.planning.traffic import Collective
 from lightning_shard.text import show_bytes
 
-# An engine's facts to the module that has its ``step_memory``, ``step_points`` and ``collectives``.
-_ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFacts: fully_shard, DeepSpeedFacts: zero}
+# An engine's facts to the module that has its ``step_memory``, ``step_points``, ``start_of_fit`` and ``collectives``.
+ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFacts: fully_shard, DeepSpeedFacts: zero}
 
 
 def step_memory(training: Training, engine: EngineFacts) -> StepMemory:
     """What the rank that needs most has resident in the optimizer's step, and what waits for it."""
-    found: StepMemory = _ARITHMETIC[type(engine)].step_memory(training, engine)
+    found: StepMemory = ARITHMETIC[type(engine)].step_memory(training, engine)
     return found
 
 
 def step_points(training: Training, engine: EngineFacts, trace: Trace | None) -> list[Point]:
     """The memory of that rank in its fullest micro-batch, with the trace's activations, and in the step."""
-    module = _ARITHMETIC[type(engine)]
+    module = ARITHMETIC[type(engine)]
     memory, followed = module.step_memory(training, engine), trace or without_activations(training)
     points = list(module.step_points(training, engine, memory, followed))
     last = optimizer_point(memory, training, followed, engine.shards if engine.sharded else None)
@@ -46,11 +46,7 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace | None) ->
 
 def start_points(training: Training, engine: EngineFacts) -> list[Point]:
     """The start of a fit, of engines that may have less in a step; of others nothing."""
-    start = (
-        _ARITHMETIC[type(engine)].start_of_fit(training, engine)
-        if isinstance(engine, FSDPFacts | DeepSpeedFacts)
-        else None
-    )
+    start = ARITHMETIC[type(engine)].start_of_fit(training, engine)
     return [] if start is None else [start]
 
 
@@ -70,4 +66,4 @@ def padding_note(training: Training, engine: EngineFacts) -> str | None:
 
 def collectives(training: Training, engine: EngineFacts) -> list[Collective]:
     """What one optimizer step sends, without norms, losses and buffers, which are small."""
-    return [c for c in _ARITHMETIC[type(engine)].collectives(training, engine) if c.ranks > 1 and c.payload]
+    return [c for c in ARITHMETIC[type(engine)].collectives(training, engine) if c.ranks > 1 and c.payload]

@@ -26,6 +26,10 @@ def step_memory(training: Training, engine: TorchDDPFacts) -> StepMemory:
     return StepMemory(step=on_device(resident, gradients=gradients), waiting=waiting)
 
 
+def start_of_fit(training: Training, engine: TorchDDPFacts) -> None:
+    """All that is there at the start is there in a step."""
+
+
 def step_points(training: Training, engine: TorchDDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
     """See `lightning_shard.planning.predict.step_points`: backward makes gradients in full, and they stay."""
     elements = gradient_elements(training.model, lambda p: p.numel)

@@ -187,7 +187,6 @@ def _fit(
         ranks=ranks, per_node=ranks, policy=policy_from(precision, aligned=True), aligned=True, device_type="cpu"
     )
     engine.check(planned)
-    shape = (ranks, 1) if name in ("torch_ddp", "replicate") else (1, ranks)
     connection = (
         process.connect(CPU, backend="gloo", local_rank=dist.get_rank(), local_size=ranks, timeout=timedelta(minutes=1))
         if name.startswith("zero")
@@ -195,7 +194,7 @@ def _fit(
     )
     module = kind()
     facts = engine.facts(module, planned)
-    mesh = build_mesh(shape, device_type="cpu")
+    mesh = build_mesh((ranks // facts.shards, facts.shards), device_type="cpu")
     engine.prepare(module, Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True))
     (optimizer,), _ = engine.engage([torch.optim.AdamW(module.parameters(), lr=lr)])
     losses = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount, most
 from lightning_shard.planning import fully_shard as fully_shard_bytes
+from lightning_shard.planning import predict
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training
 from lightning_shard.planning.predict import collectives, padding_note, start_points, step_memory, step_points
 from lightning_shard.planning.traffic import Nodes
@@ -124,6 +126,12 @@ def test_padding_of_dim_0(rows: int, ranks: int, padded: int, fewer: int) -> Non
     note = padding_note(training, engine)
     assert (note is None) == (padded <= 1.1 * rows)
     assert note is None or f"mesh: {{replicate: {ranks // fewer}, shard: {fewer}}}" in note
+
+
+def test_every_engine_has_its_arithmetic() -> None:
+    assert {*predict.ARITHMETIC} == {*get_args(EngineFacts)}
+    for module in predict.ARITHMETIC.values():
+        assert {"step_memory", "step_points", "start_of_fit", "collectives"} <= vars(module).keys()
 
 
 def test_start_of_a_fit_and_a_save() -> None:
