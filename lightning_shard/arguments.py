@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -20,7 +21,6 @@ from lightning_shard.text import did_you_mean
 C = TypeVar("C", bound=Callable[..., Any])
 T = TypeVar("T")
 
-_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -113,7 +113,7 @@ def _convert(kind: Any, value: Any, convert: bool) -> Any:
     if kind in (None, NoneType):
         return _fitting(value is None, value)
     if origin is Literal:
-        text = _DTYPES.get(str(value), value)
+        text = _word(value)
         found = [a for a in arguments if (a == value and not isinstance(value, bool)) or (convert and str(a) == text)]
         return _fitting(bool(found), *found[:1])
     if kind in (int, float):
@@ -130,6 +130,12 @@ def _convert(kind: Any, value: Any, convert: bool) -> Any:
         found_function = imported(value) if convert and isinstance(value, str) else value
         return _fitting(callable(found_function), found_function)
     return _fitting(isinstance(value, Mapping if origin is dict else origin), value)
+
+
+def _word(value: Any) -> Any:
+    """``"bf16"`` of ``torch.bfloat16``; another value as it is."""
+    found = re.fullmatch(r"torch\.(b?)float(\d+)", str(value))
+    return f"{found[1]}f{'' if found[1] else 'p'}{found[2]}" if found else value
 
 
 def _fitting(fits: bool, *value: Any) -> Any:
@@ -219,7 +225,7 @@ def _fix(kinds: Sequence[Any], value: Any, name: str) -> str:
         written = value.total_seconds()
     elif listed and isinstance(value, type | Mapping):
         written = [value.__name__ if isinstance(value, type) else value]
-    elif isinstance(text := _DTYPES.get(str(value), value), str):
+    elif isinstance(text := _word(value), str):
         if near := did_you_mean(text, words):
             return near
         if listed and words and text.islower():  # unlike a class

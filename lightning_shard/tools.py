@@ -18,12 +18,12 @@ from lightning_shard.commands.migrate import Migrated, migrate
 from lightning_shard.commands.plan import Plan, parsed
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import DTYPES
+from lightning_shard.precision.words import DType
 from lightning_shard.text import parse_bytes
 
 __all__ = ["Converted", "Migrated", "Plan", "convert", "export", "migrate", "plan", "verify"]
 
 StrPath = str | os.PathLike[str]
-DType = Literal["fp32", "bf16", "fp16"]
 T = TypeVar("T")
 
 

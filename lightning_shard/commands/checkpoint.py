@@ -3,10 +3,11 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning_shard.commands import COMMANDS
 from lightning_shard.commands.options import OptionsParser, UsageError, options_parser
+from lightning_shard.precision.words import DType
 
 _HELP = {
     "inspect": "Print what is in a checkpoint of any form.",
@@ -33,7 +34,7 @@ def parser() -> OptionsParser:
         if name == "export":
             add("folder", help="where to write the files")
             dtype = "of floating-point tensors; default: as stored"
-            add("--dtype", choices=["fp32", "bf16", "fp16"], help=dtype)
+            add("--dtype", choices=get_args(DType), help=dtype)
             add("--module", default="", help="FQN of a submodule to export alone, under its own names")
             add("--ema", action="store_true", help="write averages of weights in the place of the weights")
             add("--max_shard_size", default="5GB", help="bytes of tensors in a file")

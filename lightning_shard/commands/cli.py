@@ -28,7 +28,8 @@ from lightning_shard.commands import failures
 from lightning_shard.commands.options import UsageError
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.engines.zero.config.reading import read_file
-from lightning_shard.precision.policy import ALL, PRECISIONS, SHORT_FORMS
+from lightning_shard.precision.policy import ALL, SHORT_FORMS
+from lightning_shard.precision.words import PRECISIONS
 
 
 class ShardCLI(ConfiguredCLI):

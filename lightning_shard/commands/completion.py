@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lightning_shard import registry
 from lightning_shard.commands import COMMANDS, FIT
 from lightning_shard.commands.options import KEYS, actions, options_parser
+from lightning_shard.precision.words import PRECISIONS
 
 _SCRIPT = """\
 _lightning_shard() {{
@@ -34,8 +35,6 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     shell = parser().parse_args(arguments).shell
     from lightning.pytorch import Trainer
-
-    from lightning_shard.precision.policy import PRECISIONS
 
     values = {"--trainer.strategy": list(registry.PRESETS), "--trainer.precision": list(PRECISIONS)}
     values["strategies"] = values["--to"] = values["--trainer.strategy"]

@@ -18,9 +18,9 @@ import yaml
 from lightning_shard import registry
 from lightning_shard.commands.options import UsageError, add_output, options_parser, refuse_to_replace, write_output
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.precision.words import PRECISIONS
 from lightning_shard.text import did_you_mean
 
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 _DEVICES = r"(?:([1-9]\d*) *x *)?([1-9]\d*) *(cpu|gpu)?"
 QUESTIONS: Mapping[str, tuple[str, str]] = {
     "train": (
@@ -30,7 +30,7 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
     "devices": ("On which devices? 8; 2x8 on 2 nodes of 8; with gpu or cpu behind it", _DEVICES),
     "slurm": ("Does SLURM start it? yes or no", "yes|no"),
     "engine": ("Which strategy? choose, or a name", "|".join(("choose", *registry.PRESETS))),
-    "precision": (f"Which precision? {', '.join(_PRECISIONS)}", "|".join(_PRECISIONS)),
+    "precision": (f"Which precision? {', '.join(PRECISIONS)}", "|".join(PRECISIONS)),
 }
 """Each with what its answer must match."""
 

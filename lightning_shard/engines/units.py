@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.policy import DTYPES
+from lightning_shard.precision.words import DType
 from lightning_shard.tensors.names import class_name
 from lightning_shard.text import did_you_mean
 
@@ -44,7 +45,7 @@ class UnitRule:
     reshard_after_forward: bool | int | None = None
     """When these units are freed; null: as the strategy's argument of that name."""
 
-    compute: Literal["fp32", "bf16", "fp16"] | None = None
+    compute: DType | None = None
     """Dtype that their modules compute in, inputs and parameters; null: the precision's. What they return is in it too.
     Masters, reduction and optimizer state stay as they are."""
 

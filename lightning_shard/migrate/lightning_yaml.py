@@ -11,7 +11,8 @@ from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import RENAMED, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import STRATEGIES, precision_of, read_stock
 from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown, unsupported
-from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
+from lightning_shard.precision.policy import SHORT_FORMS
+from lightning_shard.precision.words import PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)

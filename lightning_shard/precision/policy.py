@@ -9,8 +9,8 @@ import torch
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaling
+from lightning_shard.precision.words import PRECISIONS
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")  # The Trainer's strings that run.
 FLOAT8 = "fp8-mixed"  # `ShardPrecision` runs it too; the Trainer's own flag does not know it.
 ALL = f"{', '.join(PRECISIONS)}, and by ShardPrecision in plugins {FLOAT8}"
 SHORT_FORMS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}

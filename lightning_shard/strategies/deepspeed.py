@@ -16,6 +16,7 @@ from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.engines.zero.engine import Zero
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
+from lightning_shard.precision.words import DType
 from lightning_shard.strategies.settings import AccumulateSync, CommonArguments, CommonSettings, with_common_arguments
 from lightning_shard.strategies.strategy import ShardStrategy
 
@@ -33,7 +34,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         buckets: fields.ZeroBuckets | None = None,
         stage3: fields.Stage3Options | None = None,
         zero_plus_plus: fields.ZeroPlusPlus | None = None,
-        communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None,
+        communication_data_type: DType | None = None,
         config: str | dict[str, Any] | None = None,
         mesh: MeshConfig | None = None,
         **common: Unpack[CommonArguments],

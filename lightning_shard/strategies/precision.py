@@ -25,13 +25,13 @@ from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaler, LossScaling, state_from_dict
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
+from lightning_shard.precision.words import DType
+from lightning_shard.precision.words import Precision as PrecisionWord
 from lightning_shard.ranks import Ranks, reachable
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
 from lightning_shard.strategies.refusals import refuse_loss, refuse_plugin
 from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
-
-DType = Literal["fp32", "bf16", "fp16"]
 
 
 class ShardPrecision(Precision):
@@ -50,7 +50,7 @@ class ShardPrecision(Precision):
     @checked("ShardPrecision", error=PrecisionError)
     def __init__(
         self,
-        precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "fp8-mixed"] = "32-true",
+        precision: Literal[PrecisionWord, "fp8-mixed"] = "32-true",
         *,
         reduce: DType | None = None,
         output: DType | None = None,

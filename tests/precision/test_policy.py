@@ -15,7 +15,8 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 
 from lightning_shard import LossScaling, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision
 from lightning_shard.errors import ConfigurationError, PrecisionError
-from lightning_shard.precision.policy import PRECISIONS, PrecisionPolicy, policy_from
+from lightning_shard.precision.policy import PrecisionPolicy, policy_from
+from lightning_shard.precision.words import PRECISIONS
 from lightning_shard.strategies.precision import translate
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard import ShardPrecision, registry
 from lightning_shard.errors import PrecisionError
-from lightning_shard.precision.policy import PRECISIONS, policy_from
+from lightning_shard.precision.policy import policy_from
+from lightning_shard.precision.words import PRECISIONS
 from tests.compiled import NVME, need
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer

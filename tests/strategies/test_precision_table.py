@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import ShardPrecision, registry
-from lightning_shard.precision.policy import PRECISIONS, policy_from
+from lightning_shard.precision.policy import policy_from
+from lightning_shard.precision.words import PRECISIONS
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lightning_shard.errors import PrecisionContractError
-from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.text import columns
 
 Kind = Literal["trainable", "frozen", "buffer", "metric state", "not in the module"]
@@ -21,8 +21,8 @@ held between micro-batches; ``gradient``, ``step``: gradient and parameter that 
 
 STATE = "state."
 
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-_SHORT |= {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8"}
+_SHORT = {dtype: word for word, dtype in DTYPES.items()}
+_SHORT |= {torch.float64: "fp64", torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8"}
 
 
 def short(dtypes: Iterable[torch.dtype]) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_shard.arguments import checked_fields
 from lightning_shard.engines.engine import PlannedRun, Run, TrainerFacts
+from lightning_shard.precision.words import DType
 
 
 @checked_fields("offload_optimizer")
@@ -148,7 +149,7 @@ class DeepSpeedFields:
     buckets: ZeroBuckets = field(default_factory=ZeroBuckets)
     stage3: Stage3Options = field(default_factory=Stage3Options)
     zero_plus_plus: ZeroPlusPlus = field(default_factory=ZeroPlusPlus)
-    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
+    communication_data_type: DType | None = None
     config: str | dict[str, Any] | None = None
 
 

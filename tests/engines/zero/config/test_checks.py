@@ -16,7 +16,8 @@ from lightning_shard.engines.zero.config.fields import DeepSpeedFields, Optimize
 from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
-from lightning_shard.precision.policy import PRECISIONS, short
+from lightning_shard.precision.policy import short
+from lightning_shard.precision.words import PRECISIONS
 from tests.engines.zero.config.support import ZERO, accepted, contradiction, loss_scaling, refusal, run_facts
 
 
