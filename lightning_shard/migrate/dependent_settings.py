@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.reading import put
 from lightning_shard.migrate.counterparts import CLASSES
-from lightning_shard.migrate.neutral import LEVELS, Asked, Became, Effect, Engine, Reading
+from lightning_shard.migrate.neutral import LEVELS, MESH, Asked, Became, Effect, Engine, Reading
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ def _shard(target: Target, asked: Asked) -> None:
 
 def _mesh(target: Target, asked: Asked) -> None:
     copies = asked.value["replicate"]
-    if target.engine == "fsdp" and asked.value == {"replicate": 1, "shard": "auto"}:
+    if target.engine == "fsdp" and asked.value == MESH:
         target.note(asked, "strategy.mesh", "the default")
     elif target.engine == "fsdp":
         target.set(asked, "strategy.mesh", asked.value)

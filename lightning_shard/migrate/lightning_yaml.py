@@ -10,7 +10,17 @@ from lightning_shard.migrate import neutral
 from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import RENAMED, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import STRATEGIES, precision_of, read_stock
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown, unsupported
+from lightning_shard.migrate.neutral import (
+    MESH,
+    READ_ELSEWHERE,
+    Engine,
+    Field,
+    Reading,
+    nearest,
+    setting,
+    shown,
+    unsupported,
+)
 from lightning_shard.precision.policy import SHORT_FORMS
 from lightning_shard.precision.words import PRECISIONS
 
@@ -232,7 +242,7 @@ def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> Non
 OWN_ENGINES: Mapping[str, Engine] = {path.rpartition(".")[2]: engine for engine, path in CLASSES.items()}
 
 _SYNC = {"accumulate_sync": setting("accumulate_sync", "str", "auto")}
-_MESH = {"mesh.replicate": READ_ELSEWHERE, "mesh.shard": READ_ELSEWHERE}
+_MESH = dict.fromkeys((f"mesh.{axis}" for axis in MESH), READ_ELSEWHERE)
 
 SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
     "ddp": _SYNC,
@@ -268,8 +278,8 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
     if flat.get("config") is not None:
         read_deepspeed(reading, read_config(flat["config"], f"{path}.config"), "config: ", stage=2, clips=False)
     reading.read_fields(path, known, flat)
-    if "mesh.replicate" in flat or "mesh.shard" in flat:
-        mesh = {"replicate": flat.get("mesh.replicate", 1), "shard": flat.get("mesh.shard", "auto")}
+    if _MESH.keys() & flat.keys():
+        mesh = {axis: flat.get(f"mesh.{axis}", size) for axis, size in MESH.items()}
         reading.ask("mesh", mesh, f"{path}.mesh", mesh)
     if engine == "fsdp":
         given, field = flat.get("reshard_after_forward"), f"{path}.reshard_after_forward"

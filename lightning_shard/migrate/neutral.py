@@ -1,16 +1,20 @@
 """What the fields of all sources ask for, in neutral terms: the form between every source and every engine."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from lightning_shard import text
 from lightning_shard.engines.zero.config.reading import READERS
+from lightning_shard.mesh import MeshConfig
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
 """What is sharded, as values of the neutral setting ``shard``; their indices are ZeRO's stages."""
+
+MESH = {axis.name: axis.default for axis in fields(MeshConfig)}
+"""The mesh's axes to their sizes where nothing is said."""
 
 
 class Asked(NamedTuple):

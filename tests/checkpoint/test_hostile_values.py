@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
+from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
 from lightning_shard.checkpoint.load import find_checkpoints
@@ -56,7 +58,7 @@ def refused_by_all(path: Path) -> None:
         {"tensors": 3},
         {"files": {"a": {"size": "x", "sha256": 1}}},
         {"format_version": "x"},
-        {"world_size": []},
+        *({fact.name: 3.5} for fact in fields(Facts)),
         {"world_size": 0},
     ],
     ids=str,

@@ -118,7 +118,7 @@ class Manifest:
                     f"{where} has format version {version}; this lightning_shard reads up to {FORMAT_VERSION}: "
                     "upgrade it"
                 )
-            fields = _typed({**_ADDED_LATER, **fields}, _FIELDS)
+            fields = _typed({**_MAY_LACK, **fields}, _FIELDS)
             if fields["world_size"] < 1:
                 raise ValueError(f"world_size is {fields['world_size']}")
             if fields["run"]:
@@ -138,11 +138,16 @@ class Manifest:
             )
 
 
+_NO_FACTS = asdict(Facts(engine="", policy=""))
 _FIELDS: dict[str, Any] = {
-    "format_version": int, "engine": str, "policy": str, "ledger": dict, "run": dict, "frozen": dict,
-    "world_size": int, "versions": dict, "tensors": dict, "aliases": dict, "slots": dict, "files": dict,
-}  # fmt: skip
-_ADDED_LATER: dict[str, Any] = {"run": {}, "frozen": {}, "slots": {}}
+    **{name: type(value) for name, value in _NO_FACTS.items()},
+    "format_version": int,
+    "tensors": dict,
+    "aliases": dict,
+    "slots": dict,
+    "files": dict,
+}
+_MAY_LACK = {name: value for name, value in _NO_FACTS.items() if name not in ("engine", "policy")} | {"slots": {}}
 _RUN = {"name": str, "step": int, "time": int | float}
 _FILE = {"size": int, "sha256": str}
 
