@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pydoc
 import re
 import subprocess
@@ -59,6 +60,13 @@ def test_exact_public_names() -> None:
     assert set(lightning_shard.__all__) <= set(dir(lightning_shard))
     assert "plan" in lightning_shard.__getattr__("tools").__all__
     assert lightning_shard.callbacks.RunPageCallback.__module__ == "lightning_shard.callbacks.run_page"
+
+
+def test_type_checkers_see_the_names_that_are_imported_when_used() -> None:
+    statements = ast.parse(Path(lightning_shard.__file__).read_text()).body
+    (block,) = (each for each in statements if isinstance(each, ast.If))
+    seen = {f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
+    assert seen == {f"{module}.{name}" for name, module in lightning_shard._LAZY.items()}
 
 
 def test_help_is_short() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,10 +12,12 @@ from lightning_shard import registry
 from lightning_shard.migrate import (
     accelerate,
     counterparts,
+    deepspeed_json,
     dependent_settings,
     fsdp_config,
     lightning_strategies,
     lightning_yaml,
+    training_arguments,
 )
 from lightning_shard.migrate.neutral import Field
 from tests.groups import sampled
@@ -130,22 +132,14 @@ def test_every_deepspeed_field_is_known() -> None:
 
 
 def test_every_setting_of_the_tables_has_an_answer() -> None:
-    tables: list[dict[str, Field]] = [
-        dict(table)
-        for table in (
-            accelerate.TOP,
-            fsdp_config.FSDP,
-            accelerate.DEEPSPEED,
-            accelerate.PARALLELISM,
-            accelerate.DYNAMO,
-            *(fields for _, fields in lightning_strategies.STRATEGIES.values()),
-        )
-    ]
-    for table in tables:
-        for described in table.values():
-            name = described.name
-            known = name in counterparts.TABLE or name in dependent_settings.SPECIAL
-            assert not name or known or name.startswith("config.")
+    modules = (accelerate, deepspeed_json, fsdp_config, lightning_strategies, lightning_yaml, training_arguments)
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, Mapping)]
+    values += [fields for _, fields in lightning_strategies.STRATEGIES.values()]
+    described = [field for table in values for field in table.values() if isinstance(field, Field)]
+    assert len(described) > 200
+    known = {*counterparts.TABLE, *dependent_settings.SPECIAL, ""}
+    named = {field.name for field in described if not field.name.startswith(("config.", "trainer."))}
+    assert named - known == set()
 
 
 def test_what_runs_forward_goes_to_every_engine_but_compiling_to_stage_3(
