@@ -103,7 +103,7 @@ USES = {
         "gradients on their way to the host, and of micro-batches so far",
         "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer _wait_for_offload_copies",
     ),
-    "engines/zero/partition.py": ("partitioning", "_convert_to_deepspeed_param _enable_mem_efficient_linear"),
+    "engines/zero/values.py": ("partitioning", "_convert_to_deepspeed_param _enable_mem_efficient_linear"),
     "engines/zero/process.py": (
         "groups of an earlier process group, what DeepSpeed broadcasts",
         "_broadcast_model _release_process_group_references",

@@ -2,7 +2,7 @@
 has but a part of a module (pretrained weights for an encoder), which fills them and lets the module see the values.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,15 +14,16 @@ from lightning_shard.tensors.names import named_parameters
 _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter to its FQN and engine
 
 
-def register(module: nn.Module, engine: Any) -> None:
-    """Have `live_tensors` find the masters that ``engine`` (an `Engine`) keeps beside ``module``'s, until `forget`."""
+def register(module: nn.Module, engine: Any) -> Callable[[], None]:
+    """Have `live_tensors` find the masters that ``engine`` (an `Engine`) keeps beside ``module``'s, until undone."""
     for fqn, parameter in named_parameters(module).items():
         _found[parameter] = fqn, engine
 
+    def undo() -> None:
+        for parameter in module.parameters():
+            _found.pop(parameter, None)
 
-def forget(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        _found.pop(parameter, None)
+    return undo
 
 
 def live_tensors(tensors: Mapping[str, Tensor]) -> dict[str, LiveTensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from lightning_shard.engines.zero.tensors import FlatTensors
+from lightning_shard.engines.zero.stepping import FlatTensors
 from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of

@@ -21,7 +21,7 @@ from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
-from lightning_shard.engines.zero import layout, offload, partition, process, running
+from lightning_shard.engines.zero import layout, offload, process, running
 from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.checks import check_optimizers, check_policy, loss_scaling_of
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, planned_facts, run_facts
@@ -29,9 +29,8 @@ from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.engines.zero.gradients import GradientUses
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.stepping import Carrier, OneOptimizer, SeveralOptimizers, Stepping
-from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.engines.zero.unstepped import Unstepped
-from lightning_shard.engines.zero.values import Values
+from lightning_shard.engines.zero.values import Values, partition
 from lightning_shard.engines.zero.written import WatchedUses, Written
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD, MeshConfig, resolve_mesh
@@ -79,7 +78,6 @@ class Zero(Engine):
         self._optimizers: Sequence[Optimizer] = ()
         self.upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
-        self._parameters: list[Tensor] = []
         self._called = f"{self.strategy}(stage={self._stage})"
         self._uses = WatchedUses(self._called, lambda: parameter_names(self._module))
         if self._stage == 3:
@@ -140,7 +138,7 @@ class Zero(Engine):
                 self._start_evaluation()
             else:
                 self._values.round(policy.compute)
-            self._register_masters()
+            self._closing.callback(masters.register(self._module, self))
         return module
 
     def _start_evaluation(self) -> None:
@@ -175,7 +173,6 @@ class Zero(Engine):
         running = self._start(optimizer)
         self._stepping = self._begin_stepping(running, step, rests=rests)
         self._closing.callback(self._stepping.close)
-        self._parameters = list(self._module.parameters())
         if running.groups:
             self._written = Written(self._module, running, self._values)
             self._closing.enter_context(self._written.reads_noted())
@@ -184,7 +181,7 @@ class Zero(Engine):
             self._gradient_uses = GradientUses(self._called, names, running.groups, self._stepping.drop)
             self._closing.enter_context(self._gradient_uses.watched())
             self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
-        self._register_masters()
+        self._closing.callback(masters.register(self._module, self))
         return list(self._optimizers), running.scheduler
 
     def replicas(self) -> dist.ProcessGroup | None:
@@ -214,13 +211,12 @@ class Zero(Engine):
         self._closing.callback(unstepped.close)
         group, device = self._run.mesh[SHARD].get_group(), self._run.device
         if several:
-            taken, names = unstepped.taken, parameter_names(self._module)
-            return SeveralOptimizers(running, self._optimizers, names, taken=taken, group=group, device=device)
+            of, taken = self._optimizers, unstepped.taken
+            return SeveralOptimizers(self._module, running, self._values, of, taken=taken, group=group, device=device)
         shards = [unstepped.with_gradients(shard) for shard in shards]
         self._optimizers, own = [running.optimizer], running.optimizer
-        return OneOptimizer(
-            running, None if step is None else WholeSteps(own, shards, step=step, group=group, device=device)
-        )
+        whole = None if step is None else WholeSteps(own, shards, step=step, group=group, device=device)
+        return OneOptimizer(self._module, running, self._values, whole, device=device)
 
     def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
@@ -246,7 +242,7 @@ class Zero(Engine):
             # A zero.Init of the user's in configure_model has replaced them.
             self._connection.restore_functions()
         run = self._run
-        loaded = partition.partition(
+        loaded = partition(
             self._module, device=run.device, compute=run.policy.compute, seed=run.seed, config=self._config
         )
         # An earlier run's masters win.
@@ -271,21 +267,10 @@ class Zero(Engine):
         self._values.start(self._running, ranks=Ranks.of())
         return self._running
 
-    def _register_masters(self) -> None:
-        masters.register(self._module, self)
-        self._closing.callback(masters.forget, self._module)
-
     @property
     def tensors(self) -> EngineTensors:
         if self._running is not None and self._running.groups:
-            return FlatTensors(
-                module=self._module,
-                running=self._running,
-                values=self._values,
-                parameters=self._parameters,
-                stepping=self._stepping,
-                device=self._run.device,
-            )
+            return self._stepping
         live = self._values.tensors(self._running)
         return ModuleTensors(module=self._module, stepping=self._optimizers, device=self._run.device, live=live)
 

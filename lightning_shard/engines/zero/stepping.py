@@ -1,11 +1,11 @@
-"""Stepping the masters of a DeepSpeed engine with one optimizer, or with several.
+"""Stepping the masters of a DeepSpeed engine with one optimizer, or with several, and the live tensors of that.
 
 One is stepped by DeepSpeed, on flat partitions, or ahead of it on full parameters. For several DeepSpeed is given an
 optimizer that steps nothing, over all parameters. What it reduces is taken out of it at an accumulation boundary; the
 user's optimizers step full parameters at their owners (`WholeSteps`), and DeepSpeed casts and gathers what they wrote.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_shard.engines.resident import Resident, buffers, memory_of, optimizer_tensors, tensors_in
 from lightning_shard.engines.whole_steps import WholeSteps
-from lightning_shard.engines.zero import layout, running
+from lightning_shard.engines.zero import layout, running, swapping
 from lightning_shard.engines.zero.gradients import SteppedOnce
 from lightning_shard.engines.zero.running import Running
+from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor
+from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor, LiveTensor
+from lightning_shard.tensors.names import parameter_names
 
 
 class Carrier(SGD):
@@ -42,60 +45,108 @@ class Carrier(SGD):
         """Nothing: the values are there before DeepSpeed casts and gathers them."""
 
 
-class OneOptimizer:
-    """All ranks make it and call its methods, in one order."""
+class FlatTensors:
+    """The live tensors of a run whose optimizers step flat partitions, stages 1 to 3 in a fit, and those of its engine:
+    an `EngineTensors`, of which the classes below have the rest. All ranks make it and call its methods, in one order.
+    """
 
-    def __init__(self, started: Running, whole: WholeSteps | None) -> None:
+    def __init__(self, module: nn.Module, started: Running, values: Values, *, device: torch.device) -> None:
+        self.running, self.values = started, values
+        self._module, self._device = module, device
+        # Listed while no forward ran: stage 3 gathers what is read off a module in the middle of its forward, and takes
+        # it for a parameter that the module needs from then on.
+        self._parameters: list[Tensor] = list(module.parameters())
+        closing = ExitStack()
+        self._closing, self.close = closing, closing.close
+
+    def masters(self) -> Mapping[str, LiveTensor]:
+        return self.values.tensors(self.running)
+
+    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
+        names: dict[Tensor, str] = {p: n for p, n in parameter_names(self._module).items() if p.requires_grad}
+        return dict(layout.accumulated(self.running.zero, self.running.groups, names, begin))
+
+    def resident(self) -> Iterator[Resident]:
+        """Those in files are the ones mapped between steps."""
+        zero, parameters, device = self.running.zero, self._parameters, self._device
+        stage_3 = layout.kind(zero) == layout.STAGE_3
+        for parameter in parameters:
+            yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
+        stepping = "host" if layout.is_offloaded(zero) else "device"
+        flats = list(layout.flats(zero))
+        memories = {id(flat): "nvme" if swapping.is_swapped(zero, i) else stepping for i, flat in enumerate(flats)}
+        yield from (Resident("masters", memories[id(flat)], flat) for flat in flats)
+        yield from (Resident("masters", "host", part.data) for part in self.values.kept.values())
+        yield from (Resident("gradients", "device", p.grad) for p in parameters if p.grad is not None)
+        # Full, sharded, or a buffer that accumulates shards: by the kind of DeepSpeed's optimizer.
+        buffered = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
+        for tensor in tensors_in([getattr(zero, name, None) for name in buffered]):
+            yield Resident("gradients", stepping, tensor)
+        yield from (Resident("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
+        yield from optimizer_tensors([zero.optimizer], lambda stepped, _: memories.get(id(stepped), stepping))
+        yield from buffers(self._module, device=device)
+        yield from _staging(zero, parameters, device=device)
+
+    def unsharded(self) -> Iterable[Resident]:
+        return (Resident("gathered", "device", p.data) for p in self._parameters if layout.is_partitioned(p))
+
+
+class OneOptimizer(FlatTensors):
+    """One that DeepSpeed steps on flat partitions, or that is stepped on full parameters."""
+
+    def __init__(
+        self, module: nn.Module, started: Running, values: Values, whole: WholeSteps | None, *, device: torch.device
+    ) -> None:
         """``whole`` steps the optimizer of ``started`` on full parameters; None: DeepSpeed does on flat partitions."""
-        self._running, self._whole = started, whole
+        super().__init__(module, started, values, device=device)
+        self._whole = whole
         self._once = SteppedOnce(set(layout.masters(started.groups)), lambda: started.pending)
         self.drop, self.check = self._once.drop, self._once.check
-        closing = ExitStack()
-        self.close = closing.close
         if started.groups:
             vars(started.optimizer)["zero_grad"] = self._once.drop_all
-            closing.callback(vars(started.optimizer).pop, "zero_grad")
+            self._closing.callback(vars(started.optimizer).pop, "zero_grad")
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
-        assert self._running.optimizer is not None
-        flat = FlatOptimizer(optimizer=self._running.optimizer, groups=self._running.groups)
+        assert self.running.optimizer is not None
+        flat = FlatOptimizer(optimizer=self.running.optimizer, groups=self.running.groups)
         return [flat if self._whole is None else self._whole.owned()]
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
         if self._whole is not None:
             return self._whole.stepped()
-        return [(m.fqn, group.flat) for group in self._running.groups for m in group.members if m.stepped]
+        return [(m.fqn, group.flat) for group in self.running.groups for m in group.members if m.stepped]
 
-    def gradient(self, fqn: str) -> FlatTensor | None:
-        return layout.gradient_of(self._running.zero, self._running.groups, fqn) if self._running.pending else None
+    def gradient(self, fqn: str, parameter: Tensor) -> FlatTensor | None:
+        return layout.gradient_of(self.running.zero, self.running.groups, fqn) if self.running.pending else None
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        return layout.reduced_gradients(self._running.zero) if self._running.pending else []
+        return layout.reduced_gradients(self.running.zero) if self.running.pending else []
 
     def collect(self) -> None:
         """At an accumulation boundary: complete what backward did not reduce."""
-        running.finish_accumulation(self._running)
+        running.finish_accumulation(self.running)
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self.check()
         self._once.step()
-        if self._whole is not None and self._running.pending and not skip:
+        if self._whole is not None and self.running.pending and not skip:
             self._whole.step(**kwargs)
-        running.step(self._running, skip=skip)
+        running.step(self.running, skip=skip)
 
     def share_state(self) -> None:
         if self._whole is not None:
             self._whole.share_state()
 
 
-class SeveralOptimizers:
-    """All ranks make it and call its methods, in one order."""
+class SeveralOptimizers(FlatTensors):
+    """Several, each stepped on full parameters."""
 
     def __init__(
         self,
+        module: nn.Module,
         started: Running,
+        values: Values,
         optimizers: Sequence[Optimizer],
-        names: Mapping[Tensor, str],
         *,
         taken: Callable[[], Set[str]],
         group: dist.ProcessGroup,
@@ -104,12 +155,11 @@ class SeveralOptimizers:
         """Give each of the user's ``optimizers`` its shards over ``group``. DeepSpeed was ``started`` over a `Carrier`,
         with stages 1 to 3. ``taken``: FQNs used in backward since its last call.
         """
-        self._running, self._taken = started, taken
+        super().__init__(module, started, values, device=device)
+        self._taken, names = taken, parameter_names(module)
         self._held: dict[str, Tensor] = {}
         """FQN to this rank's shard of a reduced gradient, until its optimizer's ``zero_grad``."""
         self._members = {m.fqn: m for flat in started.groups for m in flat.members if m.stepped}
-        closing = ExitStack()
-        self.close = closing.close
         shards = {shard.fqn: shard for shard in layout.steps(started.zero, started.groups)}
         self._whole: dict[Optimizer, WholeSteps] = {}
         self._own: dict[Optimizer, list[str]] = {}
@@ -123,7 +173,7 @@ class SeveralOptimizers:
             self._own[optimizer] = [shard.fqn for shard in own]
             self._whole[optimizer] = WholeSteps(optimizer, own, step=optimizer.step, group=group, device=device)
             vars(optimizer)["zero_grad"] = partial(self._zero_grad, optimizer)
-            closing.callback(vars(optimizer).pop, "zero_grad")
+            self._closing.callback(vars(optimizer).pop, "zero_grad")
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
         return [whole.owned() for whole in self._whole.values()]
@@ -141,17 +191,17 @@ class SeveralOptimizers:
     @torch.no_grad()
     def collect(self) -> None:
         """Take the gradients of the backward passes so far out of DeepSpeed, which then has none."""
-        if not self._running.pending:
+        if not self.running.pending:
             return
-        running.finish_accumulation(self._running)
+        running.finish_accumulation(self.running)
         used = self._taken()
-        for shard in layout.steps(self._running.zero, self._running.groups):
+        for shard in layout.steps(self.running.zero, self.running.groups):
             if shard.fqn in used and (gradient := shard.gradient()) is not None:
                 held = self._held.get(shard.fqn)
                 # The zeros of a group without any gradient are in the compute dtype in stage 3.
                 gradient = gradient.to(shard.value().dtype, copy=held is None)
                 self._held[shard.fqn] = gradient if held is None else held.add_(gradient)
-        running.step(self._running, skip=True)
+        running.step(self.running, skip=True)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         for fqn in self._own[optimizer]:
@@ -164,7 +214,7 @@ class SeveralOptimizers:
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         return [self._held[fqn] for fqn in self._own[optimizer] if fqn in self._held]
 
-    def gradient(self, fqn: str) -> FlatTensor | None:
+    def gradient(self, fqn: str, parameter: Tensor) -> FlatTensor | None:
         if fqn not in self._held:
             return None
         member, held = self._members[fqn], self._held[fqn]
@@ -176,7 +226,37 @@ class SeveralOptimizers:
             return
         self.collect()
         self._whole[optimizer].step(**kwargs)
-        running.refresh(self._running)
+        running.refresh(self.running)
 
 
 Stepping = OneOptimizer | SeveralOptimizers
+
+
+def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Resident]:
+    if not layout.is_partitioned(parameter):
+        yield Resident("parameters", memory_of(parameter, device), parameter)
+        return
+    in_file = parameter.ds_tensor.final_location == swapping.IN_FILES
+    memory = "nvme" if in_file else "host" if offloaded else "device"
+    yield Resident("parameters", memory, swapping.shard_of(parameter))
+    if parameter.ds_secondary_tensor is not None:
+        # hpZ's copy of the shard, over fewer ranks.
+        yield Resident("parameters", "device", parameter.ds_secondary_tensor)
+    # Empty while the parameter is not gathered.
+    yield Resident("gathered", "device", parameter.data)
+
+
+def _staging(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Resident]:
+    """Whatever else DeepSpeed's optimizer refers to: buckets, and buffers between host, device and files."""
+    swappers = {id(s): s for p in parameters if (s := getattr(p, "nvme_swapper", None)) is not None}
+    for swapper in swappers.values():
+        for tensor in tensors_in([swapper.buffers, swapper.partitioned_swap_buffer]):
+            yield Resident("communication", "host", tensor)
+    if swapping.swaps(zero):
+        for tensor in tensors_in(zero.optimizer_swapper.swap_buffer_manager.all_buffers):
+            yield Resident("communication", "host", tensor)
+    for name, value in vars(zero).items():
+        # DeepSpeed names its buffers on the host so, which on a CPU nothing else tells from the others.
+        on_host = "cpu" in name or "pin_buffer" in name
+        for tensor in tensors_in(value):
+            yield Resident("communication", "host" if on_host else memory_of(tensor, device), tensor)
