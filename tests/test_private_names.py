@@ -70,33 +70,24 @@ USES = {
     "commands/options.py": ("the arguments of a parser", "_actions"),
     "engines/torch_ddp.py": (
         "DistributedDataParallel's reducer",
-        "_autograd_hook _build_params_for_reducer _check_reducer_finalized _delay_all_reduce _rebuild_buckets"
-        " _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
+        "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets _remove_autograd_hooks"
+        " _set_params_and_buffers_to_ignore_for_model",
     ),
     "engines/_dtensors.py": (
-        "random numbers of DTensors, numbers that are read from them, and what torch has for plain tensors alone",
-        "_C _custom_op_handlers _dispatch_get_all_op_names _dtensor_spec _local_scalar_dense _op_dispatcher _pytree"
-        " _schema _unique2",
+        "operators of DTensors that torch asks of each shard, or has for plain tensors alone",
+        "_C _custom_op_handlers _dispatch_get_all_op_names _dtensor_spec _op_dispatcher _unique2",
     ),
-    "engines/_parts.py": (
-        "views of a sharded tensor that write through",
-        "_C _disabled_torch_function_impl _make_wrapper_subclass _pytree _schema",
-    ),
+    "engines/_parts.py": ("views of a sharded tensor that write through", "_make_wrapper_subclass"),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
-        "_composable _fsdp_common _fsdp_param_group _fsdp_param _fsdp_state _fully_shard _get_fsdp_state _module_info"
-        " _modules_to_run_forward _mp_policy _orig_dtype _post_forward_hook_handle _pre_forward_hook_handle"
-        " _reduce_dtype _register_post_backward_hook _register_pre_backward_hook _setattr_on_modules"
-        " _sharded_post_forward_param _sharded_state"
-        " _state_ctx _training_state _unsharded_param",
+        "_composable _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _modules_to_run_forward _mp_policy"
+        " _post_forward_hook_handle _pre_forward_hook_handle _register_post_backward_hook _register_pre_backward_hook"
+        " _setattr_on_modules _sharded_post_forward_param _sharded_state _state_ctx _training_state",
     ),
     "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
-    "engines/transforms.py": (
-        "whether an operator is traced, its arguments; how many graphs were compiled",
-        "_dynamo _guards _schema",
-    ),
+    "engines/transforms.py": ("whether an operator is traced; how many graphs were compiled", "_dynamo _guards"),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
     "engines/zero/layout.py": (
@@ -110,8 +101,8 @@ USES = {
     ),
     "engines/zero/running.py": (
         "backward and refresh",
-        "_backward_epilogue _backward_prologue _backward_prologue_per_tensor _get_norm_groups _partition_all_parameters"
-        " _reassign_or_swap_out_partitioned_parameters _running_engine_backward",
+        "_backward_epilogue _backward_prologue _backward_prologue_per_tensor _running_engine_backward"
+        " _reassign_or_swap_out_partitioned_parameters",
     ),
     "engines/usage.py": ("whether a transform of torch.func is under way", "_C _functorch"),
     "engines/zero/saved_weights.py": (
@@ -120,8 +111,7 @@ USES = {
     ),
     "engines/zero/swapping.py": (
         "optimizer state in files",
-        "_get_param_swap_info _io_aligned_numel _offload_grad_partition_at_boundary _prepare_sub_group"
-        " _swappable_optimizer_subgroup",
+        "_get_param_swap_info _offload_grad_partition_at_boundary _prepare_sub_group",
     ),
     "mesh.py": ("how long the collectives of an axis wait", "_set_pg_timeout"),
     "meters/flops.py": ("set on functions of this package for torch's counter of FLOPs", "_get_raw"),
@@ -140,17 +130,15 @@ USES = {
     ),
     "tensors/fake.py": ("fake tensors, the fake process group", "_internal _subclasses"),
     "tensors/names.py": (
-        "children and buffers under each of their names, what was compiled",
-        "_buffers _compiled_call_impl _modules _non_persistent_buffers_set _torchdynamo_orig_callable",
+        "buffers without a value and those that no state_dict has, what was compiled",
+        "_buffers _compiled_call_impl _non_persistent_buffers_set _torchdynamo_orig_callable",
     ),
-    "tensors/nonpersistent.py": ("buffers that no state_dict has", "_buffers"),
-    "tensors/versions.py": ("how often a tensor was written to, which has no public name", "_version"),
     "tensors/tracing.py": (
-        "modes that follow operators",
+        "modes that follow operators, what these are, and how often a tensor was written to",
         "_cdata _cudnn_rnn _cudnn_rnn_backward _grouped_mm _get_current_dispatch_mode_stack _local_scalar_dense"
         " _python_dispatch _pytree _scaled_dot_product_flash_attention_for_cpu"
         " _scaled_dot_product_flash_attention_for_cpu_backward"
-        " _scaled_dot_product_fused_attention_overrideable",
+        " _scaled_dot_product_fused_attention_overrideable _schema _version",
     ),
 }
 

@@ -14,20 +14,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch._C import _dispatch_get_all_op_names as all_operators
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _dtensor_spec
 
 from lightning_shard.engines._parts import Part, Source, keep, written
 from lightning_shard.private_names import require
 from lightning_shard.tensors.full import full_of, own_part
+from lightning_shard.tensors.tracing import READ_NUMBER, schema_of, tree_leaves, tree_map_only
 
 require(DTensor, "_op_dispatcher")
-require(torch.distributed.tensor, "_dtensor_spec")
-require(type(DTensor._op_dispatcher), "_custom_op_handlers")
-require(torch.ops.aten, "_local_scalar_dense _unique2")
-require(torch, "_C")
-require(torch._C, "_dispatch_get_all_op_names")
+_dispatcher: Any = DTensor._op_dispatcher
+require(type(_dispatcher), "_custom_op_handlers")
+require(torch.ops.aten, "_unique2")
 
 _aten = torch.ops.aten
 # Their values depend on the shape alone. `torch.Tensor.random_` and `nn.init` end in these.
@@ -40,15 +38,12 @@ _LIKE: tuple[Any, ...] = (
     *(_aten.rand_like.default, _aten.randn_like.default),
     *(_aten.randint_like.default, _aten.randint_like.low_dtype),
 )
-# They need the values. An extreme of an empty shard is an error on its rank alone, and gloo's may lose a NaN.
-_OF_VALUES: tuple[Any, ...] = (
+# They need the values: an extreme of an empty shard is an error on its rank alone, and gloo's may lose a NaN. For those
+# from ``fill_`` on torch has no strategy, or none for a sharded dimension.
+_IN_FULL: tuple[Any, ...] = (
     *(_aten.bernoulli.default, _aten.multinomial.default, _aten.native_dropout.default),
     *(_aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.amax.default, _aten.amin.default),
-    *(_aten.argmax.default, _aten.argmin.default, _aten.aminmax.default, _aten._local_scalar_dense.default),
-)
-
-# torch has no strategy for these, or none for a sharded dimension.
-_IN_FULL: tuple[Any, ...] = (
+    *(_aten.argmax.default, _aten.argmin.default, _aten.aminmax.default, READ_NUMBER),
     *(_aten.fill_.Tensor, _aten.triu_.default, _aten.tril_.default, _aten.renorm.default, _aten.renorm_.default),
     *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.index_copy_.default, _aten.index_add_.default),
     *(_aten.index_put_.default, _aten.index.Tensor, _aten.masked_select.default),
@@ -95,14 +90,15 @@ class InFull:
         not on every rank in full, and to read or write a part of a sharded dimension, is a collective.
         """
         if cls._engines == 0:
-            cls.torchs = DTensor._op_dispatcher._custom_op_handlers
+            cls.torchs = _take(None)
             ops, own = _all_operators(), _handlers()
             # torch's own for argmin and argmax fails on the ranks whose shards are empty.
             always = cls.torchs | own
             hooks = cls.torchs | dict.fromkeys(ops, _in_a_hook) | own
-            hooks |= {op: partial(_noted, handler) for op, handler in hooks.items() if op._schema.is_mutable}
+            hooks |= {op: partial(_noted, handler) for op, handler in hooks.items() if schema_of(op).is_mutable}
             steps = cls.torchs | dict.fromkeys(ops, _in_a_step) | own
-            cls._handlers = {"": always, "optimizer": always, "hook": hooks, "step": steps}
+            parts = cls.torchs | {op: handler for op, handler in own.items() if handler not in _OF_PARTS}
+            cls._handlers = {"": always, "optimizer": always, "hook": hooks, "step": steps, "parts": parts}
             for method in _READ_HERE:
                 setattr(DTensor, method, _of_this_rank(method))
             DTensor.full_tensor = _gathered  # type: ignore[method-assign]
@@ -115,7 +111,7 @@ class InFull:
         cls._engines -= 1
         cls._choose()
         if cls._engines == 0:
-            DTensor._op_dispatcher._custom_op_handlers = cls.torchs
+            _take(cls.torchs)
             for method in _READ_HERE:
                 delattr(DTensor, method)
             DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
@@ -123,24 +119,19 @@ class InFull:
     @classmethod
     def _choose(cls) -> None:
         if cls._engines:
-            DTensor._op_dispatcher._custom_op_handlers = cls._handlers[cls._within[-1] if cls._within else ""]
+            _take(cls._handlers[cls._within[-1] if cls._within else ""])
 
     @classmethod
     @contextmanager
     def parts_as_torch_does(cls) -> Generator[None, None, None]:
         """Leave out what `answer` does for parts of tensors, at the cost of collectives."""
-        dispatcher = DTensor._op_dispatcher
-        before = dispatcher._custom_op_handlers
-        if cls._engines == 0:
-            yield
-            return
-        parts = (_in_full, _part_of, _reshaped, _strided)
-        always = cls._handlers[""].items()
-        dispatcher._custom_op_handlers = cls.torchs | {op: handler for op, handler in always if handler not in parts}
+        cls._within.append("parts")
+        cls._choose()
         try:
             yield
         finally:
-            dispatcher._custom_op_handlers = before
+            cls._within.pop()
+            cls._choose()
 
     @classmethod
     def begins(cls, action: str) -> bool:
@@ -174,16 +165,22 @@ def _kind(action: str) -> str:
     return next((kind for kind, actions in _ACTIONS.items() if actions.match(action)), "")
 
 
+def _take(handlers: dict[Any, Any] | None) -> Any:
+    """Let DTensors' operators go by these ``handlers``; those that they go by now."""
+    if handlers is not None:
+        _dispatcher._custom_op_handlers = handlers
+    return _dispatcher._custom_op_handlers
+
+
 def _handlers() -> dict[Any, Any]:
     """What each operator does in place of torch's, with its arguments."""
-    own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_OF_VALUES, _of_values)
-    own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye, _aten.view.default: _reshaped}
-    own |= {_aten.as_strided.default: _strided}
-    return own | dict.fromkeys(_IN_FULL, _in_full) | dict.fromkeys((*_OF_DIM, _aten.diagonal.default), _part_of)
+    own = dict.fromkeys(_FILL, _fill) | dict.fromkeys(_LIKE, _like) | dict.fromkeys(_IN_FULL, _in_full)
+    own |= {_aten.eye.out: _eye, _aten.eye.m_out: _eye, _aten.view.default: _viewed, _aten.as_strided.default: _viewed}
+    return own | dict.fromkeys((*_OF_DIM, _aten.diagonal.default), _part_of)
 
 
 def _all_operators() -> list[Any]:
-    names = (name.removeprefix("aten::").partition(".") for name in torch._C._dispatch_get_all_op_names())
+    names = (name.removeprefix("aten::").partition(".") for name in all_operators())
     return [
         getattr(getattr(_aten, name), overload or "default")
         for name, _, overload in names
@@ -200,11 +197,6 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, *rest = args
     return _placed(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
-
-
-def _of_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, *rest = args
-    return tree_map_only(Tensor, lambda full: _placed(full, tensor), op(full_of(tensor), *rest, **kwargs))
 
 
 def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,9 +239,12 @@ def _in_a_hook(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sharded = _dtensors(given)
     if not sharded or len(sharded) == len(given):
         return _own_or_in_full(op, args, kwargs)
-    if op.name().startswith("aten::_foreach_"):
-        return _one_by_one(op, args, kwargs)
-    pointwise = torch.Tag.pointwise in op.tags or op in _POINTWISE_TOO
+    is_of_lists = op.name().startswith("aten::_foreach_")
+    if is_of_lists and len(args[0]) > 1:
+        rows = (tuple(e[i : i + 1] if isinstance(e, list | tuple) else e for e in args) for i in range(len(args[0])))
+        outs = [_in_a_hook(op, row, kwargs) for row in rows]
+        return None if schema_of(op).is_mutable else [each for out in outs for each in out]
+    pointwise = is_of_lists or torch.Tag.pointwise in op.tags or op in _POINTWISE_TOO
     fitting = _as_placed(op, args, kwargs) if pointwise else None
     if fitting is not None:
         return _own_or_in_full(op, *fitting)
@@ -285,20 +280,6 @@ def _as_placed(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return tree_map_only(Tensor, placed, (args, kwargs))
 
 
-def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator of lists, of each of their tensors alone."""
-    outs = []
-    for i in range(len(args[0])):
-        row = tuple(each[i : i + 1] if isinstance(each, list | tuple) else each for each in args)
-        sharded = _dtensors(row)
-        fitting = _as_placed(op, row, kwargs)
-        if fitting is not None:
-            outs.append(_own_or_in_full(op, *fitting))
-        else:
-            outs.append(_on_full_tensors(op, row, kwargs, lambda value: value) if sharded else op(*row, **kwargs))
-    return None if op._schema.is_mutable else [each for out in outs for each in out]
-
-
 def _part_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view; of a sharded dimension one of the full tensor, which writes through."""
     tensor, *rest = args
@@ -314,29 +295,21 @@ def _part_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _of_full(op, args, kwargs) if touched else _own(op, args, kwargs)
 
 
-def _reshaped(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _viewed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return _own(op, args, kwargs)
-    except RuntimeError:  # It would mix rows of two ranks; the same on all.
-        if not _sharded_dims(args[0]):
-            raise
-        return _of_full(op, args, kwargs)
-
-
-def _strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return _own(op, args, kwargs)
-    except RuntimeError:  # The same on all ranks.
-        tensor, size, stride = args[:3]
-        offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-        # Of the shard's storage, which may be part of a unit's.
-        begin = 0 if offset is None else offset - tensor.storage_offset()
-        return _of_full(op, (tensor, size, stride, begin), {})
+    except RuntimeError:  # It would mix rows of two ranks, or has no strategy; the same on all.
+        tensor, size, *rest = args
+        if op is _aten.as_strided.default:
+            offset = rest[1] if len(rest) > 1 else kwargs.get("storage_offset")
+            # Of the shard's storage, which may be part of a unit's.
+            rest, kwargs = [rest[0], 0 if offset is None else offset - tensor.storage_offset()], {}
+        return _of_full(op, (tensor, size, *rest), kwargs)
 
 
 def _own(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch does."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers = _take(None)
     handler = handlers.pop(op)
     if op in InFull.torchs:
         handlers[op] = InFull.torchs[op]
@@ -367,9 +340,7 @@ def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_this_rank(method: str) -> Callable[..., Any]:
-    """A method of tensors for DTensors that are on every rank in full. A rank may call it alone, as loggers do, and
-    would wait for the others' shards.
-    """
+    """A method for DTensors that each rank has in full: a rank alone, as loggers are, would wait for the others."""
 
     def read(self: DTensor, **kwargs: Any) -> Any:
         if not all(isinstance(placement, Replicate) for placement in self.placements):
@@ -407,8 +378,9 @@ def _on_every_rank(full: Tensor, tensor: DTensor) -> DTensor:
 
 def _of_local(part: Tensor, tensor: DTensor, placements: tuple[Placement, ...], full: Tensor) -> DTensor:
     """As ``DTensor.from_local`` on the mesh of ``tensor``, which moves what is offloaded to the mesh's device."""
-    meta = TensorMeta(full.shape, full.stride(), full.dtype)
-    return DTensor(part, DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta), requires_grad=False)
+    meta = _dtensor_spec.TensorMeta(full.shape, full.stride(), full.dtype)
+    spec = _dtensor_spec.DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)
+    return DTensor(part, spec, requires_grad=False)
 
 
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -421,3 +393,6 @@ def _empty(tensor: DTensor, kwargs: dict[str, Any]) -> Tensor:
     generator = kwargs.get("generator")
     device = tensor.device_mesh.device_type if generator is None else generator.device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+_OF_PARTS = (_in_full, _part_of, _viewed)

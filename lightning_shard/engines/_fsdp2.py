@@ -2,7 +2,7 @@
 torch 2.11 to 2.13, has master weights and a reduction dtype, as torch's DistributedDataParallel has not.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from typing import Any
 
@@ -11,24 +11,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParam, FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines.after_backward import join, mark, replaced
 from lightning_shard.private_names import require
 
+TrainingState, ShardedState = _fsdp_param_group.TrainingState, _fsdp_param_group.ShardedState
+
 require(FSDPModule, "_get_fsdp_state")
-require(FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook")
-require(FSDPState, "_modules_to_run_forward _training_state _state_ctx")
-require(FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle")
-require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook")
+require(_fsdp_state.FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook")
+require(_fsdp_state.FSDPState, "_modules_to_run_forward _training_state _state_ctx")
+require(_fsdp_state.FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle")
+require(_fsdp_param_group.FSDPParamGroup, "_register_post_backward_hook _sharded_state")
+require(_fsdp_param_group.FSDPParam, "_setattr_on_modules _sharded_post_forward_param")
 require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")
-require(FSDPParam, "_module_info _sharded_post_forward_param _unsharded_param")
-require(FSDPParam, "_setattr_on_modules")
-require(FSDPParamGroup, "_sharded_state")
 
 
 def units_of(root: nn.Module) -> list[Any]:
@@ -48,13 +45,11 @@ def reshard(module: FSDPModule) -> None:
     torch would leave it gathered, with the values of that time.
     """
     state = _state_of(module)
-    if state._modules_to_run_forward and state._training_state == TrainingState.FORWARD:
-        state._modules_to_run_forward.clear()
-        state._training_state = TrainingState.IDLE
-        if state._state_ctx.iter_forward_root is state:
-            state._state_ctx.iter_forward_root = None
-        with _group_of(module).use_training_state(TrainingState.IDLE):
-            module.reshard()
+    if waiting := state._modules_to_run_forward:
+        waiting.clear()
+        state._training_state = _group_of(module)._training_state = TrainingState.IDLE
+        if (shared := state._state_ctx).iter_forward_root is state:
+            shared.iter_forward_root = None
     module.reshard()
 
 
@@ -62,7 +57,7 @@ def gather_outside_inference(root: nn.Module) -> None:
     """Let what units gather into be no inference tensors where they are first used under ``torch.inference_mode``, as a
     teacher may be: autograd takes none, and torch itself fails where it gathers into one again.
     """
-    for group in filter(None, map(_group_of, units_of(root))):
+    for group in _groups_of(root):
         group.unshard = partial(_outside_inference, group.unshard)
         group.wait_for_unshard = partial(_outside_inference, group.wait_for_unshard)
 
@@ -78,33 +73,27 @@ def show_shards(root: nn.Module) -> Callable[[bool], None]:
     """Let modules have their shards in the place of what is gathered, until the result is called; the memory stays, for
     a backward pass or the next forward. What has new values then (``changed``) is resharded, for a forward to gather.
     """
-    hidden = [
-        (module, group, group._sharded_state)
-        for module in units_of(root)
-        if (group := _group_of(module)) is not None and not group.is_sharded
-    ]
+    hidden = [(group, group.fsdp_params[0].sharded_state) for group in _groups_of(root) if not group.is_sharded]
 
     def show(group: Any, state: Any) -> None:
         group._sharded_state = state
+        shown = {ShardedState.SHARDED: _shard, ShardedState.UNSHARDED: _full}.get(state, _shard_after_forward)
         for parameter in group.fsdp_params:
-            shown = {"SHARDED": "sharded_param", "UNSHARDED": "_unsharded_param"}
-            parameter._setattr_on_modules(getattr(parameter, shown.get(state.name, "_sharded_post_forward_param")))
+            parameter._setattr_on_modules(shown(parameter))
             parameter.sharded_state = state
 
-    for _, group, _ in hidden:
+    for group, _ in hidden:
         show(group, ShardedState.SHARDED)
 
     def put_back(changed: bool) -> None:
-        for module, group, state in hidden:
+        for group, state in hidden:
             outputs = [output for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
-            freed = state == ShardedState.UNSHARDED and any(
-                not o.untyped_storage().size() and o.numel() for o in outputs
-            )
+            freed = any(output.numel() and not output.untyped_storage().size() for output in outputs)
             # A forward pass may have gathered it again, or freed it behind itself.
-            if group.is_sharded and not freed:
+            if group.is_sharded and not (freed and state == ShardedState.UNSHARDED):
                 show(group, state)
                 if changed:
-                    reshard(module)
+                    reshard(group.modules[0])
 
     return put_back
 
@@ -127,16 +116,20 @@ def _unless(nested: Callable[[], bool], hook: Callable[..., Any], *arguments: An
 
 def expect_gradients(root: nn.Module) -> None:
     """Tell units whose parameters were all frozen at first in which dtypes to reduce, should they be thawed."""
-    for group in filter(None, map(_group_of, units_of(root))):
-        dtypes = {parameter.orig_dtype for parameter in group.fsdp_params}
-        if group._orig_dtype is None and len(dtypes) == 1:
-            group._orig_dtype = dtypes.pop()
-            group._reduce_dtype = group.mp_policy.reduce_dtype
+    for group in _groups_of(root):
+        shards = [parameter.sharded_param for parameter in group.fsdp_params]
+        (dtype, trainable), *others = {(shard.dtype, shard.requires_grad) for shard in shards}
+        if not (trainable or others) and dtype.is_floating_point:
+            for shard in shards:
+                shard.requires_grad_()
+            group.lazy_init()
+            for shard in shards:
+                shard.requires_grad_(False)
 
 
 def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
     """Reduce all units' gradients over ``group``: torch's own way makes a group in each run, with torch's timeout."""
-    for unit in filter(None, map(_group_of, units_of(root))):
+    for unit in _groups_of(root):
         unit.mesh_info.reduce_scatter_process_group = group
 
 
@@ -199,37 +192,35 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
 
 
 def accumulated_gradients(
-    root: nn.Module, begins: Callable[[nn.Module, str], bool] = lambda owner, name: False, *, reduced: bool = True
-) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:
-    """Owner, attribute, tensor and whether it is reduced, of each gradient of ``root``'s units that waits for others:
-    full ones of a gathered unit, and shards in which reduced ones are added up, at the sharded parameters. Where one
-    ``begins``, by owner and attribute, it is put there as zeros first.
+    root: nn.Module, begin: Set[Tensor] = frozenset(), *, reduced: bool = True
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Shard, gradient and whether it is reduced, of each gradient of ``root``'s units that waits for others: full ones
+    of a gathered unit, and those in which reduced ones are added up. Of shards to ``begin`` with it is zeros at first.
     """
     for parameter in _parameters_below(root):
-        owner, name, shard = parameter._module_info.module, parameter._module_info.param_name, parameter.sharded_param
-        full = _unsharded(parameter)
-        if shard.requires_grad and begins(owner, name):
+        shard, full = parameter.sharded_param, _full(parameter)
+        if shard in begin:
             if reduced:
                 shard.grad = torch.zeros_like(shard)
             elif full is not None:
                 _begin_sum(parameter, full)
         if shard.grad is not None:
-            yield owner, name, shard.grad, True
+            yield shard, shard.grad, True
         gradient = parameter.unsharded_accumulated_grad
         if gradient is None and full is not None:
             gradient = full.grad
         if gradient is not None:
-            yield owner, name, gradient, False
+            yield shard, gradient, False
 
 
 def begin_sums(root: nn.Module, wanted: Set[nn.Parameter]) -> None:
     """Begin the sums over micro-batches of ``wanted`` shards' gradients with zeros in each unit that has others: torch
     reduces a unit's gradients in one dtype, and those of the last micro-batch alone are not in that of sums.
     """
-    for parameters in map(_parameters_of, units_of(root)):
-        lacking = [parameter for parameter in parameters if parameter.unsharded_accumulated_grad is None]
-        for parameter in lacking if len(lacking) < len(parameters) else ():
-            if (full := _unsharded(parameter)) is not None and parameter.sharded_param in wanted:
+    for group in _groups_of(root):
+        lacking = [parameter for parameter in group.fsdp_params if parameter.unsharded_accumulated_grad is None]
+        for parameter in lacking if len(lacking) < len(group.fsdp_params) else ():
+            if (full := _full(parameter)) is not None and parameter.sharded_param in wanted:
                 _begin_sum(parameter, full)
 
 
@@ -242,17 +233,16 @@ def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
     """What ``root``'s units gather their parameters into; without memory while they are not gathered."""
     for parameter in _parameters_below(root):
         yield from parameter.all_gather_outputs
-        if (full := _unsharded(parameter)) is not None:
+        if (full := _full(parameter)) is not None:
             yield full
-        # With an integer `reshard_after_forward` the shard over fewer ranks after forward.
-        if (shard := getattr(parameter, "_sharded_post_forward_param", None)) is not None:
+        if (shard := _shard_after_forward(parameter)) is not None:
             yield shard
 
 
 def full_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Any]]:
     """Shard and full parameter of each of ``module``'s unit that was gathered once, and FSDP's object for it."""
     for parameter in _parameters_of(module):
-        if (full := _unsharded(parameter)) is not None:
+        if (full := _full(parameter)) is not None:
             yield parameter.sharded_param, full, parameter
 
 
@@ -295,15 +285,25 @@ def hook_gathered(root: nn.Module) -> None:
     would run those on gradients never, and those after them on the reduced shards.
     """
     for parameter in _parameters_below(root):
-        full, hooks = _unsharded(parameter), hooks_of(parameter.sharded_param)
+        full, hooks = _full(parameter), hooks_of(parameter.sharded_param)
         if full is not None and hooks:
             put_hooks(full, hooks)
             for name in hooks:
                 setattr(parameter.sharded_param, name, None)
 
 
-def _unsharded(parameter: Any) -> Tensor | None:
-    return getattr(parameter, "_unsharded_param", None)
+def _shard(parameter: Any) -> Any:
+    return parameter.sharded_param
+
+
+def _full(parameter: Any) -> Any:
+    """What FSDP gathers ``parameter`` into; None: it was not gathered yet."""
+    return getattr(parameter, "unsharded_param", None)
+
+
+def _shard_after_forward(parameter: Any) -> Any:
+    """With an integer `reshard_after_forward` the shard over fewer ranks, while there is one."""
+    return getattr(parameter, "_sharded_post_forward_param", None)
 
 
 def _state_of(module: FSDPModule) -> Any:
@@ -311,7 +311,12 @@ def _state_of(module: FSDPModule) -> Any:
 
 
 def _group_of(module: FSDPModule) -> Any:
+    """The parameters of ``module``'s unit; None: it has none of its own."""
     return _state_of(module)._fsdp_param_group
+
+
+def _groups_of(root: nn.Module) -> Iterable[Any]:
+    return dict.fromkeys(filter(None, map(_group_of, units_of(root))))
 
 
 def _parameters_of(module: FSDPModule) -> list[Any]:
@@ -320,4 +325,4 @@ def _parameters_of(module: FSDPModule) -> list[Any]:
 
 
 def _parameters_below(root: nn.Module) -> Iterator[Any]:
-    return (parameter for module in units_of(root) for parameter in _parameters_of(module))
+    return (parameter for group in _groups_of(root) for parameter in group.fsdp_params)

@@ -3,17 +3,14 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_shard.private_names import require
 from lightning_shard.tensors.full import full_of, scatter_full
-from lightning_shard.tensors.versions import version
+from lightning_shard.tensors.tracing import schema_of, tree_leaves, tree_map_only, version
 
-require(torch, "_C")
-require(torch._C, "_disabled_torch_function_impl")
 require(Tensor, "_make_wrapper_subclass")
 
 
@@ -26,7 +23,8 @@ def keep(full: Tensor, tensor: DTensor) -> None:
 
 def written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among the arguments that ``op`` writes to."""
-    of = [(i, each.name) for i, each in enumerate(op._schema.arguments) if each.alias_info and each.alias_info.is_write]
+    arguments = enumerate(schema_of(op).arguments)
+    of = [(i, each.name) for i, each in arguments if each.alias_info and each.alias_info.is_write]
     given = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in of])
     return [each for each in given if isinstance(each, Tensor)]
 
@@ -69,7 +67,7 @@ class Part(Tensor):
         made.part, made.source = part, source
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__  # Results are of no class of their own.
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -79,7 +77,7 @@ class Part(Tensor):
             source.refresh()
         own, own_kwargs = tree_map_only(Part, lambda each: each.part, given)
         out = func(*own, **own_kwargs)
-        if not func._schema.is_mutable:
+        if not schema_of(func).is_mutable:
             (source, *_) = sources.values()
             return tree_map_only(Tensor, lambda part: Part(part, source), out) if func.is_view else out
         for each in written(func, args, kwargs or {}):

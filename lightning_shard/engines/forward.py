@@ -78,6 +78,7 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
 
     def __init__(self, module: nn.Module, root: FSDPModule, unit: FSDPModule | None = None) -> None:
         super().__init__(module._parameters)
+        module._parameters = self
         self._root, self._unit = root, unit
         self._trained = {name: p for name, p in self.items() if p is not None and isinstance(p, DTensor)}
 
@@ -110,7 +111,7 @@ def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
     assert isinstance(root, FSDPModule)
     for unit in apart:
         assert isinstance(unit, FSDPModule)
-        unit._parameters = _GatheredOnRead(unit, root, unit)
+        _GatheredOnRead(unit, root, unit)
         may_stay(unit)
 
     def visit(module: nn.Module) -> None:
@@ -119,7 +120,7 @@ def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
             module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
             return
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-            module._parameters = _GatheredOnRead(module, root)
+            _GatheredOnRead(module, root)
             if module is not root:
                 module.register_forward_pre_hook(lambda *_: _gather_outside_steps(root), prepend=True)
                 module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)

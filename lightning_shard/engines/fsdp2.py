@@ -81,37 +81,35 @@ class FSDP2Engine(StepsOwnParameters):
         self._closing.callback(forward.reshard, module)
         self._closing.callback(assign_in_place())
         self._closing.callback(InFull.answer())
-        if earlier is not None:
-            if earlier[0] != made_for:
-                raise ConfigurationError(
-                    "The module was sharded by an earlier run of another strategy, precision or set of options, and "
-                    "its parameters can't be put together in place. Build a new module, and load the earlier one's "
-                    "checkpoint with ckpt_path."
-                )
-            self._ignored = earlier[1]
-            forward.reshard(module)
-            self._watch_steps(module)
-            return module
-        hooks = {name: hooks_of(p) for name, p in module.named_parameters()}
-        self.upcast, self._ignored = shard_tree(
-            module, run, self._units, self._forward_options, self._applier(run), self.strategy
-        )
-        for name, parameter in module.named_parameters():
-            put_hooks(parameter, hooks[name])
-        earlier_parameters.follow_in_lists(module)
+        if earlier is not None and earlier[0] != made_for:
+            raise ConfigurationError(
+                "The module was sharded by an earlier run of another strategy, precision or set of options, and its "
+                "parameters can't be put together in place. Build a new module, and load the earlier one's checkpoint "
+                "with ckpt_path."
+            )
+        self._ignored = self._shard() if earlier is None else earlier[1]
         module.__dict__[_STATE] = made_for, self._ignored
-        self._watch_steps(module)
-        forward.install_runner(module)
-        forward.patch_methods(module, self._units.forward_methods)
-        return module
-
-    def _watch_steps(self, module: nn.Module) -> None:
-        self._written = WrittenInSteps(module)
-        self._shards = [p for p in module.parameters() if isinstance(p, DTensor)]
+        forward.reshard(module)
+        self._shards = {p: fqn for p, fqn in parameter_names(module).items() if isinstance(p, DTensor)}
+        self._written = WrittenInSteps(module, self._shards)
         self._closing.callback(self._written.close)
         self._begun = False
         self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
         self._closing.callback(self._same_units.close)
+        if earlier is None:
+            forward.install_runner(module)
+            forward.patch_methods(module, self._units.forward_methods)
+        return module
+
+    def _shard(self) -> list[nn.Parameter]:
+        """Shard the module; the trainable parameters that FSDP leaves alone."""
+        module, apply = self._module, self._applier(self._run)
+        hooks = {name: hooks_of(p) for name, p in module.named_parameters()}
+        self.upcast, ignored = shard_tree(module, self._run, self._units, self._forward_options, apply, self.strategy)
+        for name, parameter in module.named_parameters():
+            put_hooks(parameter, hooks[name])
+        earlier_parameters.follow_in_lists(module)
+        return ignored
 
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         engaged = super().engage(optimizers)

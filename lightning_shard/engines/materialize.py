@@ -13,18 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.errors import MaterializationError
-from lightning_shard.tensors.names import unwrapped_modules
+from lightning_shard.tensors.names import own_tensors, unwrapped_modules
 from lightning_shard.text import listed
 
 
 def derived_seed(seed: int, fqn: str) -> int:
     digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & (2**63 - 1)
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    return {**own, **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
 
 class Materializer:
@@ -71,11 +66,11 @@ class Materializer:
             for name, meta in fresh.items():
                 if isinstance(meta, DTensor):
                     # The user applied ``fully_shard`` on the meta device: the full tensor is sharded in the same way.
-                    full = _own_tensors(module)[name].detach()
+                    full = own_tensors(module)[name].detach()
                     shard = distribute_tensor(full, meta.device_mesh, meta.placements, src_data_rank=None)
                     as_parameter = isinstance(meta, nn.Parameter)
                     setattr(module, name, nn.Parameter(shard, meta.requires_grad) if as_parameter else shard)
-                    self._created[id(meta)] = (meta, weakref.ref(_own_tensors(module)[name]))
+                    self._created[id(meta)] = (meta, weakref.ref(own_tensors(module)[name]))
 
     def _initialize(self, module: nn.Module, steps: Iterable[Callable[[], object]]) -> None:
         devices = [self._device] if self._device.type != "cpu" else []
@@ -87,7 +82,7 @@ class Materializer:
     def _replace_meta_tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """Give ``module`` tensors without values; returns the meta tensors that were new, by name."""
         fresh: dict[str, Tensor] = {}
-        for name, tensor in _own_tensors(module).items():
+        for name, tensor in own_tensors(module).items():
             if not tensor.is_meta:
                 continue
             made = self._created[id(tensor)][1]() if id(tensor) in self._created else None
@@ -106,7 +101,7 @@ def _find_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]
     found: dict[nn.Module, Callable[[], object]] = {}
     without: list[str] = []
     for fqn, module in modules.items():
-        if not any(t.is_meta for t in _own_tensors(module).values()):
+        if not any(t.is_meta for t in own_tensors(module).values()):
             continue
         initialize = _initializer(module, fqn, modules)
         if initialize is None:
@@ -146,7 +141,7 @@ def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _unset(module: nn.Module, names: Iterable[str]) -> list[str]:
     # An initializer may have assigned a new tensor, so the module is read again.
-    own = _own_tensors(module)
+    own = own_tensors(module)
     return [name for name in names if _is_unset(own[name])]
 
 

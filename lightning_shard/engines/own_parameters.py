@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters
-from lightning_shard.engines._fsdp2 import accumulated_gradients, units_of
+from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.replicated import common_random_numbers
@@ -22,7 +22,7 @@ from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
-from lightning_shard.tensors.names import parameter_names, unwrapped_modules
+from lightning_shard.tensors.names import parameter_names
 
 
 class StepsOwnParameters(Engine):
@@ -40,6 +40,7 @@ class StepsOwnParameters(Engine):
         self._wrapped: DistributedDataParallel | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._whole: dict[int, WholeSteps] = {}  # By the ``id`` of their optimizer.
+        self._shards: Mapping[Tensor, str] = {}  # FSDP's, with their FQNs.
         self.upcast: Mapping[str, torch.dtype] = {}
         self._closing = ExitStack()
 
@@ -51,6 +52,7 @@ class StepsOwnParameters(Engine):
             device=self._run.device,
             wrapper=self._wrapped,
             whole=self._whole,
+            shards=self._shards,
             at_boundary=self._at_boundary,
         )
 
@@ -101,6 +103,7 @@ class ModuleTensors:
     live: Mapping[str, LiveTensor] = field(default_factory=dict)  # FQN to what stands for the module's own tensor.
     # By the ``id`` of their optimizer, those that step full parameters.
     whole: Mapping[int, WholeSteps] = field(default_factory=dict)
+    shards: Mapping[Tensor, str] = field(default_factory=dict)  # FSDP's, with their FQNs.
     at_boundary: bool = True  # Whether gradients are reduced once a step, and not each micro-batch's.
 
     def masters(self) -> Mapping[str, LiveTensor]:
@@ -124,22 +127,16 @@ class ModuleTensors:
         return gradients_of(p for group in optimizer.param_groups for p in group["params"])
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        names = {module: fqn for fqn, module in unwrapped_modules(self.module)}
-        found: dict[str, Accumulated] = {}
-
-        def fqn_of(owner: nn.Module, name: str) -> str:
-            return f"{names[owner]}.{name}".lstrip(".")
-
         each_time = not self.at_boundary
-        waiting = accumulated_gradients(self.module, lambda *at: fqn_of(*at) in begin, reduced=each_time)
-        for owner, name, gradient, reduced in waiting:
-            found[fqn_of(owner, name)] = Accumulated(gradient, reduced)
+        begun = {p for p, fqn in self.shards.items() if fqn in begin and p.requires_grad}
+        waiting = accumulated_gradients(self.module, begun, reduced=each_time)
+        found = {self.shards[shard]: Accumulated(gradient, reduced) for shard, gradient, reduced in waiting}
         for parameter, fqn in parameter_names(self.module).items():
             if fqn in begin and fqn not in found and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None and fqn not in found:
                 # What FSDP ignores is averaged once, at the end of a step.
-                found[fqn] = Accumulated(parameter.grad, reduced=each_time and not units_of(self.module))
+                found[fqn] = Accumulated(parameter.grad, reduced=each_time and not self.shards)
         return found
 
     def resident(self) -> Iterable[Resident]:

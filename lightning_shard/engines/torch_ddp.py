@@ -28,8 +28,7 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.names import named_parameters
 from lightning_shard.text import listed
 
-require(DistributedDataParallel, "_build_params_for_reducer _remove_autograd_hooks")
-require(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
+require(DistributedDataParallel, "_remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model")
 require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets")
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
@@ -214,8 +213,10 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     after its first backward pass, and from 3 ranks on a resumed run would sum its first step in another order. No
     parameter's autograd node runs, and no hook sees the zeros. A static graph has to record a real pass.
     """
-    parameters, sparse = wrapped._build_params_for_reducer()
-    if wrapped.find_unused_parameters or wrapped.static_graph or any(sparse):
+    named, modules = wrapped.module.named_parameters(), wrapped.module.modules()
+    parameters = [p for n, p in named if p.requires_grad and n not in wrapped.parameters_to_ignore]
+    sparse = any(getattr(m, "sparse", False) is True and m.weight.requires_grad for m in modules)
+    if wrapped.find_unused_parameters or wrapped.static_graph or sparse:
         return
     reducer: Any = wrapped.reducer
 
@@ -228,20 +229,17 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     trigger.register_hook(ready)
     trigger.backward()
     for parameter in parameters:
-        parameter.grad = None
-    reducer._rebuild_buckets()
+        parameter.grad = None  # DDP's forward rebuilds the buckets.
 
 
 def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:
     """Make the reducer ready for a backward pass from ``loss`` that comes before ``_post_forward``, which does so."""
-    if not (torch.is_grad_enabled() and wrapped.require_backward_grad_sync):
-        wrapped.require_forward_param_sync = False
-        return
-    wrapped.require_forward_param_sync = True
-    unused = wrapped.find_unused_parameters and not wrapped.static_graph
-    # Without it torch asserts in the first pass that finds no unused parameters.
-    wrapped.reducer._rebuild_buckets()
-    wrapped.reducer.prepare_for_backward([loss] if unused else [])
+    wrapped.require_forward_param_sync = torch.is_grad_enabled() and wrapped.require_backward_grad_sync
+    if wrapped.require_forward_param_sync:
+        unused = wrapped.find_unused_parameters and not wrapped.static_graph
+        # Without it torch asserts in the first pass that finds no unused parameters.
+        wrapped.reducer._rebuild_buckets()
+        wrapped.reducer.prepare_for_backward([loss] if unused else [])
 
 
 class StepRoot(nn.Module):

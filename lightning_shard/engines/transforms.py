@@ -23,7 +23,7 @@ from lightning_shard.engines.units import Unit, of_classes
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import inside_modules, replace_forward
 from lightning_shard.ranks import warn_on_first_rank
-from lightning_shard.tensors.tracing import CPU_ATTENTION, OVERRIDEABLE_ATTENTION, TorchDispatchMode
+from lightning_shard.tensors.tracing import CPU_ATTENTION, OVERRIDEABLE_ATTENTION, TorchDispatchMode, schema_of
 
 Checkpointing = Literal["units", "selective"] | int | list[str] | None
 
@@ -132,7 +132,7 @@ def is_kept(operator: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | 
 def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if "dropout_p" in kwargs:
         return bool(kwargs["dropout_p"] != 0)
-    schema = getattr(operator, "_schema", None)
+    schema = schema_of(operator)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     index = names.index("dropout_p") if "dropout_p" in names else len(args)
     return index < len(args) and bool(args[index] != 0)

@@ -2,7 +2,7 @@
 loses: ``parameter.data = ...`` changes nothing of a DTensor, and what is written to a gathered parameter is freed.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.engines._fsdp2 import full_parameters, gathered_parameters, units_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.full import own_part
-from lightning_shard.tensors.names import parameter_names
-from lightning_shard.tensors.versions import version
+from lightning_shard.tensors.tracing import version
 from lightning_shard.text import listed
 
 _DATA: Any = Tensor.data  # the descriptor
@@ -72,9 +71,9 @@ class WrittenInSteps:
     module's forward to any. Writes are seen by autograd's count of them, so that nothing waits for the device.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, shards: Mapping[Tensor, str]) -> None:
         self._units = units_of(root)
-        self._names = {p: n for p, n in parameter_names(root).items() if isinstance(p, DTensor)}
+        self._names = shards
         self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
         self._lost: set[str] = set()
         # FSDP keeps the objects that it gathers into, and its own writes are not counted.

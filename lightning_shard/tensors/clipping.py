@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.utils import get_total_norm
 
 from lightning_shard.errors import DataError
 from lightning_shard.private_names import require
@@ -46,9 +47,8 @@ def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[di
 
 @torch.no_grad()
 def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | None = None) -> Tensor:
-    """Total 2-norm of ``gradients`` (fp32, bf16 or fp16); the same fp32 0-d tensor on every rank. All ranks call it
-    with the same parameters': DTensors over any mesh, or plain tensors, full and equal or disjoint shards over
-    ``sharded_over``.
+    """Total 2-norm of ``gradients`` (fp32, bf16 or fp16); an fp32 scalar, the same on all. All ranks call it with the
+    same parameters': DTensors over any mesh, or plain tensors, full and equal or disjoint shards over ``sharded_over``.
     """
     by_axes: dict[tuple[tuple[tuple[dist.ProcessGroup, str], ...], torch.device], list[Tensor]] = defaultdict(list)
     for grad in gradients:
@@ -118,7 +118,7 @@ def all_finite(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor:
     finite = torch.ones((), dtype=torch.bool, device=device)
     for locals_ in _by_device_and_dtype(tensors):
         if filled := [t for t in locals_ if t.numel() > 0]:
-            finite = finite & torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().all().to(device)
+            finite = finite & get_total_norm(filled, math.inf).isfinite().to(device)
     return finite
 
 

@@ -1,6 +1,6 @@
 """The names of a module's tensors: FQNs in the unwrapped module, as its author wrote it, whatever wraps it now."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
 
-# There is no public way to a child under each of its names.
-require(nn.Module, "_buffers _compiled_call_impl _modules _non_persistent_buffers_set")
+require(nn.Module, "_buffers _compiled_call_impl _non_persistent_buffers_set")
 
 # The attributes under which wrappers hold what they wrap; no user's module has these names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -59,9 +58,11 @@ def fqns(module: nn.Module) -> Names:
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
     prefixes: dict[str, str] = {}
-    for key, prefix, owner in _modules(module, "", ""):
+    for key, prefix, owner in _modules(module):
         prefixes[key] = prefix
-        for name, tensor in _own_tensors(owner):
+        for name, tensor in own_tensors(owner).items():
+            if not is_persistent(owner, name):
+                continue
             fqn = prefix + name
             canonical = first.setdefault(id(tensor), fqn)
             if canonical == fqn:
@@ -74,7 +75,7 @@ def fqns(module: nn.Module) -> Names:
 def parameter_names(module: nn.Module) -> dict[Any, str]:
     """Parameter to FQN, its first one, in the order in which the module registers them."""
     first: dict[nn.Parameter, str] = {}
-    for _, prefix, owner in _modules(module, "", ""):
+    for _, prefix, owner in _modules(module):
         for name, parameter in owner.named_parameters(recurse=False):
             first.setdefault(parameter, prefix + name)
     return first
@@ -88,7 +89,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def unwrapped_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """As ``module.named_modules()``, each module once, with names from which wrappers' are left out."""
     seen: set[int] = set()
-    for _, prefix, part in _modules(module, "", ""):
+    for _, prefix, part in _modules(module):
         if id(part) not in seen:
             seen.add(id(part))
             yield prefix.removesuffix("."), part
@@ -99,32 +100,38 @@ def without_wrappers(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)
 
 
-def _modules(module: nn.Module, key: str, prefix: str) -> Iterator[tuple[str, str, nn.Module]]:
+def _modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Each module under each of its names, in registration order: prefix in ``state_dict()``, prefix of FQNs."""
-    yield key, prefix, module
-    wrapped = _WRAPPED | {"module"} if isinstance(module, (DistributedDataParallel, DataParallel)) else _WRAPPED
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _modules(child, f"{key}{name}.", prefix if name in wrapped else f"{prefix}{name}.")
+    found: dict[str, tuple[str, nn.Module]] = {"": ("", module)}
+    for path, part in module.named_modules(remove_duplicate=False):
+        above, _, name = path.rpartition(".")
+        prefix, owner = found[above]
+        wraps = name in _WRAPPED or (name == "module" and isinstance(owner, (DistributedDataParallel, DataParallel)))
+        found[path] = prefix if wraps or not path else f"{prefix}{name}.", part
+        yield f"{path}.".lstrip("."), found[path][0], part
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if is_persistent(module, name):
-            yield name, buffer
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that are ``module``'s own, under each of their names there."""
+    own: dict[str, Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    return {**own, **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, str, Tensor | None]]:
     """Each persistent buffer under each of its names: key in ``state_dict()``, FQN, value; None has none yet."""
-    for key, prefix, owner in _modules(module, "", ""):
-        for name, buffer in owner._buffers.items():
+    for key, prefix, owner in _modules(module):
+        for name, buffer in own_buffers(owner):
             if is_persistent(owner, name):
                 yield key + name, prefix + name, buffer
 
 
+def own_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+    """Those of ``module`` itself, with the ones that have no value yet."""
+    return module._buffers.items()
+
+
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether ``state_dict()`` has the buffer ``name`` of ``module``."""
+    """Whether ``state_dict()`` has the tensor ``name`` of ``module``."""
     return name not in module._non_persistent_buffers_set
 
 
@@ -155,8 +162,7 @@ def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> Callab
     made: dict[int, tuple[Tensor, Tensor]] = {}
     before: list[tuple[nn.Module, str, Tensor]] = []
     for module in root.modules():
-        own: list[tuple[str, Tensor]] = [*module.named_parameters(recurse=False, remove_duplicate=False)]
-        for name, tensor in [*own, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+        for name, tensor in own_tensors(module).items():
             if id(tensor) not in made:
                 made[id(tensor)] = tensor, of_its_class(tensor, make(tensor))
             if (new := made[id(tensor)][1]) is not tensor:

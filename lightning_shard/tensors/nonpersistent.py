@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.private_names import require
-from lightning_shard.tensors.names import is_persistent, unwrapped_modules
-from lightning_shard.tensors.versions import version
-
-require(nn.Module, "_buffers")
+from lightning_shard.tensors.names import is_persistent, own_buffers, unwrapped_modules
+from lightning_shard.tensors.tracing import version
 
 _MOST_BYTES = 1 << 26  # of all that are saved of a rank
 
@@ -60,6 +57,6 @@ def load_buffers(module: nn.Module, saved: Mapping[str, Tensor | None], device: 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor | None]]:
     for path, owner in unwrapped_modules(module):
-        for name, buffer in owner._buffers.items():
+        for name, buffer in own_buffers(owner):
             if not is_persistent(owner, name):
                 yield f"{path}.{name}".lstrip("."), owner, buffer

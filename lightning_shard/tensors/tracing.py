@@ -1,4 +1,6 @@
-"""Torch's private parts that follow operators: nested containers, dispatch modes, storages, operators by name."""
+"""Torch's private parts that follow operators: containers, dispatch modes, storages and writes to them, operators."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from lightning_shard.private_names import require
 require(_pytree, "tree_leaves tree_map tree_map_only")
 require(_python_dispatch, "TorchDispatchMode _get_current_dispatch_mode_stack")
 require(torch.UntypedStorage, "_cdata")
+require(Tensor, "_version")
 require(
     torch.ops.aten,
     "_local_scalar_dense _scaled_dot_product_flash_attention_for_cpu"
@@ -35,3 +38,15 @@ OVERRIDEABLE_ATTENTION = torch.ops.aten._scaled_dot_product_fused_attention_over
 def storage_key(tensor: Tensor) -> int:
     """The same number for all tensors that share a storage, real and fake ones, for as long as it lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def schema_of(operator: Any) -> Any:
+    """An operator's arguments, and whether it writes to one; None of a higher-order one."""
+    return getattr(operator, "_schema", None)
+
+
+def version(tensor: Tensor) -> int:
+    """How often its memory was written to, without reading the device, as autograd counts: what is written to
+    ``tensor.data`` is not counted, and inference tensors count nothing.
+    """
+    return 0 if tensor.is_inference() else tensor._version

@@ -101,12 +101,11 @@ def _require_private_names() -> None:
     require(engine, "_broadcast_model _running_engine_backward")
     require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear")
     require(OpBuilder, "_loaded_ops")
-    require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel")
+    require(OptimizerSwapper, "_get_param_swap_info")
     require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _wait_for_offload_copies")
     require(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer")
-    require(stage_3, "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters")
-    require(stage_3, "_prepare_sub_group _reassign_or_swap_out_partitioned_parameters")
-    require(stage_3, "_swappable_optimizer_subgroup")
+    require(stage_3, "_offload_grad_partition_at_boundary _prepare_sub_group")
+    require(stage_3, "_reassign_or_swap_out_partitioned_parameters")
     require(groups, "_release_process_group_references")
 
 

@@ -80,7 +80,7 @@ def start(
     # Else gradients of a module that runs backward itself are divided by the number of micro-batches twice.
     engine._backward_prologue_per_tensor = lambda gradient: gradient
     if stage == 3:
-        replace_hooks(getattr(engine.optimizer, "parameter_offload", engine.optimizer), engine.device)
+        replace_hooks(_offload_of(engine.optimizer), engine.device)
     if engine.basic_optimizer is not None:
         running.optimizer = engine.basic_optimizer
         if stage == 0:
@@ -145,7 +145,7 @@ def _take_over_steps(running: Running) -> None:
     zero.loss_scaler.update_scale = lambda overflow: None
     zero.check_overflow = check_overflow
     if layout.kind(zero) == layout.STAGE_3:
-        zero._get_norm_groups = lambda: [no_norm()]
+        zero.get_grad_norm_direct = zero.complete_grad_norm_calculation_for_cpu_offload = no_norm
         swapping.take_over(zero)
     else:
         _divide_sums(zero)
@@ -187,8 +187,8 @@ def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def backward(running: Running, loss: Tensor, call: Callable[[Tensor], None] | None, **kwargs: Any) -> None:
-    """Run backward from ``loss``, which is scaled already, inside of `run` too; by ``call`` where the module has a
-    backward of its own. All ranks call it.
+    """Run backward from the scaled ``loss``, inside of `run` too; by ``call``, a module's own backward. All ranks call
+    it.
     """
     engine = running.engine
     # Else it takes a backward of the module's own for one that its hooks are to end, which those of stage 0 and of
@@ -276,16 +276,18 @@ def refresh(running: Running) -> None:
         return
     if running.saved is not None:
         running.saved.changed()
-    if running.groups:
-        swapping.notice_slots(zero)
-        zero._partition_all_parameters()
-        for index in range(len(running.groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(index)
-    else:
-        zero.partition_all_parameters()
+    swapping.notice_slots(zero)
+    _offload_of(zero).partition_all_parameters()
+    for index in range(len(running.groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(index)
     if zero.persistent_parameters:
         # They stay gathered.
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def _offload_of(zero: Any) -> Any:
+    """DeepSpeed's ``DeepSpeedZeRoOffload``, which gathers: without an optimizer it is in the place of one."""
+    return getattr(zero, "parameter_offload", zero)
 
 
 def stop(running: Running) -> None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_shard.engines.zero import layout
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
-from lightning_shard.tensors.versions import version
+from lightning_shard.tensors.tracing import version
 
 require(Tensor, "_base")
 

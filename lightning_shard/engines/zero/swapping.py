@@ -24,12 +24,13 @@ def swaps(zero: Any) -> bool:
 
 def swapped(zero: Any) -> Iterator[int]:
     """The sub-groups whose masters and slots are in files."""
-    if swaps(zero):
-        yield from (i for i in range(len(zero.fp16_groups)) if is_swapped(zero, i))
+    return (i for i in range(len(zero.fp16_groups) if swaps(zero) else 0) if is_swapped(zero, i))
 
 
 def is_swapped(zero: Any, index: int) -> bool:
-    return swaps(zero) and bool(zero._swappable_optimizer_subgroup(index))
+    if not swaps(zero):
+        return False
+    return bool(zero.optimizer_swapper.is_swappable_tensor(numel=zero.fp16_partitioned_groups_flat_numel[index]))
 
 
 def take_over(zero: Any) -> None:
@@ -88,9 +89,9 @@ def new_slot(zero: Any, index: int, slot: str) -> Tensor:
     """A zero slot of a swapped sub-group, mapped from a new file that DeepSpeed finds when it swaps the slot in."""
     swapper, flat = zero.optimizer_swapper, zero.fp32_partitioned_groups_flat[index]
     path = os.path.join(swapper.swap_folder, f"{slot}-{flat.ds_id}.tensor.swp")
-    aligned = swapper._io_aligned_numel(flat.numel())
+    blocks = -(-flat.numel() // swapper.numel_alignment)
     with open(path, "wb") as file:
-        file.truncate(aligned * swapper.swap_element_size)
+        file.truncate(blocks * swapper.numel_alignment * swapper.swap_element_size)
     return _mapped(path, flat.numel(), swapper.dtype)
 
 

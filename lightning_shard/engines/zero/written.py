@@ -22,7 +22,7 @@ from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.names import named_parameters
-from lightning_shard.tensors.versions import version
+from lightning_shard.tensors.tracing import version
 
 _COMPARED = 3
 """Steps in which all values are compared. Later on those whose ``data`` was read, where parameters lie, and how often
