@@ -75,29 +75,22 @@ def follow_in_lists(module: nn.Module) -> None:
                 return None
             owner, _, name = fqn.rpartition(".")
             return lambda: getattr(module.get_submodule(owner), name)
-        if id(value) in inside:
+        if type(value) not in (list, tuple, dict) or id(value) in inside:
             return None
         inside.add(id(value))
-        shown = _shown(value, look)
+        items: dict[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
+        looks = {key: found for key, item in items.items() if (found := look(item)) is not None}
         inside.remove(id(value))
-        return None if shown is None else lambda: shown
+        if not looks:
+            return None
+        reads = {key: looks.get(key) or partial(lambda same: same, item) for key, item in items.items()}
+        shown = LiveDict(reads) if isinstance(value, dict) else LiveList(list(reads.values()))
+        return lambda: shown
 
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if not isinstance(value, nn.Parameter) and (read := look(value)) is not None:
                 vars(part)[name] = read()
-
-
-def _shown(value: Any, look: Callable[[Any], Callable[[], Any] | None]) -> Any:
-    """A live view of a plain list, tuple or dict in which there are replaced parameters, else None."""
-    if type(value) not in (list, tuple, dict):
-        return None
-    items: dict[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
-    looks = {key: found for key, item in items.items() if (found := look(item)) is not None}
-    if not looks:
-        return None
-    reads = {key: looks.get(key) or partial(lambda same: same, item) for key, item in items.items()}
-    return LiveDict(reads) if isinstance(value, dict) else LiveList(list(reads.values()))
 
 
 class LiveList(Sequence[Any]):

@@ -104,8 +104,7 @@ class FullyShard(FSDP2Engine):
 
 def skip_layers(root: nn.Module) -> None:
     """Let Hugging Face's models leave out layers at random (LayerDrop) as under other engines. By torch's mark of
-    sharded modules many run all of them, as ranks might leave out others, which is refused here. What generates, which
-    goes by the mark too, keeps it.
+    sharded modules many run all, as ranks might leave out others, which is refused here. What generates keeps the mark.
     """
     for module in root.modules():
         config = getattr(module, "config", None)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -61,9 +61,9 @@ def probe(
 ) -> Needs:
     """What the step of ``optimizer`` needs, seen on copies of it that step made-up tensors, full and in parts, together
     and apart; where it steps DTensors also on such. All ranks call it; nothing live and no random number changes.
-    ``dtype``: the master weights'. ``alone``: each rank steps all parameters, which may be coupled then. ``device``:
-    where the run computes. ConfigurationError: the step couples parameters, draws random numbers in fp32 or under
-    ``aligned``, or can't be tried.
+    ``dtype``: the masters'. ``alone``: each rank steps all parameters, maybe coupled. ``device``: where the run
+    computes. ConfigurationError: the step couples parameters, draws random numbers in fp32 or under ``aligned``, or
+    can't be tried.
     """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return Needs()
@@ -141,8 +141,8 @@ def _try(
         if needs.draws:
             return needs
         first = [pair[0] for pair in gradients]
-        same = not shape or _same_in_parts(tried.step, tried.full, values[0], first, exact=exact)
-        if not tried.insides and same and _takes_shards(tried.step, group, dtype):
+        same = not shape or _same_in_parts(tried.step, tried.stepped.values[0], values[0], first, exact=exact)
+        if not tried.stepped.insides and same and _takes_shards(tried.step, group, dtype):
             return needs
         if needs.again:
             raise ConfigurationError(
@@ -152,8 +152,7 @@ def _try(
         return replace(needs, full=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stepped:
+class _Stepped(NamedTuple):
     """What some steps of a copy led to."""
 
     values: list[Tensor]
@@ -161,13 +160,11 @@ class _Stepped:
     again: bool  # Whether a closure was called twice in a step, or after a change of values.
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tried:
+class _Tried(NamedTuple):
     """What two tensors of one shape got, stepped together and each alone."""
 
     step: Callable[..., _Stepped]  # Steps a copy, with a closure if it needs one.
-    full: Tensor  # The first one after the steps.
-    insides: bool  # As of `_Stepped`.
+    stepped: _Stepped  # Both together.
     coupled: bool
     needs: Needs  # Without what parts show.
 
@@ -196,7 +193,7 @@ def _compared(step: Callable[..., _Stepped], values: list[Tensor], gradients: li
     apart = [step([values[i]], [[pair[i]] for pair in gradients]).values[0] for i in range(2)]
     coupled = not all(map(_equal, stepped.values, apart))
     needs = Needs(loss=asks or reads, again=again, draws=draws)
-    return _Tried(step=step, full=stepped.values[0], insides=stepped.insides, coupled=coupled, needs=needs)
+    return _Tried(step, stepped, coupled, needs)
 
 
 def _refuse_unsharded(optimizer: Optimizer, tried: _Tried, *, exact: bool) -> None:
@@ -249,7 +246,7 @@ def _stepped(
         step(copy, *([] if closure is None else [closure]))
         again |= closure is not None and closure.again
     insides = not _of_elements(copy.state, values[0].shape)  # of several, all have one shape
-    return _Stepped(values=[tensor.detach() for tensor in tensors], insides=insides, again=again)
+    return _Stepped([tensor.detach() for tensor in tensors], insides, again)
 
 
 def _of_elements(state: Any, shape: torch.Size) -> bool:

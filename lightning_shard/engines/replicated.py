@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -149,10 +149,12 @@ def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
     ahead(optimizer)
     after()
     handles = [optimizer.register_step_pre_hook(ahead), optimizer.register_step_post_hook(after)]
-    closing = ExitStack()
-    for handle in handles:
-        closing.callback(handle.remove)
-    return closing.close
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 @torch.no_grad()

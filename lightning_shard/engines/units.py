@@ -202,8 +202,7 @@ def ignored_parameters(
 ) -> tuple[list[nn.Module], Callable[[], dict[nn.Parameter, None]]]:
     """The modules of the named classes, and a function, as materialisation replaces parameters, that reads those that
     FSDP is to leave alone: the modules' own, those of torchmetrics (a metric's own network is no part of the model),
-    and 0-d ones; as the keys of a dict, so that all ranks reduce them in one order. WrappingError: a name matches
-    nothing.
+    and 0-d ones; a dict's keys, so that all ranks reduce them in one order. WrappingError: a name matches nothing.
     """
     modules = of_classes(root, class_names, "ignored_modules")
     tops = [*modules, *(m for m in root.modules() if isinstance(m, Metric))]
@@ -341,18 +340,10 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 def _homes(root: nn.Module, units: dict[str, nn.Module]) -> dict[nn.Parameter, set[str]]:
     """The innermost units ("": none) through which each parameter is reached, on every path from ``root``."""
     names = {module: fqn for fqn, module in units.items()}
+    home = {"": ""}  # By path.
     homes: dict[nn.Parameter, set[str]] = defaultdict(set)
-    seen: set[tuple[nn.Module, str]] = set()
-
-    def visit(module: nn.Module, home: str) -> None:
-        home = names.get(module, home)
-        if (module, home) in seen:
-            return
-        seen.add((module, home))
+    for path, module in root.named_modules(remove_duplicate=False):
+        home[path] = names.get(module, home[path.rpartition(".")[0]])
         for parameter in module.parameters(recurse=False):
-            homes[parameter].add(home)
-        for child in module.children():
-            visit(child, home)
-
-    visit(root, "")
+            homes[parameter].add(home[path])
     return homes

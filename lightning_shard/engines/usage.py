@@ -39,6 +39,7 @@ class Usage:
         """Begin to look at ``names``; with ``always`` ranks tell each other in every step, which waits for all."""
         self._names = frozenset(names)
         self.used: dict[str, None] = {}  # What this rank has used in this step, in the order in which gradients came.
+        self.now: set[str] = set()  # What has a gradient since somebody emptied this.
         self.watched: set[str] = set()  # Of which it is known whether a step uses them.
         self._steps = 0
         self._last: list[Set[str]] = []
@@ -48,8 +49,13 @@ class Usage:
 
     def watch(self, fqn: str, parameter: Tensor) -> Callable[[], None]:
         """Note the backward passes that reach ``parameter``; returns what ends that."""
+
+        def note(gradient: Tensor) -> None:
+            self.used[fqn] = None
+            self.now.add(fqn)
+
         self.watched.add(fqn)
-        handle: Any = parameter.register_hook(lambda gradient: self.used.update({fqn: None}))
+        handle: Any = parameter.register_hook(note)
         return lambda: handle.remove()
 
     def so_far(self, gradients: Mapping[str, Accumulated], begin: Collection[str]) -> dict[str, Accumulated]:
@@ -70,9 +76,9 @@ class Usage:
         return self._last[0] if self.settled else frozenset()
 
     def finish(self, used: Iterable[str] = ()) -> Set[str]:
-        """End a step; returns what of ``used``, or of what was noted, no rank used. All ranks call it and communicate
-        in the first steps, and where `varies`. ConfigurationError: it uses others than the first ones, which were
-        the same.
+        """End a step; returns what of ``used``, or of what was noted, no rank used. All ranks call it, and communicate
+        in the first ones and where `varies`. ConfigurationError: it uses others than the first ones, which were the
+        same.
         """
         here = self._names.difference(self.used, used)
         self.used.clear()

@@ -184,8 +184,12 @@ class WholeSteps:
         self, buckets: Iterable[list[int]], sent: Mapping[int, Tensor] | Sequence[Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
         """Send shards to the owners; what this rank owns, each bucket freed with its turn."""
-        for bucket, full in _overlapped((b, self._to_owners(b, sent)) for b in buckets):
-            yield from self._put_together(bucket, full)
+        for bucket, shards in _overlapped((b, self._to_owners(b, sent)) for b in buckets):
+            mine = self._own_of(bucket)
+            rows = [self._owned[index].lengths for index in mine]
+            pieces = shards.split([lengths[rank] for rank in range(self._size) for lengths in rows])
+            for place, index in enumerate(mine):
+                yield index, torch.cat(pieces[place :: len(mine)]).view(self._shards[index].shape)
 
     def _to_owners(self, bucket: Sequence[int], sent: Mapping[int, Tensor] | Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""
@@ -214,14 +218,6 @@ class WholeSteps:
             return received.to(like.device)
 
         return wait
-
-    def _put_together(self, bucket: Sequence[int], shards: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """What this rank owns, from its shards as `_to_owners` receives them."""
-        mine = self._own_of(bucket)
-        rows = [self._owned[index].lengths for index in mine]
-        pieces = shards.split([lengths[rank] for rank in range(self._size) for lengths in rows])
-        for place, index in enumerate(mine):
-            yield index, torch.cat(pieces[place :: len(mine)]).view(self._shards[index].shape)
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -30,8 +30,7 @@ OBSERVERS: list[Callable[[nn.Module], None]] = []
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it, fp64 too, in ``dtype``, of tuples, lists, dicts, dataclasses and
     their subclasses (named tuples, Hugging Face outputs). A container in which nothing changes is itself returned, so
-    that a module can still write to it. A tensor that occurs twice is cast once: ``nn.MultiheadAttention`` computes
-    otherwise then.
+    that a module can still write to it. A tensor that occurs twice is cast once: ``nn.MultiheadAttention`` asks for it.
     """
     done: dict[Tensor, Tensor] = {}
 
@@ -53,7 +52,7 @@ def rebuilt(value: Any, wants: Callable[[Tensor], bool], make: Callable[[Tensor]
         return value
     if isinstance(value, tuple | list):
         items = [rebuilt(item, wants, make) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return getattr(value, "_make", type(value))(items)
     changed = copy(value)
     if isinstance(value, dict):
         for key, item in value.items():
@@ -89,11 +88,10 @@ def install_casts(
     float8: Float8 | None = None,
 ) -> Callable[[], None]:
     """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``; the result
-    takes it back. Some modules have another dtype, ``inside``. ``root`` itself, whose methods are the user's own code,
-    and torchmetrics are left out. Modules with running statistics compute in fp32 instead. Parameters of ``whole``
-    modules, which no engine casts, are cast for the time of their forward. ``output`` is what ``root``'s own code
-    receives floating outputs of modules in (None: as computed); between modules ``dtype`` stays. ``float8``: which
-    modules multiply in float8.
+    takes it back. Some modules have another dtype, ``inside``. ``root`` itself, whose methods are the user's code, and
+    torchmetrics are left out. Modules with running statistics compute in fp32. Parameters of ``whole`` modules, which
+    no engine casts, are cast for their forward. ``output`` is what ``root``'s own code receives floating outputs of
+    modules in (None: as computed); between modules ``dtype`` stays. ``float8``: which modules multiply in float8.
     """
     _refuse_fp32_parametrizations(root, dtype)
     undo: list[Callable[[], None]] = []
@@ -374,8 +372,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Replace every trainable floating parameter under ``root``, plain or DTensor, by one of ``dtype``, ties kept,
-    before an optimizer is built and before FSDP's lazy initialisation. Returns the FQN of each that changed, with its
-    old dtype.
+    before an optimizer is built and before FSDP's lazy initialisation. FQN and old dtype of those that changed.
     """
     names = parameter_names(root)
     cast = {p for p in names if p.requires_grad and p.is_floating_point() and p.dtype != dtype}

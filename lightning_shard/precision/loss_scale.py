@@ -2,8 +2,8 @@
 and the minimum of Megatron-LM and DeepSpeed.
 
 fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale, a power of two, before backward and the fp32
-gradients are divided by it. When one of any rank is inf or NaN, every rank skips the step and the scale falls; after
-enough good steps it rises.
+gradients are divided by it. When one of any rank is inf or NaN, every rank skips the step and the scale falls; it rises
+after enough good ones.
 """
 
 import math

@@ -1,8 +1,8 @@
 """What users do to ``parameter.grad`` in a fit of stages 1 to 3, where it is None and DeepSpeed has the gradients.
 
 Dropping them (``zero_grad``, ``parameter.grad = None``) is followed or refused, changes are refused, and what only
-reads is told so. The class of parameters has a property for it while a fit lasts, and that of the flat masters, which
-the optimizer's groups show.
+reads is told so. While a fit lasts the class of parameters has a property for it, and that of the flat masters in the
+groups.
 """
 
 import inspect
@@ -36,9 +36,7 @@ class GradientUses:
         groups: Sequence[FlatGroup],
         dropped: Callable[[str], None],
     ) -> None:
-        """``strategy`` is for messages; ``names`` has what is stepped, and ``groups`` the masters; ``dropped`` is told
-        whose gradient goes.
-        """
+        """``names`` has what is stepped, ``groups`` the masters; ``dropped`` is told whose gradient goes."""
         self._strategy, self._dropped = strategy, dropped
         self._masters = [group.flat for group in groups]
         self._parameters = list(names)  # Else an id could become another's.

@@ -63,22 +63,19 @@ def problem_with(folder: Path, *, rank: int) -> str | None:
     parent = folder.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_directly(folder / f"try-{rank}")
+        path = folder / f"try-{rank}"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
+        try:
+            # Anonymous mappings begin at a page, as O_DIRECT needs it.
+            with mmap.mmap(-1, 4096) as block:
+                os.write(file, block)
+        finally:
+            os.close(file)
+            path.unlink()
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         return f"nvme_path is {str(parent)!r}, but files can't be written there ({error.strerror or error})"
     return None
-
-
-def _write_directly(path: Path) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
-    try:
-        # Anonymous mappings begin at a page, as O_DIRECT needs it.
-        with mmap.mmap(-1, 4096) as block:
-            os.write(file, block)
-    finally:
-        os.close(file)
-        path.unlink()
 
 
 def warn_of_lock() -> None:

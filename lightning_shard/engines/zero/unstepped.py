@@ -38,11 +38,7 @@ class Unstepped:
         # Sums over micro-batches that lie on the host go into the step with the gradient of the last one, and keep the
         # last step's where the first has none (``async_accumulate_grad_in_cpu_via_gpu``).
         self._first: Set[str] | None = None  # What the first micro-batch of this step has used.
-        self._now: set[str] = set()  # What the present one has.
         self._sums_on_host = running.stage > 0 and layout.is_offloaded(running.zero)
-        for fqn, parameter in parameters.items() if self._sums_on_host else ():
-            handle: Any = parameter.register_hook(lambda _, fqn=fqn: self._now.add(fqn))
-            self._closing.callback(handle.remove)
         # Without it all gradients are reduced, zeros where there is none.
         self._compares = reduce = getattr(running.zero, "independent_gradient_partition_epilogue", None)
         if reduce:
@@ -55,9 +51,9 @@ class Unstepped:
 
     def after_micro_batch(self) -> None:
         """ConfigurationError: with the optimizer on the host, micro-batches of a step use different parameters."""
-        now, self._now = self._now, set()
+        now, self.usage.now = self.usage.now, set()
         self._first = now if self._first is None else self._first
-        if other := self._first ^ now:
+        if self._sums_on_host and (other := self._first ^ now):
             raise ConfigurationError(
                 f"Not all micro-batches of a step use {listed(sorted(other))}, but with the optimizer on the "
                 "host DeepSpeed steps parameters with what the last micro-batch adds to their sums. Use "

@@ -99,9 +99,9 @@ class Recorder:
         self._outside = set(outside_graphs(self._root))
         for module in self._outside:
             # Functions: a copy of the module, as MetricTracker makes some, would copy what a method is bound to.
-            self._undo.append(module.register_forward_pre_hook(lambda *seen: self._see(*seen)).remove)
-            # Ahead of ZeRO-3's hook, which reshards what the module has read.
-            self._undo.append(module.register_forward_hook(lambda *seen: self._see_read(*seen), prepend=True).remove)
+            self._undo.append(module.register_forward_pre_hook(lambda module, _: self._see(module)).remove)
+            # Ahead of ZeRO-3's hook, which reshards what the module has read of modules below it.
+            self._undo.append(module.register_forward_hook(lambda *of: self._see_below(of[0]), prepend=True).remove)
         self._undo += [optimizer.register_step_post_hook(self._step).remove for optimizer in self._optimizers]
         casting.OBSERVERS.append(self._see_inside)
         self._undo.append(lambda: casting.OBSERVERS.remove(self._see_inside))
@@ -117,22 +117,18 @@ class Recorder:
         for kept in (self._forward, self._products, self._backward, self._places, self._watched):
             kept.clear()
 
-    def _see(self, module: nn.Module, args: Any) -> None:
+    def _see(self, module: nn.Module) -> None:
         self._see_inside(module)
         # For those that are read by a module around them, or compiled into one. Engines gather others later.
+        self._see_below(module)
+
+    def _see_below(self, module: nn.Module) -> None:
         for place, tensor in self._seen_below(module):
             if not isinstance(tensor, DTensor):
                 self._forward.setdefault(place, tensor.dtype)
                 self._watch(place, tensor)
             if place[0] not in self._outside:
                 self._see_product(place[0])
-
-    def _see_read(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note how a module saw parameters of modules below it that it has read itself, and ZeRO-3 gathered for it."""
-        for place, tensor in self._seen_below(module):
-            if place not in self._forward and hasattr(tensor, _STATUS):
-                self._forward[place] = tensor.dtype
-                self._watch(place, tensor)
 
     def _seen_below(self, module: nn.Module) -> list[tuple[Place, Tensor]]:
         """The places of parameters that can be read without a change to how the engine goes on, and what is there."""

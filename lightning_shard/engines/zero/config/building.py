@@ -23,8 +23,7 @@ NVME_BUFFER = 100_000_000  # DeepSpeed's default for one buffer of parameters fr
 def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]:
     """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call. It never
     clips (``gradient_clipping`` 0) nor scales the loss: this package's own formulas do. ``fields`` passed
-    `check_fields`. One ConfigurationError has every value that contradicts the run; PrecisionError: a policy that can't
-    be with these fields.
+    `check_fields`. One ConfigurationError has all that contradicts the run; PrecisionError: a policy that can't be.
     """
     problems: list[str] = []
     config = merge(fields, problems)
