@@ -25,22 +25,19 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 USES = {
     "_lightning/callbacks.py": (
         "callbacks that average weights, what a summary counts, what a run resumes from, links",
-        "_average_model _checkpoint_connector _clear_schedulers _copy_average_to_current _device _every_n_train_steps"
-        " _init_n_averaged _kwargs _latest_update_epoch _link_checkpoint _max_depth _monitor_candidates"
-        " _save_last_checkpoint _save_topk_checkpoint _scheduler_state _should_skip_saving_checkpoint _skip_backward"
-        " _store _summary _swap_models _use_buffers",
+        "_average_model _checkpoint_connector _copy_average_to_current _device _every_n_train_steps"
+        " _link_checkpoint _max_depth _monitor_candidates _save_last_checkpoint _save_topk_checkpoint"
+        " _scheduler_state _should_skip_saving_checkpoint _skip_backward _store _summary _swap_models",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers, a fit's way back to a checkpoint",
-        "_apply_batch_transfer_handler _checkpoint_connector _combined_loader _combined_loader_states_to_load"
-        " _data_connector _data_fetcher _data_source _last_train_dl_reload_epoch _mode _prepare_dataloader"
-        " _requires_distributed_sampler _sampler",
+        "_checkpoint_connector _combined_loader _data_connector _data_source _last_train_dl_reload_epoch _mode"
+        " _prepare_dataloader _requires_distributed_sampler _sampler",
     ),
     "_lightning/loops.py": (
         "the loops' counters; gradient accumulation; whether validation is due; signal handlers, the end of a run",
         "_broadcast_sigterm_tensor _can_stop_early _combined_loader_states_to_load _current_fx_name _data_fetcher"
-        " _is_training_done _num_ready_batches_reached _restarting _should_accumulate _should_check_val_fx"
-        " _signal_connector _skip_next_val _val_check_time_interval",
+        " _should_accumulate _should_check_val_fx _signal_connector _skip_next_val _val_check_time_interval",
     ),
     "_lightning/messages.py": (
         "who asked for a message, modules that are compiled",
@@ -51,11 +48,11 @@ USES = {
         "_AcceleratorConnector _CheckpointConnector _DataConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop"
         " _LoggerConnector _Loop _SignalConnector _TrainingEpochLoop _update_dataloader",
     ),
-    "_lightning/optimizers.py": ("optimizers as users see them", "_MockOptimizer _to_lightning_optimizer"),
+    "_lightning/optimizers.py": ("optimizers as users see them", "_MockOptimizer"),
     "_lightning/processes.py": (
         "launchers, the process group, the module's device",
         "_MultiProcessingLauncher _SubprocessScriptLauncher _destroy_dist_connection _device_mesh"
-        " _init_dist_connection _layer_sync _set_num_threads_if_needed _sync_ddp_if_available _update_properties",
+        " _init_dist_connection _set_num_threads_if_needed _sync_ddp_if_available _update_properties",
     ),
     "_lightning/results.py": (
         "logged values across a resume, and which loggers draw a graph",
@@ -177,7 +174,7 @@ NOT_REQUIRED = {
     "_reduce_states": "metrics of every version that may be installed",
 }
 
-_BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "replace", "restore"}
+_BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "replace", "restore", "wrap"}
 
 
 def is_private(name: str) -> bool:

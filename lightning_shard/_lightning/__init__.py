@@ -6,12 +6,13 @@ these, `registry` answers for ``StrategyRegistry.available_strategies`` and ``lo
 process lives.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
 from lightning.pytorch.strategies import ParallelStrategy
@@ -33,14 +34,12 @@ _REQUIRED = (
     (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
     (stock.BaseFinetuning, "_store"),
     (CombinedLoader, "_mode"),
-    (LightningModule, "_apply_batch_transfer_handler _compiler_ctx _current_fx_name _device_mesh"),
-    (LightningOptimizer, "_to_lightning_optimizer"),
+    (LightningModule, "_compiler_ctx _current_fx_name _device_mesh"),
     (stock.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _monitor_candidates"),
     (stock.ModelCheckpoint, "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint"),
     (stock.ModelSummary, "_summary _max_depth"),
-    (stock.StochasticWeightAveraging, "_average_model _clear_schedulers _device _init_n_averaged"),
-    (stock.StochasticWeightAveraging, "_latest_update_epoch _scheduler_state"),
-    (stock.WeightAveraging, "_average_model _copy_average_to_current _device _kwargs _swap_models _use_buffers"),
+    (stock.StochasticWeightAveraging, "_average_model _device _scheduler_state"),
+    (stock.WeightAveraging, "_average_model _copy_average_to_current _device _swap_models"),
     (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
     (_AcceleratorConnector, "_check_and_init_precision strategy"),
@@ -53,9 +52,8 @@ _REQUIRED = (
     (_LoggerConnector, "_callback_metrics _first_loop_iter"),
     (_Loop, "_restarting"),
     (_SignalConnector, "register_signal_handlers teardown"),
-    (_TrainingEpochLoop, "_batches_that_stepped _broadcast_sigterm_tensor _is_training_done _skip_next_val"),
-    (_TrainingEpochLoop, "_num_ready_batches_reached _results _should_accumulate _should_check_val_fx"),
-    (_TrainingEpochLoop, "on_advance_end update_lr_schedulers"),
+    (_TrainingEpochLoop, "_batches_that_stepped _broadcast_sigterm_tensor _results _skip_next_val"),
+    (_TrainingEpochLoop, "_should_accumulate _should_check_val_fx on_advance_end update_lr_schedulers"),
 )
 for _owner, _names in _REQUIRED:
     require(_owner, _names)
@@ -123,6 +121,10 @@ class Replacements:
             return
         self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
         vars(owner)[name] = value
+
+    def wrap(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Let ``owner.name(...)`` be ``call(what it was, ...)``; `replace` with one that calls what was there."""
+        self.replace(owner, name, partial(call, getattr(owner, name)))
 
     def restore(self, owner: Any = None, name: str = "") -> None:
         """Put back what was replaced, the last first; with ``owner`` and ``name`` that attribute alone, if it was."""

@@ -17,21 +17,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_shard._lightning import Replacements
 from lightning_shard._lightning.loops import should_accumulate
 
 
-def callbacks(trainer: Trainer) -> list[Callback]:
-    """The Trainer's callbacks, an attribute that its class does not declare."""
-    return list(vars(trainer)["callbacks"])
+def callbacks(trainer: Trainer, kind: Any = object) -> list[Any]:
+    """The Trainer's callbacks of a class, or of one of several; its own class does not declare the attribute."""
+    return [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, kind)]
 
 
 def watches_zero_grad(trainer: Trainer) -> bool:
     """Whether the module or a callback has a hook that Lightning calls where it drops gradients, or does so itself."""
-    module = trainer.lightning_module
-    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    module, hooks = trainer.lightning_module, ("on_before_zero_grad", "optimizer_zero_grad")
     return any(is_overridden(hook, module) for hook in hooks) or any(
         is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in callbacks(trainer)
     )
@@ -44,16 +42,14 @@ def count_sharded_parameters(replacements: Replacements, trainer: Trainer) -> No
         sharded = any(hasattr(p, "ds_numel") for p in module.parameters())
         return (DeepSpeedSummary if sharded else summarize)(module, max_depth=depth)
 
-    for callback in callbacks(trainer):
-        if isinstance(callback, stock.ModelSummary):
-            replacements.replace(callback, "_summary", partial(summary, callback._max_depth))
+    for callback in callbacks(trainer, stock.ModelSummary):
+        replacements.replace(callback, "_summary", partial(summary, callback._max_depth))
 
 
 def leave_flat_groups_unnamed(replacements: Replacements, trainer: Trainer) -> None:
     """Let callbacks that freeze before the fit not look for the names of what is in an optimizer's groups."""
-    for callback in callbacks(trainer):
-        if isinstance(callback, stock.BaseFinetuning):
-            replacements.replace(callback, "_store", lambda *_: None)
+    for callback in callbacks(trainer, stock.BaseFinetuning):
+        replacements.replace(callback, "_store", lambda *_: None)
 
 
 _TRAINABLE = "trainable_parameters"
@@ -61,7 +57,7 @@ _TRAINABLE = "trainable_parameters"
 
 def thawed(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint says of which parameters are trainable, where callbacks freeze and thaw."""
-    if not any(isinstance(callback, stock.BaseFinetuning) for callback in callbacks(trainer)):
+    if not callbacks(trainer, stock.BaseFinetuning):
         return {}
     named = trainer.lightning_module.named_parameters()
     return {_TRAINABLE: [name for name, parameter in named if parameter.requires_grad]}
@@ -72,8 +68,8 @@ def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     groups before it restores under engines what they follow from, and thaws nothing.
     """
     states = checkpoint.get("callbacks", {})
-    for callback in callbacks(trainer):
-        if isinstance(callback, stock.BaseFinetuning) and callback.state_key in states and _TRAINABLE in checkpoint:
+    for callback in callbacks(trainer, stock.BaseFinetuning):
+        if callback.state_key in states and _TRAINABLE in checkpoint:
             callback.load_state_dict(states[callback.state_key])
             callback.on_fit_start(trainer, trainer.lightning_module)
             for name, parameter in trainer.lightning_module.named_parameters():
@@ -85,7 +81,7 @@ def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
     ranks save together, and after an error the others may be anywhere. One says why it can't save.
     """
 
-    def on_exception(save: Any, name: str, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
+    def on_exception(save: Any, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
         reason = f"rank {trainer.global_rank} can't know where the others are" if trainer.world_size > 1 else ""
         try:
             if not reason:
@@ -94,14 +90,12 @@ def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
             reason = str(failed)
         if reason and trainer.global_step:
             rank_zero_warn(
-                f"{name} saved nothing after {type(error).__name__}: {reason}. Resume from the last checkpoint of a "
-                "ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
+                f"{type(save.__self__).__name__} saved nothing after {type(error).__name__}: {reason}. Resume from the "
+                "last checkpoint of a ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
             )
 
-    for callback in callbacks(trainer):
-        if isinstance(callback, stock.Checkpoint):
-            save, name = callback.on_exception, type(callback).__name__
-            replacements.replace(callback, "on_exception", partial(on_exception, save, name))
+    for callback in callbacks(trainer, stock.Checkpoint):
+        replacements.wrap(callback, "on_exception", on_exception)
 
 
 def let_checkpoints_wait(
@@ -111,25 +105,18 @@ def let_checkpoints_wait(
     its path is taken. ``link`` links the second path to the first once that is full; all ranks call it.
     """
 
-    def follow(callback: stock.ModelCheckpoint) -> None:
-        exists_already, link_now = callback.file_exists, callback._link_checkpoint
+    def file_exists(exists: Callable[..., bool], filepath: Any, trainer: Trainer) -> bool:
+        return exists(filepath, trainer) or is_writing(os.fspath(filepath))  # the first is a collective
 
-        def file_exists(filepath: Any, trainer: Trainer) -> bool:
-            exists = exists_already(filepath, trainer)  # a collective
-            return exists or is_writing(os.fspath(filepath))
+    def link_checkpoint(link_now: Callable[..., None], trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if is_writing(filepath):
+            link(filepath, linkpath)
+        else:
+            link_now(trainer, filepath, linkpath)
 
-        def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-            if is_writing(filepath):
-                link(filepath, linkpath)
-            else:
-                link_now(trainer, filepath, linkpath)
-
-        replacements.replace(callback, "file_exists", file_exists)
-        replacements.replace(callback, "_link_checkpoint", link_checkpoint)
-
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, stock.ModelCheckpoint):
-            follow(callback)
+    for callback in callbacks(trainer, stock.ModelCheckpoint):
+        replacements.wrap(callback, "file_exists", file_exists)
+        replacements.wrap(callback, "_link_checkpoint", link_checkpoint)
 
 
 def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
@@ -182,36 +169,32 @@ def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Calla
 
     after_module_batch = _after_module(replacements, trainer, "on_train_batch_end")
     after_module_validation = _after_module(replacements, trainer, "on_validation_end")
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, stock.ModelCheckpoint):
-            follow(callback)
+    for callback in callbacks(trainer, stock.ModelCheckpoint):
+        follow(callback)
 
 
 def _after_module(replacements: Replacements, trainer: Trainer, hook: str) -> Callable[..., None]:
     """A function that calls what it is given after the module's own ``hook``: Lightning calls callbacks before it."""
     module, waiting = trainer.lightning_module, list[Callable[[], None]]()
-    own = getattr(module, hook)
 
-    def module_hook(*batch: Any, **more: Any) -> None:
+    def module_hook(own: Callable[..., None], *batch: Any, **more: Any) -> None:
         own(*batch, **more)
         while waiting:
             waiting.pop(0)()
 
     if not is_overridden(hook, module):
         return lambda call, *args, **more: call(*args, **more)
-    replacements.replace(module, hook, module_hook)
+    replacements.wrap(module, hook, module_hook)
     return lambda call, *args, **more: waiting.append(partial(call, *args, **more))
 
 
 def choose_checkpoint(replacements: Replacements, trainer: Trainer, choose: Callable[[Any], Any]) -> None:
     """Resume from ``choose(ckpt_path)``, None for nothing, where Lightning would resume from ``ckpt_path``."""
-    connector = trainer._checkpoint_connector
-    start = connector.resume_start
 
-    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+    def resume_start(start: Callable[..., None], checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         start(choose(checkpoint_path), weights_only=weights_only)
 
-    replacements.replace(connector, "resume_start", resume_start)
+    replacements.wrap(trainer._checkpoint_connector, "resume_start", resume_start)
 
 
 _HOOKS = {stock.WeightAveraging: ("setup", "on_load_checkpoint"), stock.StochasticWeightAveraging: ("setup",)}
@@ -227,7 +210,7 @@ class Average:
 
 
 def averaging_callbacks(trainer: Trainer) -> list[Any]:
-    return [c for c in callbacks(trainer) if isinstance(c, tuple(_HOOKS))]
+    return callbacks(trainer, tuple(_HOOKS))
 
 
 def averages_place(callbacks: Any) -> str | None:
@@ -235,14 +218,19 @@ def averages_place(callbacks: Any) -> str | None:
     given = callbacks if isinstance(callbacks, list) else [callbacks]
     for callback in given:
         if isinstance(callback, tuple(_HOOKS)):
-            return "host" if str(vars(callback)["_device"]).startswith("cpu") else "beside"
+            return "host" if str(_device(callback)).startswith("cpu") else "beside"
     return None
+
+
+def _device(callback: Any) -> torch.device | str | None:
+    """Where a callback is asked to keep averages."""
+    return callback._device
 
 
 def evaluates_average(trainer: Trainer) -> bool:
     """Whether a checkpoint's averages are evaluated, as those of Lightning's are, and not its weights."""
     fitting = trainer.state.fn == TrainerFn.FITTING
-    return not fitting and any(isinstance(c, stock.WeightAveraging) for c in callbacks(trainer))
+    return not fitting and bool(callbacks(trainer, stock.WeightAveraging))
 
 
 def collects_statistics(trainer: Trainer) -> bool:
@@ -252,17 +240,16 @@ def collects_statistics(trainer: Trainer) -> bool:
 
 def accumulate_as_scheduled(trainer: Trainer) -> None:
     """Have ``GradientAccumulationScheduler`` give its number of batches in mid-epoch too, which Lightning forgets."""
-    for callback in callbacks(trainer):
-        if isinstance(callback, stock.GradientAccumulationScheduler):
-            callback.on_train_epoch_start(trainer)
+    for callback in callbacks(trainer, stock.GradientAccumulationScheduler):
+        callback.on_train_epoch_start(trainer)
 
 
 def go_on_in_mid_epoch(trainer: Trainer) -> None:
     """Have ``StochasticWeightAveraging`` make its scheduler in mid-epoch too; learning rates stay the checkpoint's."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return
-    for callback in averaging_callbacks(trainer):
-        if isinstance(callback, stock.StochasticWeightAveraging) and callback._scheduler_state is not None:
+    for callback in callbacks(trainer, stock.StochasticWeightAveraging):
+        if callback._scheduler_state is not None:
             groups = trainer.optimizers[0].param_groups
             kept = [(group["lr"], group.get("initial_lr")) for group in groups]
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
@@ -279,19 +266,17 @@ def own_averaging_hooks(callback: Callback) -> list[str]:
 def recount_averages(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """In a fit that goes back to ``checkpoint``, count updates of averages from there on."""
     for callback in averaging_callbacks(trainer):
-        state = checkpoint.get("callbacks", {}).get(callback.state_key)
-        if state is not None and isinstance(callback, stock.WeightAveraging):
-            callback.load_state_dict(state)
-        elif state is not None and callback.n_averaged is not None:
-            callback.n_averaged.fill_(state["n_averaged"])
-            callback._latest_update_epoch = state["latest_update_epoch"]
+        if (state := checkpoint.get("callbacks", {}).get(callback.state_key)) is not None:
+            type(callback).load_state_dict(callback, state)  # the class's: the schedule that goes on stays
+            if getattr(callback, "n_averaged", None) is not None:
+                callback.n_averaged.fill_(state["n_averaged"])
 
 
 def leave_out_copies(replacements: Replacements, trainer: Trainer) -> None:
     """Before the callbacks are set up: keep them from copying the module, and from loading what is in no state dict."""
-    for callback in averaging_callbacks(trainer):
-        for cls, names in _HOOKS.items():
-            for name in names if isinstance(callback, cls) else ():
+    for cls, names in _HOOKS.items():
+        for callback in callbacks(trainer, cls):
+            for name in names:
                 replacements.replace(callback, name, lambda *args, **kwargs: None)
 
 
@@ -305,57 +290,60 @@ class _Count(int):
         return _Count(int(self) + more)
 
 
-class _Average(AveragedModel):
-    """torch's average of what ``current`` gives, whatever module it is asked for."""
-
-    n_averaged: Any
-
-    def __init__(self, current: Callable[[], nn.Module], device: Any, **options: Any) -> None:
-        super().__init__(current(), device, **options)
-        del self.n_averaged
-        self.n_averaged = _Count(0)
-        self._current = current
-
-    def update_parameters(self, model: nn.Module) -> None:
-        super().update_parameters(self._current())
-
-
 Current = Callable[[], nn.Module]
 Write = Callable[..., None]
+
+
+class _InItsPlace(LightningModule):
+    """What a callback is set up with in the module's place, and makes its average of: a copy of ``current``."""
+
+    device = None  # type: ignore[assignment] # each box of it stays where it is, unless the callback has a device
+
+    def __init__(self, current: Current) -> None:
+        super().__init__()
+        self.current = current
+
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        return deepcopy(self.current())
 
 
 def average_shards(replacements: Replacements, trainer: Trainer, current: Current, write: Write) -> Average:
     """Have the one averaging callback average this rank's boxes, ``current``; ``write`` has a function write there."""
     (callback,) = averaging_callbacks(trainer)
+    replacements.replace(callback, "_average_model", None)  # which it makes now, and an end of the run takes
+    type(callback).setup(callback, trainer, _InItsPlace(current), "fit")
+    average = callback._average_model
     if isinstance(callback, stock.StochasticWeightAveraging):
-        return _stochastic(replacements, trainer, callback, current, write)
-    averages = _Average(current, callback._device, use_buffers=callback._use_buffers, **callback._kwargs)
-    swap, copy = callback._swap_models, callback._copy_average_to_current
-    replacements.replace(callback, "_average_model", averages)
-    replacements.replace(callback, "_swap_models", lambda module: write(swap, swaps=True))
-    replacements.replace(callback, "_copy_average_to_current", lambda module: write(copy))
-    count, set_count = lambda: int(averages.n_averaged), lambda n: setattr(averages, "n_averaged", _Count(n))
-    return Average(shards=averages.module, has_buffers=True, count=count, set_count=set_count)
+        return _stochastic(replacements, trainer, average, current, write)
+    update, average.update_parameters = average.update_parameters, lambda module: update(current())
+    del average.n_averaged  # a buffer
+    average.n_averaged = _Count(0)
+    replacements.wrap(callback, "_swap_models", lambda swap, module: write(swap, swaps=True))
+    replacements.wrap(callback, "_copy_average_to_current", lambda copy, module: write(copy))
+    count, set_count = lambda: int(average.n_averaged), lambda n: setattr(average, "n_averaged", _Count(n))
+    return Average(shards=average.module, has_buffers=True, count=count, set_count=set_count)
 
 
-def _stochastic(replacements: Replacements, trainer: Trainer, callback: Any, current: Current, write: Write) -> Average:
-    average = deepcopy(current())
-    if callback._device is not None:
-        average.to(callback._device)
-    update, transfer, load = callback.update_parameters, callback.transfer_weights, callback.load_state_dict
+def _stochastic(replacements: Replacements, trainer: Trainer, average: Any, current: Current, write: Write) -> Average:
+    (callback,) = callbacks(trainer, stock.StochasticWeightAveraging)
+    if (device := _device(callback)) is not None:
+        average.to(device)
+    loaded = 0
 
-    def load_state_dict(state: dict[str, Any]) -> None:
+    def load_state_dict(load: Callable[..., None], state: dict[str, Any]) -> None:
+        nonlocal loaded
         load(state)
+        loaded = state["n_averaged"]
         # Lightning does so ahead of its own loading, which comes later here: a scheduler of another kind is to go on.
-        if callback._scheduler_state is not None:
-            callback._clear_schedulers(trainer)
+        if state["scheduler_state"] is not None:
+            trainer.lr_scheduler_configs.clear()
+
+    replacements.wrap(callback, "load_state_dict", load_state_dict)
+    replacements.wrap(callback, "update_parameters", lambda update, to, _, n, fn: update(to, current(), n, fn))
+    replacements.wrap(callback, "transfer_weights", lambda transfer, to, _: write(lambda into: transfer(to, into)))
 
     def count() -> int:
-        return callback._init_n_averaged if callback.n_averaged is None else int(callback.n_averaged)
+        return loaded if callback.n_averaged is None else int(callback.n_averaged)
 
-    replacements.replace(callback, "_average_model", average)
-    replacements.replace(callback, "load_state_dict", load_state_dict)
-    replacements.replace(callback, "update_parameters", lambda to, _, n, fn: update(to, current(), n, fn))
-    replacements.replace(callback, "transfer_weights", lambda to, _: write(lambda into: transfer(to, into)))
     # The callback's own state has the number.
     return Average(shards=average, has_buffers=False, count=count, set_count=lambda n: None)

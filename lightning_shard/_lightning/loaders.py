@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_shard._lightning import DatasetSamplerWrapper, Replacements, update_dataloader
-from lightning_shard._lightning.loops import settle_progress
+from lightning_shard._lightning.loops import data_fetcher, loader_states_to_load, settle_progress
 from lightning_shard.resume.loader import Draws, ResumableLoader
 from lightning_shard.resume.reachable import generators_of, module_generators
 from lightning_shard.resume.shape import KINDS, has_state, stock_type
@@ -29,9 +29,13 @@ from lightning_shard.resume.wrap import resumable
 
 def train_batch_size(trainer: Trainer) -> int | None:
     """Batch size of the training dataloader, if it was handed over as one; None where only a hook knows."""
-    source = trainer.fit_loop._data_source.instance
-    size = getattr(source, "batch_size", None)
+    size = getattr(_source(trainer.fit_loop).instance, "batch_size", None)
     return size if isinstance(size, int) else None
+
+
+def _source(loop: Any) -> Any:
+    """Where a loop's loaders come from."""
+    return loop._data_source
 
 
 def keep_order(replacements: Replacements, trainer: Trainer) -> None:
@@ -39,10 +43,9 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
     forgets the batch size of a stock ``BatchSampler``.
     """
     connector = trainer._data_connector
-    prepare = connector._prepare_dataloader
     said: list[str] = []
 
-    def prepare_dataloader(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+    def prepare_dataloader(prepare: Any, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if not isinstance(dataloader, DataLoader) or not connector._requires_distributed_sampler(dataloader):
             return prepare(dataloader, shuffle, mode)
         given: Any = dataloader.batch_sampler
@@ -63,7 +66,7 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
             vars(prepared)["batch_sampler"] = BatchSampler(dealing, given.batch_size, given.drop_last)
         return prepared
 
-    replacements.replace(connector, "_prepare_dataloader", prepare_dataloader)
+    replacements.wrap(connector, "_prepare_dataloader", prepare_dataloader)
 
 
 def _dealt(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler[Any]:
@@ -98,7 +101,7 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
     inner = dealt[0]._sampler if dealt else None
     draws = Draws(seed=_seed(), epoch=lambda: trainer.current_epoch) if sample_seeds else None
     loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner, draws=draws)
-    states = loop._combined_loader_states_to_load
+    states = loader_states_to_load(trainer)
     if loop.is_resuming and not loop.restarting and states and has_state(loader):
         state = states.pop(0)
         if loader is not dataloader and state.get("kind") in KINDS:
@@ -106,16 +109,10 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
     return loader
 
 
-def make_anew(trainer: Trainer) -> None:
-    """Let the loaders that were made early, for ``estimated_stepping_batches``, be made anew with their states."""
-    trainer.fit_loop._combined_loader = None
-
-
 def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The training loaders' in the loops' part of a checkpoint; those that ended in an epoch over several stay so."""
-    loop: Any = trainer.fit_loop
-    states = loops["fit_loop"]["state_dict"].get("combined_loader", [])
-    if loop._combined_loader is None or loop._combined_loader._mode != "max_size":
+    states, loop = loops["fit_loop"]["state_dict"].get("combined_loader", []), trainer.fit_loop
+    if (combined := loop._combined_loader) is None or combined._mode != "max_size":
         return list(states)
     goes_on = not loop.epoch_loop.batch_progress.is_last_batch
     return [{**state, "spent": goes_on and state.get("finished", False)} for state in states]
@@ -125,7 +122,7 @@ def generators(trainer: Trainer) -> dict[str, Any]:
     """Name to generator of those that the module, the datamodule, callbacks and the validation's loaders draw from, and
     that no training loader saves.
     """
-    held = {"validation": trainer.fit_loop.epoch_loop.val_loop._data_source.instance, **helpers(trainer)}
+    held = {"validation": _source(trainer.fit_loop.epoch_loop.val_loop).instance, **helpers(trainer)}
     apart = [trainer, trainer.strategy]
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
         partly = isinstance(loader, ResumableLoader)
@@ -157,7 +154,7 @@ def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:
     loop = trainer.fit_loop
     if reloaded is not None:
         loop._last_train_dl_reload_epoch = reloaded
-    fetcher: Any = loop._data_fetcher
+    fetcher = data_fetcher(trainer)
     all_loaders = CombinedLoader(trainer.train_dataloader).flattened
     for loader in all_loaders:
         if hasattr(loader, "lookahead"):
@@ -218,18 +215,18 @@ def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None,
 
 def makes_loaders(trainer: Trainer) -> bool:
     """Whether the fit's loaders come from the LightningModule or a datamodule, and can be made anew."""
-    return trainer.fit_loop._data_source.is_module()
+    return bool(_source(trainer.fit_loop).is_module())
 
 
 def first_batch(trainer: Trainer) -> tuple[Any, int]:
     """The first batch of the fit's loaders, made for this alone, on the CPU; and this rank's samples, if they count."""
-    loaders = trainer.fit_loop._data_source.dataloader()
+    loaders = _source(trainer.fit_loop).dataloader()
     batch, *_ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
     dataset = getattr(loaders, "dataset", None)
     samples = len(dataset) // trainer.world_size if isinstance(dataset, Sized) else sys.maxsize
-    return trainer.lightning_module._apply_batch_transfer_handler(batch, device=torch.device("cpu")), samples
+    return trainer.strategy.batch_to_device(batch, torch.device("cpu")), samples
 
 
 def forget_loaders(trainer: Trainer) -> None:
-    """Have the fit's loaders made anew when its loop begins."""
+    """Have the fit's loaders, which ``estimated_stepping_batches`` makes early, made anew when its loop begins."""
     trainer.fit_loop._combined_loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader = None

@@ -32,10 +32,9 @@ def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> N
 
 def validate_by_one_clock(replacements: Replacements, trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
     """With ``val_check_interval`` as a time, validate when rank 0's clock says so, which all ranks ``broadcast``."""
-    loop = trainer.fit_loop.epoch_loop
-    due_here = loop._should_check_val_fx
     if getattr(trainer, "_val_check_time_interval", None) is not None:
-        replacements.replace(loop, "_should_check_val_fx", lambda fetcher: broadcast(due_here(fetcher)))
+        loop = trainer.fit_loop.epoch_loop
+        replacements.wrap(loop, "_should_check_val_fx", lambda due_here, fetcher: broadcast(due_here(fetcher)))
 
 
 def should_accumulate(trainer: Trainer) -> bool:
@@ -62,17 +61,15 @@ def prediction_batches(trainer: Trainer) -> int:
     return 0 if batches == float("inf") else int(batches)
 
 
-def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Callable[[Any], None]) -> None:
-    """Call each ``hook(data_fetcher)`` when a training batch is counted and logged, ahead of a validation after it."""
-    loop = trainer.fit_loop.epoch_loop
-    end = loop.on_advance_end
+def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Callable[[], None]) -> None:
+    """Call each hook when a training batch is counted and logged, ahead of a validation after it."""
 
-    def on_advance_end(data_fetcher: Any) -> None:
+    def on_advance_end(end: Callable[[Any], None], data_fetcher: Any) -> None:
         for hook in hooks:
-            hook(data_fetcher)
+            hook()
         end(data_fetcher)
 
-    replacements.replace(loop, "on_advance_end", on_advance_end)
+    replacements.wrap(trainer.fit_loop.epoch_loop, "on_advance_end", on_advance_end)
 
 
 Told = Callable[[str], object]
@@ -95,22 +92,20 @@ def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Tol
         named = [callback for callback in trainer.callbacks if owner and callback.state_key == name]  # type: ignore[attr-defined]
         return not named or any(is_overridden(hook, c) and not isinstance(c, ProgressBar) for c in named)
 
-    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-    start, stop = profiler.start, profiler.stop
-
-    def on_start(action_name: str) -> None:
+    def on_start(start: Told, action_name: str) -> None:
         start(action_name)
         if is_told(action_name):
             begins(action_name)
 
-    def on_stop(action_name: str) -> None:
+    def on_stop(stop: Told, action_name: str) -> None:
         if is_told(action_name):
             ends(action_name)
         stop(action_name)
 
     # Lightning calls both by name, from `profile` too.
-    replacements.replace(profiler, "start", on_start)
-    replacements.replace(profiler, "stop", on_stop)
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    replacements.wrap(profiler, "start", on_start)
+    replacements.wrap(profiler, "stop", on_stop)
 
 
 def leave_signals_alone(replacements: Replacements, trainer: Trainer) -> None:
@@ -127,17 +122,15 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable
     else is replaced; what an earlier run left is restored first.
     """
     replacements.restore()
-    connector = trainer._signal_connector
-    teardown = connector.teardown
 
-    def teardown_and_restore() -> None:
+    def teardown_and_restore(teardown: Callable[[], None]) -> None:
         try:
             for end in (teardown, *hooks):
                 end()
         finally:
             replacements.restore()
 
-    replacements.replace(connector, "teardown", teardown_and_restore)
+    replacements.wrap(trainer._signal_connector, "teardown", teardown_and_restore)
 
 
 # When a run stops
@@ -150,16 +143,31 @@ def in_validation(trainer: Trainer) -> bool:
     return fits and hook not in ("on_validation_end", "on_validation_model_train")
 
 
-def validation_follows(trainer: Trainer, fetcher: Any) -> bool:
+def data_fetcher(trainer: Trainer) -> Any:
+    """What gives the training loop its batches."""
+    return trainer.fit_loop._data_fetcher
+
+
+def validation_follows(trainer: Trainer) -> bool:
     """Whether validation is run after the batch that has just ended."""
     loop = trainer.fit_loop.epoch_loop
-    return bool(loop._should_check_val_fx(fetcher) and not loop._skip_next_val)
+    return bool(loop._should_check_val_fx(data_fetcher(trainer)) and not loop._skip_next_val)
 
 
 def nothing_follows(trainer: Trainer) -> bool:
     """Whether the epoch, or the training, ends with the batch that has just ended."""
-    loop = trainer.fit_loop
-    return bool(loop.epoch_loop._is_training_done or (trainer.should_stop and loop._can_stop_early))
+    stops = trainer.should_stop and not stop_is_due(trainer)
+    return stops or _steps_are_done(trainer) or _batches_are_done(trainer)
+
+
+def _steps_are_done(trainer: Trainer) -> bool:
+    loop = trainer.fit_loop.epoch_loop
+    return loop.max_steps != -1 and loop.global_step >= loop.max_steps
+
+
+def _batches_are_done(trainer: Trainer) -> bool:
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(batches.is_last_batch or batches.current.ready == trainer.num_training_batches)
 
 
 def stop_is_due(trainer: Trainer) -> bool:
@@ -194,14 +202,12 @@ def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[
     validation after the batch in which it saves, and the end of the epoch, for done; where one is still to come, the
     state is made that of the moment before it.
     """
-    fit_loop = trainer.fit_loop
-    loop = fit_loop.epoch_loop
-    batches: Any = loop.batch_progress.total
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     interrupted = in_validation(trainer)
     if not interrupted and batches.completed != batches.processed - 1:
         return dict(loops), False
-    validates = interrupted or validation_follows(trainer, fit_loop._data_fetcher)
-    if not validates and not loop._num_ready_batches_reached():
+    validates = interrupted or validation_follows(trainer)
+    if not validates and not _batches_are_done(trainer):
         return dict(loops), False
     state = copy.deepcopy(dict(loops))
     fit = state["fit_loop"]
@@ -232,22 +238,31 @@ def settle_progress(trainer: Trainer) -> None:
     closed = 0 < current.ready == current.started == current.processed
     if batches.is_last_batch:
         # With limit_train_batches the loader itself has more.
-        for state in loop._combined_loader_states_to_load:
+        for state in loader_states_to_load(trainer):
             if state.get("kind") in KINDS:
                 state["finished"] = True
                 # Where the epoch's end comes next a stream has nothing more to give, not even to be fetched ahead.
                 state["spent"] = state["kind"] == "iterable" and current.started == current.processed + 1
     if current.started == current.ready - 1:
         # Saved in ``on_train_epoch_start``, with the batches of the epoch before.
-        loop.epoch_loop._restarting = batches.is_last_batch = False
+        loop.epoch_loop.restarting = batches.is_last_batch = False
     elif batches.is_last_batch and closed:
-        # The fit loop's own setter would force it back on for iteration-based training.
-        Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+        _begin_epoch_anew(trainer)
     elif not batches.is_last_batch and closed and batches.current.ready > 0:
         for counter in (epochs.total, epochs.current):
             counter.processed -= 1
             counter.completed = min(counter.completed, counter.processed)
         loop.restarting = True
+
+
+def loader_states_to_load(trainer: Trainer) -> list[dict[str, Any]]:
+    """The states that the training loaders still get, one after the other."""
+    return trainer.fit_loop._combined_loader_states_to_load
+
+
+def _begin_epoch_anew(trainer: Trainer) -> None:
+    # The fit loop's own setter would force it back on for iteration-based training.
+    Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
 
 
 def count_begun_epoch(trainer: Trainer) -> None:
@@ -261,24 +276,20 @@ def count_begun_epoch(trainer: Trainer) -> None:
 
 def end_epoch(replacements: Replacements, trainer: Trainer) -> None:
     """After loading a state at the end of an epoch: run no batch, no validation, but step the epoch's schedulers."""
-    fit_loop = trainer.fit_loop
-    loop = fit_loop.epoch_loop
+    loop = trainer.fit_loop.epoch_loop
 
-    def reset() -> None:
-        # For once.
+    def reset(reset_for_once: Callable[[], None]) -> None:
         replacements.restore(loop, "reset")
-        loop.reset()
-        for restarted in (loop, fit_loop):
-            restarted._restarting = False
+        reset_for_once()
+        _begin_epoch_anew(trainer)
 
-    replacements.replace(loop, "reset", reset)
+    replacements.wrap(loop, "reset", reset)
 
 
 def settle_validation(replacements: Replacements, trainer: Trainer) -> None:
     """After loading, and before the loop runs: let a validation that is due run although the training has ended."""
-    loop = trainer.fit_loop.epoch_loop
-    if _stopped_in_validation(trainer) and loop.max_steps != -1 and loop.global_step >= loop.max_steps:
-        replacements.replace(loop, "max_steps", loop.global_step + 1)
+    if _stopped_in_validation(trainer) and _steps_are_done(trainer):
+        replacements.replace(trainer.fit_loop.epoch_loop, "max_steps", trainer.global_step + 1)
 
 
 def count_validation_anew(replacements: Replacements, trainer: Trainer) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
@@ -20,17 +19,16 @@ def is_missing_optimizer(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _MockOptimizer)
 
 
-def wrapped(optimizers: list[Optimizer], strategy: Strategy) -> list[LightningOptimizer]:
-    """The optimizers as users see them. Of one of DeepSpeed's on the host a wrapper has no ``opt_id``, by which it
-    would free the compiled state when it is dropped (``DeepSpeedCPUAdam.__del__``).
+def settle_wrappers(wrappers: list[LightningOptimizer]) -> None:
+    """Let optimizers as users see them do what those that an engine took over do. Of one of DeepSpeed's on the host a
+    wrapper has no ``opt_id``, by which it would free the compiled state when it is dropped
+    (``DeepSpeedCPUAdam.__del__``).
     """
-    wrappers = [LightningOptimizer._to_lightning_optimizer(optimizer, strategy) for optimizer in optimizers]
     for wrapper in wrappers:
         own = vars(wrapper.optimizer)
         vars(wrapper).update({name: own[name] for name in ("zero_grad", "add_param_group") if name in own})
-        if any(name.startswith("ds_opt_") for name in vars(wrapper.optimizer)):
+        if any(name.startswith("ds_opt_") for name in own):
             vars(wrapper)["opt_id"] = -1
-    return wrappers
 
 
 def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
@@ -39,14 +37,12 @@ def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
 
 def hold_schedulers(replacements: Replacements, trainer: Trainer, when: Callable[[], bool]) -> None:
     """Leave schedulers of interval ``step``, which Lightning advances after skipped steps too, where ``when`` says."""
-    loop = trainer.fit_loop.epoch_loop
-    update = loop.update_lr_schedulers
 
-    def update_unless_held(interval: str, update_plateau_schedulers: bool) -> None:
+    def update_unless_held(update: Callable[..., None], interval: str, update_plateau_schedulers: bool) -> None:
         if interval != "step" or not when():
             update(interval, update_plateau_schedulers)
 
-    replacements.replace(loop, "update_lr_schedulers", update_unless_held)
+    replacements.wrap(trainer.fit_loop.epoch_loop, "update_lr_schedulers", update_unless_held)
 
 
 _own = FunctionType(grad_norm.__code__, grad_norm.__globals__, argdefs=grad_norm.__defaults__)

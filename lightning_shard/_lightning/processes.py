@@ -122,10 +122,6 @@ def set_rank(rank: int) -> None:
         vars(only)["rank"] = rank
 
 
-def layer_sync(strategy: ParallelStrategy) -> Any:
-    return strategy._layer_sync
-
-
 def let_children_end(strategy: ParallelStrategy) -> None:
     """Keep Lightning's launcher from killing this process when the processes that it started end with an exit code."""
     processes = getattr(strategy.launcher, "procs", None)

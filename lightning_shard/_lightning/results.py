@@ -5,7 +5,7 @@ batches after the resume. An entry is created by the first ``log`` call of its k
 gives it the earlier batches' sum before the value is added, so that the order of additions is the uninterrupted run's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,12 +33,11 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 def log_full_values(replacements: Replacements, module: LightningModule) -> None:
     """Let ``self.log`` take the full values of sharded tensors, such as ``weight.norm()``, as a collective."""
-    log = module.log
 
-    def log_full(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         log(name, full_of(value) if isinstance(value, DTensor) else value, *args, **kwargs)
 
-    replacements.replace(module, "log", log_full)
+    replacements.wrap(module, "log", log_full)
 
 
 def log_graphs(replacements: Replacements, trainer: Trainer) -> None:
@@ -70,22 +69,22 @@ def training_results_state(trainer: Trainer) -> dict[str, Any]:
     """
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
-    results = fit_loop.epoch_loop._results
+    results = _results(fit_loop.epoch_loop)
     entries = dict(results.pending) if isinstance(results, _ResumedResults) else {}  # not logged again since a resume
     entries |= {key: _entry_state(e) for key, e in _live(results) if e.meta.on_epoch or not e.is_tensor}
-    evaluation = [e.meta.metric_attribute for _, e in _live(fit_loop.epoch_loop.val_loop._results) if not e.is_tensor]
+    validated = _live(_results(fit_loop.epoch_loop.val_loop))
+    evaluation = [e.meta.metric_attribute for _, e in validated if not e.is_tensor]
     batches: Any = fit_loop.epoch_loop.batch_progress.current
     due = None
     if epochs.processed > epochs.completed:
         due = "epoch"
     elif batches.processed > batches.completed:
         due = "step"
-    connector = trainer._logger_connector
     # Between batches of an epoch, reading them computes nothing and so synchronises nothing; at its end its values are
     # those that schedulers are about to step by, but for what the hook that saves goes ahead of.
-    current = connector._first_loop_iter is not None or due == "epoch"
-    seen = trainer.callback_metrics if current else connector._callback_metrics
-    hook = [e.meta for e in fit_loop.epoch_loop._results.values() if e.has_reset and e.meta.fx == "on_train_epoch_end"]
+    current = _loggers(trainer)._first_loop_iter is not None or due == "epoch"
+    seen = trainer.callback_metrics if current else _seen(trainer)
+    hook = [e.meta for e in results.values() if e.has_reset and e.meta.fx == "on_train_epoch_end"]
     return {
         "epoch": epochs.ready - 1,
         "ended": epochs.processed >= epochs.ready,
@@ -112,12 +111,12 @@ def restore_training_results(
     """
     if not by_rank:
         return
-    connector, fit_loop = trainer._logger_connector, trainer.fit_loop
+    fit_loop = trainer.fit_loop
     seen_here = by_rank[rank % len(by_rank)]["callback_metrics"]
     device = trainer.strategy.root_device
     # Schedulers and callbacks that monitor a value which is logged rarely find it, as they would have.
     for name, value in seen_here.items():
-        connector._callback_metrics.setdefault(name, value.to(device))
+        _seen(trainer).setdefault(name, value.to(device))
     entries = _merged_entries(by_rank, rank=rank, world_size=world_size)
     _reset_metrics(trainer.lightning_module, [name for state in by_rank[:1] for name in state["evaluation_metrics"]])
     saved = by_rank[0]
@@ -134,10 +133,10 @@ def restore_training_results(
         return
     entries = {key: entry for key, entry in entries.items() if entry["meta"]["fx"] not in _RUN_AGAIN}
     epoch_loop = fit_loop.epoch_loop
-    replacements.replace(epoch_loop, "_results", _ResumedResults(trainer, entries, so_far=epoch_loop._results))
+    replacements.replace(epoch_loop, "_results", _ResumedResults(trainer, entries, so_far=_results(epoch_loop)))
     if epoch_loop.batch_progress.current.ready > 0:
         # The next batch is not the first of its epoch, at which values of the epoch before are cleared.
-        connector._first_loop_iter = False
+        _loggers(trainer)._first_loop_iter = False
     # Lightning would leave the schedulers that monitor a value alone at this epoch's end, for want of the value.
     fit_loop._restarting = False
 
@@ -223,6 +222,21 @@ class _ResumedResults(_ResultCollection):
                 f"{listed(lost)} is not reported for this epoch: it was logged before the checkpoint and not since, "
                 "and the metric, or the sync_dist_group, that it was logged with can't be found again."
             )
+
+
+def _loggers(trainer: Trainer) -> Any:
+    return trainer._logger_connector
+
+
+def _seen(trainer: Trainer) -> dict[str, Any]:
+    """``trainer.callback_metrics`` as they were when these were computed last."""
+    seen: dict[str, Any] = _loggers(trainer)._callback_metrics
+    return seen
+
+
+def _results(loop: Any) -> _ResultCollection:
+    results: _ResultCollection = loop._results
+    return results
 
 
 def _live(results: _ResultCollection) -> Iterator[tuple[str, _ResultMetric]]:

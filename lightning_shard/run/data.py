@@ -146,7 +146,7 @@ class Data:
 
     def loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
         """The loops' state was loaded: give loaders theirs, let an epoch end that ends next, settle a validation."""
-        loaders.make_anew(trainer)
+        loaders.forget_loaders(trainer)
         if self._resumed is not None and self._resumed.get("epoch_ends"):
             loops.end_epoch(replacements, trainer)
         loops.settle_validation(replacements, trainer)

@@ -190,7 +190,7 @@ def take_over(
             preemption.take_over_signals()  # which end the process elsewhere
 
 
-GoBack = Callable[[Callable[[str], None], Any], None]
+GoBack = Callable[[Callable[[str], None]], None]
 
 
 def after_batches(

@@ -225,9 +225,9 @@ class Preemption:
     def is_stopping(self) -> bool:
         return bool(self._agreed)
 
-    def after_batch(self, trainer: Trainer, fetcher: Any) -> None:
+    def after_batch(self, trainer: Trainer) -> None:
         """Between a training batch and a validation. All ranks call it. Preempted: the run was saved and ends."""
-        validates = loops.validation_follows(trainer, fetcher)
+        validates = loops.validation_follows(trainer)
         # In the middle of an accumulation the gradients so far would have to be saved too.
         self._stoppable = not loops.should_accumulate(trainer)
         if self._stoppable and self._should_stop() and (validates or not loops.nothing_follows(trainer)):

@@ -285,7 +285,7 @@ class ShardPrecision(Precision):
         if self._watch is not None:
             self._watch.settle()
 
-    def after_batch(self, roll_back: Callable[[str], None], data_fetcher: Any) -> None:
+    def after_batch(self, roll_back: Callable[[str], None]) -> None:
         """Go back to a checkpoint where the last step asks for it. All ranks call it."""
         if self._watch is not None and (why := self._watch.rollback_due) is not None:
             self._watch.rollback_due = None

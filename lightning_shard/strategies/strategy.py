@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_shard import run as parts
 from lightning_shard._lightning import Replacements, callbacks, loops, messages, processes
-from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
+from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, settle_wrappers, step_scheduler
 from lightning_shard._lightning.results import log_graphs
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm import check_launch, read_job
@@ -107,7 +107,7 @@ class ShardStrategy(ParallelStrategy):
         """Refuse, on every rank and before anything is touched, what can't work with a `ConfigurationError`."""
         run = self.planned_run()
         resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
-        refusals.refuse_sync_batchnorm(processes.layer_sync(self), self.root_device)
+        refusals.refuse_sync_batchnorm(self._layer_sync, self.root_device)
         check_float8(run.policy.float8, self.root_device, launched=False)
         self.engine_for().check(run)
 
@@ -244,7 +244,7 @@ class ShardStrategy(ParallelStrategy):
         if self._fits:
             refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {plan.precision!r}")
             parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
-            parts.fit.before_sharding(trainer, module, processes.layer_sync(self))
+            parts.fit.before_sharding(trainer, module, self._layer_sync)
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
         return parts.fit.run_of(trainer, plan, self.root_device, self.device_mesh, watch=self._ledger.reduction)
 
@@ -269,8 +269,8 @@ class ShardStrategy(ParallelStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._lightning_optimizers = wrapped(optimizers, self)
+        ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        settle_wrappers(self._lightning_optimizers)
 
     @contextmanager
     @override
