@@ -1,8 +1,8 @@
 """Which stored tensors go to which live ones by name, tied names followed on both sides, and what does not fit; of
-optimizers and schedulers the kinds and settings too.
+optimizers the kinds too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,35 +161,3 @@ def other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[s
         f"was {saved} and is {here} here: build the optimizer that was saved, or begin anew from the weights alone "
         "(load_from_checkpoint)"
     )
-
-
-_PROGRESS = {
-    *("last_epoch", "_step_count", "_get_lr_called_within_step", "_is_initial", "_last_lr", "_initial_step"),
-    *("best", "num_bad_epochs", "cooldown_counter", "mode_worse", "T_cur", "T_i"),
-}
-"""Entries of the state of torch's schedulers that change as these step."""
-
-
-def differing(scheduler: Any, saved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Each setting of a torch scheduler, or one inside of it, that ``saved`` has not: name, saved and live state."""
-    if type(scheduler).__module__ == "torch.optim.lr_scheduler":
-        yield from _differing(saved, scheduler.state_dict())
-
-
-def _differing(saved: Any, live: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    for name in sorted((saved.keys() & live.keys()) - _PROGRESS):
-        if name == "_schedulers":
-            if len(saved[name]) == len(live[name]):
-                for inner_saved, inner_live in zip(saved[name], live[name], strict=True):
-                    yield from _differing(inner_saved, inner_live)
-        elif saved[name] != live[name]:
-            yield name, saved, live
-
-
-def take_progress(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Leave of ``saved``, the state of a scheduler of another class, what a torch ``scheduler`` can go on from."""
-    if type(scheduler).__module__ == "torch.optim.lr_scheduler":
-        own = scheduler.state_dict()
-        kept = {name: saved[name] for name in ("last_epoch", "_step_count", "_last_lr") if name in saved.keys() & own}
-        saved.clear()
-        saved.update({**own, **kept})

@@ -5,7 +5,8 @@ import operator
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +15,15 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from lightning_shard.resume.reachable import Numbers, generators_of
-from lightning_shard.resume.rng import GENERATORS, generator_kind, read_generator, undrawn
+from lightning_shard.resume.rng import (
+    GENERATORS,
+    encoded,
+    generator_kind,
+    generator_state,
+    read_generator,
+    set_generator_state,
+    undrawn,
+)
 from lightning_shard.resume.shape import Delegating
 
 LOOKS = 64  # Samples (of the training process: batches) after which it is not looked any more whether they are drawn.
@@ -115,6 +124,67 @@ class DrawingDataset(Delegating, Dataset[Any]):
             self._numbers = Numbers(dict(zip(("dataset", "collate_fn"), self._drawers, strict=True)))
         elif self._numbers is not None and self._looks & (self._looks - 1) == 0:  # The more seldom the later.
             self._now[4] |= self._numbers.read(caches=self.draws_seeded) != {"lost": []}
+
+
+class Here:
+    """What samples that the training process loads, and their collating, depend on beside the global generators:
+    generators that nothing seeds, and numbers that they keep.
+    """
+
+    def __init__(self, loader: Any, samples: Any, drawing: DrawingDataset, *, seeded: bool) -> None:
+        self._loader, self._samples, self._drawing, self._seeded = loader, samples, drawing, seeded
+        self._numbers = Numbers({} if loader.num_workers else {"dataset": samples, "collate_fn": loader.collate_fn})
+        self._held: list[Any] = []  # `drawers` when they were last looked for.
+        self._looked: deque[dict[str, Any]] = deque(maxlen=2)  # What `look` found after the last batches.
+        self._remade = False  # Whether the dataset puts generators in the place of others.
+        self.draws = False  # Whether loading is seen to draw from the global generators.
+
+    @property
+    def drawers(self) -> list[Any]:
+        """The generators that samples and their collating draw from, and that nothing seeds."""
+        held = [self._loader.collate_fn, *[self._samples] * (not self._seeded)]
+        return [] if self._loader.num_workers else generators_of(*held)
+
+    def states(self) -> dict[str, Any]:
+        self._held = self.drawers
+        return {"drawers": list(map(generator_state, self._held)), "numbers": self._numbers.read(caches=self._caches)}
+
+    @property
+    def _caches(self) -> bool:
+        """Whether samples seem to depend on random numbers."""
+        return self.draws or self._drawing.draws_seeded or bool(self._held)
+
+    def look(self, batches: int) -> None:
+        """Note `states` after so many batches, in most of them of what was found last: all that the dataset holds is
+        looked at the more seldom the later, where it does not make new generators.
+        """
+        if self._remade or batches & (batches - 1) == 0:
+            before, states = self._held, self.states()
+            self._remade = self._remade or (batches > 0 and _differ(before, self._held))
+        else:
+            states = {"drawers": list(map(read_generator, self._held)), "glance": self._numbers.glance()}
+        self._looked.append(states)
+
+    def ahead_of_last(self) -> dict[str, Any]:
+        """`states` as they were ahead of the last batch."""
+        then, held = self._looked[0], self._held
+        if "glance" not in then:
+            return then
+        self._held = self.drawers
+        drawers = [] if _differ(held, self._held) else then["drawers"]  # None: it is said that they begin anew.
+        return {"drawers": encoded(drawers), "numbers": self._numbers.read_then(then["glance"], caches=self._caches)}
+
+    def set_back(self, state: Mapping[str, Any]) -> bool:
+        """Set what `states` gave, which is in ``state``; False: generators begin anew."""
+        drawers, saved = self.drawers, state.get("drawers", [])
+        self._numbers.write(state.get("numbers", {}))
+        done = [set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
+        return "drawers" not in state or (len(drawers) == len(saved) and all(done))
+
+
+def _differ(first: list[Any], second: list[Any]) -> bool:
+    """Whether they are not of the very same objects."""
+    return [*map(id, first)] != [*map(id, second)]
 
 
 def _references(values: list[Any]) -> list[int]:

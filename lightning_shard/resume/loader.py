@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
-from lightning_shard.resume.draws import LOOKS, DrawingDataset, states_of
-from lightning_shard.resume.reachable import Numbers, generators_of
+from lightning_shard.resume.draws import LOOKS, DrawingDataset, Here, states_of
 from lightning_shard.resume.samplers import Generators, IndexSource, Snapshot, States
 from lightning_shard.resume.shape import DelegatingLoader
 
@@ -56,8 +54,8 @@ class ResumableLoader(DelegatingLoader):
     """
 
     _own = frozenset(
-        {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_drawn_from", "_held", "_numbers"}
-        | {"_world_size", "_rank", "_pending", "_run", "_remade", "_draws_here", "_fetched_from"}
+        {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_samples", "_here", "_fetched_from"}
+        | {"_world_size", "_rank", "_pending", "_run"}
     )
 
     def __init__(
@@ -81,13 +79,9 @@ class ResumableLoader(DelegatingLoader):
         self._source, self._states = source, states
         self._generators = Generators(inner, samplers, samples)
         self.lookahead = int(shapes.length_of(inner) is None)
-        kept = {} if inner.num_workers else {"dataset": samples, "collate_fn": inner.collate_fn}
-        self._numbers = Numbers(kept)
-        self._held: list[Any] = []  # `drawers` when they were last looked for.
-        self._drawn_from: deque[dict[str, Any]] = deque(maxlen=2)  # What `_look` gave after the last batches.
-        self._remade = False  # Whether the dataset puts generators in the place of others.
-        self._draws_here = False  # Whether loading draws from the global generators of this process.
-        self._fetched_from: dict[str, Any] | None = None  # What these were ahead of the last batch.
+        self._here = Here(inner, samples, drawing, seeded=draws is not None)
+        # What the global generators of this process were ahead of the last batch.
+        self._fetched_from: dict[str, Any] | None = None
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
@@ -147,7 +141,7 @@ class ResumableLoader(DelegatingLoader):
             "fetched_from": self._fetched_from if ahead else None,
             "drawn": self._drawing.drawn,
             "counted": self._drawing.counted,
-            **(self._drawn_before() if ahead else self._drawn_states()),
+            **(self._here.ahead_of_last() if ahead else self._here.states()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,10 +159,7 @@ class ResumableLoader(DelegatingLoader):
                 self._states.finish(state["states"], self._source.full)
         attributes = state.get("attributes_now", {})
         self._generators.set_states(state["generators_now"], attributes)
-        drawers, saved = self.drawers, state.get("drawers", [])
-        self._numbers.write(state.get("numbers", {}))
-        set_back = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
-        begun_anew = "drawers" in state and (len(drawers) != len(saved) or not all(set_back))
+        begun_anew = not self._here.set_back(state)
         # Of an epoch that is drawn again what changed in it is lost too: it may be drawn more than once.
         begun = state.get("attributes", {}) if shapes.is_midway(state) else {}
         lost = list(dict.fromkeys([*begun.get("lost", []), *attributes.get("lost", [])]))
@@ -181,44 +172,12 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def drawers(self) -> list[Any]:
-        """The generators that samples and their collating draw from in this process, and that nothing seeds."""
-        held = [self._inner.collate_fn, *[self._samples] * (self._draws is None)]
-        return [] if self._inner.num_workers else generators_of(*held)
+        """As of `Here`."""
+        return self._here.drawers
 
     def _ahead(self, run: _Run) -> int:
         """How many of the batches given out are not trained on."""
         return 0 if run.ended else min(self.lookahead, run.batches)
-
-    def _drawn_states(self) -> dict[str, Any]:
-        """Of what samples of this process are drawn from beside the global generators."""
-        self._held = self.drawers
-        states = list(map(rng.generator_state, self._held))
-        return {"drawers": states, "numbers": self._numbers.read(caches=self._draws_at_all)}
-
-    @property
-    def _draws_at_all(self) -> bool:
-        """Whether samples of this process seem to depend on random numbers."""
-        return self._draws_here or self._drawing.draws_seeded or bool(self._held)
-
-    def _look(self, batches: int) -> dict[str, Any]:
-        """`_drawn_states` after so many batches, in most of them of what was found last: all that the dataset holds is
-        looked at the more seldom the later, where it does not make new generators.
-        """
-        if self._remade or batches & (batches - 1) == 0:
-            before, states = self._held, self._drawn_states()
-            self._remade = self._remade or (batches > 0 and _differ(before, self._held))
-            return states
-        return {"drawers": list(map(rng.read_generator, self._held)), "glance": self._numbers.glance()}
-
-    def _drawn_before(self) -> dict[str, Any]:
-        """`_drawn_states` as they were ahead of the batch that is fetched ahead."""
-        then, held = self._drawn_from[0], self._held
-        if "glance" not in then:
-            return then
-        self._held = self.drawers
-        drawers = [] if _differ(held, self._held) else then["drawers"]  # None: it is said that they begin anew.
-        numbers = self._numbers.read_then(then["glance"], caches=self._draws_at_all)
-        return {"drawers": rng.encoded(drawers), "numbers": numbers}
 
     def _differences(self, state: dict[str, Any], lost: list[str], begun_anew: bool) -> Iterator[str]:
         """What does not go on as if the run had not been interrupted."""
@@ -266,13 +225,13 @@ class ResumableLoader(DelegatingLoader):
             )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        fetched_from = self._pending["fetched_from"] if self._pending and self._pending.get("fetched_from") else None
+        fetched_from = (self._pending or {}).get("fetched_from")
         run, batches = self._begin()
-        self._drawn_from.append(self._look(0))
+        self._here.look(0)
         for batch in batches if self._inner.num_workers else self._fetched(batches, fetched_from):
             run.batches += 1
             if self.lookahead or run.batches == 1:
-                self._drawn_from.append(self._look(run.batches))
+                self._here.look(run.batches)
             self._states.consume()
             yield batch
         run.ended = True
@@ -284,7 +243,7 @@ class ResumableLoader(DelegatingLoader):
         end = object()
         for number in itertools.count():
             # The first one has the draws of the order.
-            looks = (self.lookahead or number < LOOKS) and number > 0 and not self._draws_here
+            looks = (self.lookahead or number < LOOKS) and number > 0 and not self._here.draws
             seen = states_of([]) if looks else b""
             before = rng.rng_state(device=False) if self.lookahead or fetched_from else {}
             self._fetched_from = (fetched_from or before) if self.lookahead else None
@@ -292,7 +251,7 @@ class ResumableLoader(DelegatingLoader):
                 rng.set_rng_state(fetched_from)
             batch = next(batches, end)
             if looks:
-                self._draws_here = states_of([]) != seen
+                self._here.draws = states_of([]) != seen
             if fetched_from:
                 rng.set_rng_state(before)
                 fetched_from = None
@@ -421,11 +380,6 @@ class ResumableLoader(DelegatingLoader):
         """What holds the epoch's number: the sampler, or the one under a batch sampler."""
         nested = getattr(self.batch_sampler, "sampler", None)
         return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)
-
-
-def _differ(first: list[Any], second: list[Any]) -> bool:
-    """Whether they are not of the very same objects."""
-    return [*map(id, first)] != [*map(id, second)]
 
 
 def _snapshot(state: dict[str, Any]) -> Snapshot:

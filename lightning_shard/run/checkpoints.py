@@ -23,11 +23,10 @@ from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
-from lightning_shard.checkpoint.matching import differing as schedules_differing
-from lightning_shard.checkpoint.matching import take_progress
 from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, own_values, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
+from lightning_shard.checkpoint.schedules import settle_schedules
 from lightning_shard.checkpoint.state_dict import OfferedState, follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
@@ -45,10 +44,6 @@ from lightning_shard.text import listed
 
 ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
-
-
-SCHEDULES = "schedules"
-"""Where a run's state says of which classes its schedulers are."""
 
 
 _VALUES = "optimizer_values"
@@ -353,7 +348,7 @@ class Checkpoints(CheckpointIO):
                 self._loading.directory.close()  # an error's frames keep it, and what is read is not removed
             self._loading = None
             self.remove_converted()
-        schedulers = _settle_schedules(schedules, state, configured=configured) if optimizers else []
+        schedulers = settle_schedules(schedules, state, configured=configured) if optimizers else []
         _warn_of(report, [*report.overridden, *schedulers] if begins else [], strict=strict, configured=configured)
         self._engine.publish()
         if self.averaging is not None:
@@ -386,30 +381,6 @@ def _follows_names(module: nn.Module) -> bool:
     """Whether the module has code of its own that sees a ``state_dict`` before it is loaded."""
     own = type(module).load_state_dict is not nn.Module.load_state_dict
     return own or is_overridden("on_load_checkpoint", module, parent=LightningModule)
-
-
-def _settle_schedules(schedules: Sequence[Any], state: Mapping[str, Any], *, configured: bool) -> list[str]:
-    """Put the winner's settings of schedulers into ``state``, which Lightning loads; what differed, in words."""
-    differing = []
-    here = [type(schedule.scheduler).__qualname__ for schedule in schedules]
-    saved_as = state.get(layout.RUN_STATE, {}).get(SCHEDULES, here)
-    if saved_as != here:
-        was, now = (", ".join(names) or "none" for names in (saved_as, here))
-        rank_zero_warn(
-            f"The learning rate's schedules were {was} when the checkpoint was saved, and are {now} here. One in the "
-            "place of another goes on from its number of steps and its learning rate, by its own rule and settings."
-        )
-    for number, (schedule, saved) in enumerate(zip(schedules, state.get("lr_schedulers", []), strict=False)):
-        if here[number] != [*saved_as, *here][number]:
-            take_progress(schedule.scheduler, saved)
-            continue
-        for name, there, live in list(schedules_differing(schedule.scheduler, saved)):
-            winner, other = (live, there) if configured else (there, live)
-            # Rates at the beginning are those of the groups.
-            if name != "base_lrs":
-                differing.append(f"{name} of schedule {number} is {winner[name]}, not {other[name]}")
-            there[name] = winner[name]
-    return differing
 
 
 def _warn_of(report: load.LoadReport, differing: Sequence[str], *, strict: bool, configured: bool) -> None:

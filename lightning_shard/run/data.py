@@ -17,13 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_shard._lightning import Replacements, loaders, loops, results
 from lightning_shard._lightning.callbacks import accumulate_as_scheduled, thaw_again, thawed
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
+from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.reachable import generator_states, kept_values, load_generator_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.buffers import OWN, buffers_before_validation, restore_buffers, set_buffers
-from lightning_shard.run.checkpoints import ACCUMULATION, SCHEDULES, Checkpoints
+from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -124,7 +125,7 @@ class Data:
         if (first := self._kept) is not None:
             values = _kept_values(trainer)
             kept["numbers"] = {name: now for name, now in values.items() if now != first.get(name)}
-        schedules = [type(each.scheduler).__qualname__ for each in trainer.strategy.lr_scheduler_configs]
+        schedules = kinds_of(trainer.strategy.lr_scheduler_configs)
         # Lightning's averaging of weights puts its own in their place, and makes it again.
         kept |= {} if "SWALR" in schedules else {SCHEDULES: schedules}
         kept["frozen"] = [name for name, frozen in _frozen(trainer).items() if frozen]

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveragin
 from torch.optim import lr_scheduler
 
 from lightning_shard import ShardDDPStrategy
-from lightning_shard.checkpoint.matching import differing
+from lightning_shard.checkpoint.schedules import differing
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
