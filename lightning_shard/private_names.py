@@ -9,6 +9,7 @@ TESTED = {
     "torch": "2.11 to 2.13",
     "lightning": "2.6.4 to 2.6.6",
     "deepspeed": "0.19",
+    "torchmetrics": "1.5 to 1.9",
     "argparse": "of Python 3.10 to 3.13",
 }
 """The versions whose private names this package knows, by the library that ``import`` names."""

@@ -118,7 +118,10 @@ USES = {
         "_C _NormBase _current_graph_task_id _make",
     ),
     "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
-    "resume/metrics.py": ("torchmetrics' counters and caches", "_cache _is_synced _num_vals_seen _reduce_states"),
+    "resume/metrics.py": (
+        "torchmetrics' counters and caches",
+        "_cache _is_synced _num_vals_seen _reduce_states _update_count",
+    ),
     "run/preemption.py": ("os._exit is documented", "_exit"),
     "tensors/clipping.py": (
         "many gradients in one kernel",
@@ -168,10 +171,6 @@ NOT_REQUIRED = {
     "_sharded_post_forward_param": "there with an integer reshard_after_forward alone",
     "_val_check_time_interval": "Lightning sets it on the Trainer outside of its class",
     "_torchdynamo_orig_callable": "compiled functions have it",
-    "_cache": "metrics of every version that may be installed",
-    "_is_synced": "metrics of every version that may be installed",
-    "_num_vals_seen": "metrics of every version that may be installed",
-    "_reduce_states": "metrics of every version that may be installed",
 }
 
 _BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "replace", "restore", "wrap"}

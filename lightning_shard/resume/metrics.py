@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
+from lightning_shard.private_names import require
 from lightning_shard.tensors.names import unwrapped_modules
 from lightning_shard.tensors.tracing import tree_map, tree_map_only
 from lightning_shard.text import first_line
+
+require(Metric, "_cache _is_synced _reduce_states _update_count")
+require(Running, "_num_vals_seen")
 
 
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -86,7 +90,7 @@ def _read(metric: nn.Module) -> dict[str, Any]:
         return {"steps": metric.n_steps}
     assert isinstance(metric, Metric)
     # This rank's own, also between ``metric.sync()`` and ``unsync()``.
-    before_sync = getattr(metric, "_cache", None) if getattr(metric, "_is_synced", False) else None
+    before_sync = metric._cache if metric._is_synced else None
     states = dict(metric.metric_state if before_sync is None else before_sync)
     return {"count": metric.update_count, "states": states, "extra": _read_extra(metric)}
 
@@ -159,7 +163,7 @@ def _why_not_mergeable(metric: Metric, saved: list[dict[str, Any]]) -> str | Non
 
 def _read_extra(metric: Metric) -> dict[str, Any]:
     if isinstance(metric, Running):
-        return {"seen": int(getattr(metric, "_num_vals_seen", 0))}
+        return {"seen": metric._num_vals_seen}
     if isinstance(metric, MinMaxMetric):
         return {"min": metric.min_val, "max": metric.max_val}
     return {}
@@ -167,7 +171,7 @@ def _read_extra(metric: Metric) -> dict[str, Any]:
 
 def _write_extra(metric: Metric, extra: Mapping[str, Any]) -> None:
     if isinstance(metric, Running) and "seen" in extra:
-        _set(metric, "_num_vals_seen", extra["seen"])
+        metric._num_vals_seen = extra["seen"]
     elif isinstance(metric, MinMaxMetric) and "min" in extra:
         metric.min_val, metric.max_val = extra["min"].to(metric.device), extra["max"].to(metric.device)
 
@@ -201,12 +205,8 @@ def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
     return tree_map(copied, value)
 
 
-# Private names of torchmetrics (1.x), for which it has nothing public. Where another version lacks one, reading does
-# without it, and setting raises AttributeError rather than leave a name that nobody reads.
-
-
 def set_update_count(metric: Metric, count: int) -> None:
-    _set(metric, "_update_count", count)
+    metric._update_count = count
 
 
 def _merge_state(metric: Metric, incoming: dict[str, Any]) -> None:
@@ -217,9 +217,3 @@ def _merge_state(metric: Metric, incoming: dict[str, Any]) -> None:
         # merge_state refuses metrics whose updates need the whole state, because it is made for merging batches;
         # ranks are merged by the same reductions for them too, as compute does across ranks.
         metric._reduce_states(incoming)
-
-
-def _set(metric: Metric, name: str, value: Any) -> None:
-    if not hasattr(metric, name):
-        raise AttributeError(f"{type(metric).__name__} has no {name}: this version of torchmetrics is not supported")
-    setattr(metric, name, value)

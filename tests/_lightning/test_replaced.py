@@ -46,10 +46,10 @@ def test_what_is_replaced_is_put_back_the_last_first() -> None:
     loop, replacements = _TrainingEpochLoop(), Replacements()
     replacements.replace(loop, "max_steps", 5)
     replacements.replace(loop, "max_steps", 6)
-    replacements.replace(loop, "reset", lambda: "ours")
-    assert (loop.max_steps, loop.reset()) == (6, "ours")
+    replacements.wrap(loop, "reset", lambda was: f"{was()} and ours")
+    assert (loop.max_steps, loop.reset()) == (6, "the class's and ours")
     replacements.restore(loop, "max_steps")
-    assert (loop.max_steps, loop.reset()) == (4, "ours")
+    assert (loop.max_steps, loop.reset()) == (4, "the class's and ours")
     replacements.restore()
     assert vars(loop) == {"max_steps": 4}
     assert loop.reset() == "the class's"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ class _Archive:
                     numbers.append(int(found[1]))
                     stream.seek(info.header_offset + 26)  # the lengths of the name and of what follows it
                     sizes[info.header_offset + 30 + sum(struct.unpack("<2H", stream.read(4)))] = info.file_size
-        lie = (sizes.get(cast(int, storage._checkpoint_offset)) == storage.nbytes() for storage in storages)
+        lie = (sizes.get(_begin(storage)) == storage.nbytes() for storage in storages)
         if numbers != sorted(set(numbers)) or not all(lie):
             raise CheckpointError(
                 f"{self.path} was zipped anew, or is damaged: its tensors do not lie where torch.save puts them. Save "
@@ -196,6 +196,11 @@ def materialize(value: Any) -> Any:
     return tree_map_only(StoredTensor, lambda stored: stored.read(), value)
 
 
+def _begin(storage: Any) -> int:
+    """Where the bytes of a storage lie in the file, which torch notes in one without bytes."""
+    return int(storage._checkpoint_offset)
+
+
 def _is_dense(value: Tensor) -> bool:
     return value.layout == torch.strided and not value.is_quantized
 
@@ -203,9 +208,7 @@ def _is_dense(value: Tensor) -> bool:
 def _archived(file: _Archive, meta: Tensor) -> ArchivedTensor:
     if not _is_dense(meta):
         raise CheckpointError(f"{file.path} holds a {meta.layout} tensor; only dense tensors can be read")
-    # torch notes in a storage without bytes where they lie in the file.
-    begin = cast(int, meta.untyped_storage()._checkpoint_offset)
-    start = begin + int(meta.storage_offset()) * meta.element_size()
+    start = _begin(meta.untyped_storage()) + int(meta.storage_offset()) * meta.element_size()
     shape, stride, dtype = tuple(meta.shape), meta.stride(), meta.dtype
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if meta.numel() else 0
     contiguous = meta.is_contiguous()
