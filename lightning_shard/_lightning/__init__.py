@@ -128,15 +128,13 @@ class Replacements:
 
     def restore(self, owner: Any = None, name: str = "") -> None:
         """Put back what was replaced, the last first; with ``owner`` and ``name`` that attribute alone, if it was."""
-        kept = []
-        while self._before:
-            entry = self._before.pop()
+        before, self._before = self._before, []
+        for entry in reversed(before):
             if owner is not None and not (entry[0] is owner and entry[1] == name):
-                kept.append(entry)
+                self._before.insert(0, entry)
             elif entry[1] == "__code__":
                 setattr(*entry)
             elif entry[2] is _NOTHING:
                 vars(entry[0]).pop(entry[1], None)
             elif entry[1] in vars(entry[0]):  # else it was put back by one that replaced it before
                 vars(entry[0])[entry[1]] = entry[2]
-        self._before = kept[::-1]

@@ -238,18 +238,14 @@ def collects_statistics(trainer: Trainer) -> bool:
     return trainer.fit_loop._skip_backward
 
 
-def accumulate_as_scheduled(trainer: Trainer) -> None:
-    """Have ``GradientAccumulationScheduler`` give its number of batches in mid-epoch too, which Lightning forgets."""
+def go_on_in_mid_epoch(trainer: Trainer) -> None:
+    """Have callbacks do in mid-epoch too what they do as an epoch begins, which Lightning forgets: a number of batches
+    to accumulate, the scheduler of ``StochasticWeightAveraging``; learning rates stay the checkpoint's.
+    """
     for callback in callbacks(trainer, stock.GradientAccumulationScheduler):
         callback.on_train_epoch_start(trainer)
-
-
-def go_on_in_mid_epoch(trainer: Trainer) -> None:
-    """Have ``StochasticWeightAveraging`` make its scheduler in mid-epoch too; learning rates stay the checkpoint's."""
-    if not trainer.fit_loop.restarted_mid_epoch:
-        return
     for callback in callbacks(trainer, stock.StochasticWeightAveraging):
-        if callback._scheduler_state is not None:
+        if trainer.fit_loop.restarted_mid_epoch and callback._scheduler_state is not None:
             groups = trainer.optimizers[0].param_groups
             kept = [(group["lr"], group.get("initial_lr")) for group in groups]
             callback.on_train_epoch_start(trainer, trainer.lightning_module)

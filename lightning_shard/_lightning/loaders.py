@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Generator, Mapping, Sized
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +44,13 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
     forgets the batch size of a stock ``BatchSampler``.
     """
     connector = trainer._data_connector
-    said: list[str] = []
+
+    @cache
+    def say() -> None:
+        rank_zero_info(
+            "The order of the training dataloader is kept. Stock Lightning shuffles it under distributed strategies: "
+            "set DataLoader(shuffle=True) for that."
+        )
 
     def prepare_dataloader(prepare: Any, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if not isinstance(dataloader, DataLoader) or not connector._requires_distributed_sampler(dataloader):
@@ -51,12 +58,8 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
         given: Any = dataloader.batch_sampler
         if mode == RunningStage.TRAINING:
             sampler = _dealt(dataloader, trainer.distributed_sampler_kwargs or {})
-            if not sampler.shuffle and not said and not getattr(trainer, "overfit_batches", 0):
-                said.append(
-                    "The order of the training dataloader is kept. Stock Lightning shuffles it under distributed "
-                    "strategies: set DataLoader(shuffle=True) for that."
-                )
-                rank_zero_info(said[0])
+            if not sampler.shuffle and not getattr(trainer, "overfit_batches", 0):
+                say()
             prepared: Any = update_dataloader(dataloader, sampler, mode)
         else:
             prepared = prepare(dataloader, shuffle, mode)
@@ -86,16 +89,13 @@ def _seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
-def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: int, sample_seeds: bool = False) -> Any:
+def prepare_loader(trainer: Trainer, dataloader: Any, world_size: int, rank: int, *, sample_seeds: bool = False) -> Any:
     """The training ``dataloader`` made resumable, with the loop's loaded counters settled. All ranks call it for each,
     in order. Unlike in Lightning finished epochs' loaders get their state too: generators and persistent workers go on.
     """
     settle_progress(trainer)
     loop = trainer.fit_loop
-    samplers = (
-        getattr(dataloader, "sampler", None),
-        getattr(getattr(dataloader, "batch_sampler", None), "sampler", None),
-    )
+    samplers = [getattr(owner, "sampler", None) for owner in (dataloader, getattr(dataloader, "batch_sampler", None))]
     # What Lightning wrapped in a distributed sampler.
     dealt = [wrapped for s in samplers if isinstance(wrapped := getattr(s, "dataset", None), DatasetSamplerWrapper)]
     inner = dealt[0]._sampler if dealt else None
@@ -229,4 +229,5 @@ def first_batch(trainer: Trainer) -> tuple[Any, int]:
 
 def forget_loaders(trainer: Trainer) -> None:
     """Have the fit's loaders, which ``estimated_stepping_batches`` makes early, made anew when its loop begins."""
-    trainer.fit_loop._combined_loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop._combined_loader = None

@@ -229,15 +229,13 @@ def _loggers(trainer: Trainer) -> Any:
     return trainer._logger_connector
 
 
-def _seen(trainer: Trainer) -> dict[str, Any]:
+def _seen(trainer: Trainer) -> Any:
     """``trainer.callback_metrics`` as they were when these were computed last."""
-    seen: dict[str, Any] = _loggers(trainer)._callback_metrics
-    return seen
+    return _loggers(trainer)._callback_metrics
 
 
-def _results(loop: Any) -> _ResultCollection:
-    results: _ResultCollection = loop._results
-    return results
+def _results(loop: Any) -> Any:
+    return loop._results
 
 
 def _live(results: _ResultCollection) -> Iterator[tuple[str, _ResultMetric]]:
@@ -265,7 +263,7 @@ def _entry_state(entry: _ResultMetric) -> dict[str, Any]:
 def _give(entry: _ResultMetric, saved: Mapping[str, Any]) -> None:
     """Make ``entry``, just created, what it was; one that is now logged in another way starts anew."""
     same = entry.is_tensor and saved["is_tensor"] and entry.meta.reduce_fx.__name__ == saved["meta"]["reduce_fx"]
-    if not same or not entry.meta.on_epoch or "value" not in saved:
+    if not same or not entry.meta.on_epoch:
         return
     entry.value = saved["value"].to(entry.value.device)
     if entry.meta.is_mean_reduction:

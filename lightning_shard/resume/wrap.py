@@ -113,8 +113,7 @@ def resumable(
             return dataloader
         return StatefulIterableLoader(dataloader, world_size=world_size, source=dataloader)
     if not iterable:
-        ranks = {"world_size": world_size, "rank": rank}
-        return ResumableLoader(dataloader, **ranks, inner_sampler=inner_sampler, draws=draws)
+        return ResumableLoader(dataloader, world_size, rank, inner_sampler, draws)
     if has_state(dataset) and dataloader.num_workers == 0:
         return StatefulIterableLoader(dataloader, world_size=world_size, source=dataset)
     return dataloader

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning import Replacements, loaders, loops, results
-from lightning_shard._lightning.callbacks import accumulate_as_scheduled, thaw_again, thawed
+from lightning_shard._lightning.callbacks import go_on_in_mid_epoch, thaw_again, thawed
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
 from lightning_shard.ranks import Ranks
@@ -80,9 +80,7 @@ class Data:
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make a training loader, which Lightning gives on all ranks, resumable, and check it for ``coordinates``."""
         if trainer.training:
-            world_size, rank = coordinates
-            ranks = {"world_size": world_size, "rank": rank}
-            loader = loaders.prepare_loader(trainer, loader, **ranks, sample_seeds=self._sample_seeds)
+            loader = loaders.prepare_loader(trainer, loader, *coordinates, sample_seeds=self._sample_seeds)
             if self._resumed is not None and (warning := order_warning(loader)) is not None:
                 rank_zero_warn(warning)
         stage: Stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
@@ -159,7 +157,7 @@ class Data:
         resumed, self._resumed = self._resumed, None
         module = trainer.lightning_module
         self._kept = _kept_values(trainer)
-        accumulate_as_scheduled(trainer)
+        go_on_in_mid_epoch(trainer)
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
             frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))

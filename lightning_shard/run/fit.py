@@ -237,11 +237,11 @@ def begin_averaging(
     replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None
 ) -> None:
     """Let a callback that averages weights, if any, average what is engaged; ConfigurationError: that lies in files."""
-    if callbacks.averaging_callbacks(trainer):
+    for callback in callbacks.averaging_callbacks(trainer):
         if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):
             raise ConfigurationError(
-                f"{type(callbacks.averaging_callbacks(trainer)[0]).__name__} averages what is stepped in every step, "
-                "but with the optimizer offloaded to NVMe that lies in files. Use offload_optimizer with device: cpu."
+                f"{type(callback).__name__} averages what is stepped in every step, but with the optimizer offloaded "
+                "to NVMe that lies in files. Use offload_optimizer with device: cpu."
             )
         assert memory is not None, "it is made before the engine engages"
         averaging = Averaging(trainer.lightning_module, engine, device=trainer.strategy.root_device)

@@ -264,7 +264,6 @@ class ShardStrategy(ParallelStrategy):
     @property  # type: ignore[explicit-override] # mypy sees none on one with a setter
     @override
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of a fit; Lightning wraps them anew whenever they are set."""
         return self._optimizers
 
     @optimizers.setter
@@ -345,16 +344,18 @@ class ShardStrategy(ParallelStrategy):
         self._preemption.start(self._identity)
         parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
         if self.checkpoints.accumulated is not None:  # of a step's middle, which a module that is wrapped anew drops
-            self.on_train_batch_start(None, 0)
+            self._follow_freezing(batch=0)
         self._data.start_of_training(self._replacements, trainer, self.checkpoints)  # after all that draws or resets
-        callbacks.go_on_in_mid_epoch(trainer)
         self._preemption.validation_follows(trainer)  # it may be the first that a resumed run does
         self._compiler.start()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.saver.look()
-        if self._freezing.changed(batch_idx):
+        self._follow_freezing(batch_idx)
+
+    def _follow_freezing(self, batch: int) -> None:
+        if self._freezing.changed(batch):
             self.model = self.engine.follow_freezing()  # first, as DeepSpeed has all in 16 bits and masters elsewhere
             self._freezing.refuse_without_masters(self.policy.master)
 
