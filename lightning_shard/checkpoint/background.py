@@ -164,7 +164,8 @@ class HostBuffers:
         """Copy ``boxes`` and give the copies, which stay as they are until the next call; devices are waited for."""
         sources = {index: values(index) for index in boxes}
         pinned = {index: source for index, source in sources.items() if source.device.type != "cpu"}
-        kept = {i: b for i, b in self._buffers.items() if i in sources and _fits(b, sources[i])}
+        wanted = {index: (source.shape, source.dtype) for index, source in sources.items()}
+        kept = {i: b for i, b in self._buffers.items() if (b.shape, b.dtype) == wanted.get(i)}
         if not pinned.keys() <= kept.keys():
             kept = {index: buffer for index, buffer in kept.items() if index not in pinned}
         self._buffers = kept  # what other boxes had is free before more is taken
@@ -196,10 +197,6 @@ def pinned_like(sources: Sequence[Tensor]) -> list[Tensor]:
         slabs[slab][offset : offset + source.nbytes].view(source.dtype).view(source.shape)
         for source, (slab, offset) in zip(sources, places, strict=True)
     ]
-
-
-def _fits(buffer: Tensor, source: Tensor) -> bool:
-    return (buffer.shape, buffer.dtype) == (source.shape, source.dtype)
 
 
 def _new_buffer(source: Tensor) -> Tensor:

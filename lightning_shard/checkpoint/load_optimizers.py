@@ -60,7 +60,7 @@ def _with_its_classes(slots: SlotsPlan) -> Mapping[str, Any]:
         return live
     (shape,) = part.shapes.values()
     found = optimizer_state.state_of_small(slots.optimizer, part.tensor.detach().new_zeros(shape))
-    return {} if found is None else found[1]
+    return {} if found is None else found[0]
 
 
 def _put_together(live: Mapping[str, Any], state: Values) -> Values:

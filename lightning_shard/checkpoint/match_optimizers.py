@@ -129,7 +129,7 @@ def _lacking(optimizer: Optimizer, source: _Saved) -> list[str]:
     """Slots that a step of ``optimizer`` makes with its own settings, and that saved state does not have."""
     known = {slot for slots in (*source.keys.values(), *source.values.values()) for slot in slots}
     small = optimizer_state.state_of_small(optimizer, torch.zeros(2)) if known else None
-    return sorted(plain_slots(small[1]).keys() - known) if small else []
+    return sorted(plain_slots(small[0]).keys() - known) if small else []
 
 
 def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> set[str]:

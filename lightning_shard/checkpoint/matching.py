@@ -18,8 +18,6 @@ from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.names import Names
 from lightning_shard.text import listed
 
-_SHOWN = 20
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -55,7 +53,7 @@ class Match:
             kinds = {f"missing in {where}": self.missing, f"unexpected in {where}": self.unexpected}
             kinds["of another shape"] = self.reshaped
             lines = [f"  {kind} ({len(keys)}): {listed(sorted(keys), most=20)}" for kind, keys in kinds.items() if keys]
-            lines += [f"  {problem}" for problem in self.problems[:_SHOWN]]
+            lines += [f"  {problem}" for problem in self.problems[:20]]
             if self.reshaped and not self.problems:
                 lines += ["  Give these the shapes that were saved, or others to what is loaded in on_load_checkpoint."]
             elif not self.problems:

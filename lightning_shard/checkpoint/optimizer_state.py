@@ -300,7 +300,7 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
             own = not type(live).__module__.startswith("deepspeed")
             # A matrix has as many elements as it takes for a state in blocks.
             shape = (64, 68) if ndim == 2 else tuple(range(2, 2 + ndim))
-            small, state, apart = (own and _step_small(live, torch.zeros(shape))) or (torch.empty(0), {}, [])
+            state, apart = (own and state_of_small(live, torch.zeros(shape))) or ({}, [])
             if apart:
                 warn_on_first_rank(
                     f"{kind_of(live)} keeps {', '.join(apart)} outside of its `state` and parameter groups, which are "
@@ -312,8 +312,8 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
                     if not isinstance(value, Tensor):
                         encode_trainer_state({name.key: _checked_value(name, value, is_sharded=is_sharded)})
                         continue
-                    if is_sharded and value.shape not in ((), small.shape):
-                        raise CheckpointError(unshardable(name, tuple(value.shape), tuple(small.shape)))
+                    if is_sharded and value.shape not in ((), shape):
+                        raise CheckpointError(unshardable(name, tuple(value.shape), shape))
             except CheckpointError as error:
                 raise ConfigurationError(f"the state of {kind_of(live)} can't be saved: {error}") from error
 
@@ -335,14 +335,10 @@ def _refuse_inner(optimizer: Optimizer) -> None:
 _IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 
 
-def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str, Any]] | None:
-    """A small parameter and its state after a step of a new optimizer of this class; None: it can't be made so."""
-    found = _step_small(optimizer, like)
-    return found and found[:2]
-
-
-def _step_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str, Any], list[str]] | None:
-    """What `state_of_small` returns, and the attributes that the step has changed."""
+def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Mapping[str, Any], list[str]] | None:
+    """The state of a parameter ``like`` that one after a step of a new optimizer of this class, and the attributes that
+    the step has changed; None: it can't be made so.
+    """
     small = nn.Parameter(torch.full_like(like, 0.5))
 
     def closure() -> float:
@@ -361,7 +357,7 @@ def _step_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str
         return None
     saved = small_values(new)
     apart = [name for name, value in _attributes(new).items() if value != before.get(name) and name not in saved]
-    return small, new.state.get(small, {}), apart
+    return new.state.get(small, {}), apart
 
 
 def own_values(optimizers: Sequence[AnyOptimizer]) -> list[dict[str, Any]]:

@@ -3,9 +3,9 @@ loaded. There stands a `StoredValues` for each tensor, so that nothing is read f
 What code computes from one takes its place, in full on the host of every rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -147,13 +147,9 @@ class StateDict:
 
     def fill(self, key: str, target: Any) -> bool:
         """Give this rank's boxes of ``target`` those of `values` under ``key``, casting; whether there are some."""
-        if key in self.values:
-            fill(key, target, partial(_box, self.values[key]))
-        return key in self.values
-
-
-def _box(full: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    return full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+        if (full := self.values.get(key)) is not None:
+            fill(key, target, lambda at, sizes: full[tuple(map(slice, at, map(operator.add, at, sizes)))])
+        return full is not None
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -167,11 +167,10 @@ class Training:
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:
     """The state that ``optimizer`` keeps, seen on a small one of its kind and settings; None: that can't be made."""
-    found = state_of_small(optimizer, torch.zeros(3, 5))
-    if found is None:
+    parameter = torch.zeros(3, 5)
+    if (found := state_of_small(optimizer, parameter)) is None:
         return None
-    parameter, state = found
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    tensors = [value for value in found[0].values() if isinstance(value, Tensor)]
     return OptimizerFacts(
         slots=tuple(_slot_dtype(tensor, parameter) for tensor in tensors if tensor.shape == parameter.shape),
         fixed_bytes=sum(tensor.nbytes for tensor in tensors if tensor.shape != parameter.shape),

@@ -105,19 +105,18 @@ class Attributes:
 
     def _digests(self) -> dict[str, bytes]:
         """Path to digest of each attribute of a sampler, or of its classes, that `_found` does not give."""
-        owners, found = self._owners(), [each for each in self._found() if self._is_kept(each[0], each[-1])]
-        samplers = {path: owner for path, owner in owners.items() if self._is_sampler(owner)}
-        apart = [self._dataset, *samplers.values(), *(value for *_, value in found)]
+        samplers = {path: owner for path, owner in self._owners().items() if self._is_sampler(owner)}
+        # Of these `read` sees by itself what becomes.
+        found = {
+            p: value for p, *_, value in self._found() if not isinstance(value, _VALUES) or self._first.get(p, True)
+        }
+        apart = [self._dataset, *samplers.values(), *found.values()]
         return {
             f"{path}.{name}": _Digest(apart).of(value)
             for path, owner in samplers.items()
             for name, value in {**class_attributes(owner), **attributes(owner)}.items()
-            if f"{path}.{name}" not in {each[0] for each in found} and not _is_lightnings(owner, name)
+            if f"{path}.{name}" not in found and not _is_lightnings(owner, name)
         }
-
-    def _is_kept(self, path: str, value: Any) -> bool:
-        """Whether `read` sees by itself what becomes of a value that `_found` gave."""
-        return not isinstance(value, _VALUES) or bool(self._first.get(path, True))
 
     def _found(self) -> Iterator[tuple[str, Any, str, Any]]:
         """Path, owner, name and value of each attribute that counts: of what is no sampler generators alone."""

@@ -88,11 +88,10 @@ class ShardPrecision(Precision):
         try:
             self.policy(aligned=False)
         except PrecisionError as error:
-            # What no form runs is refused for the reason of the plain one.
             try:
                 self.policy(aligned=True)
             except PrecisionError:
-                raise error from None
+                raise error from None  # for the reason of the plain form
         self._watch: NonFiniteWatch | None = None
         self._scale: LossScaler | None = None
         self._optimizers: list[Optimizer] = []
@@ -273,11 +272,11 @@ class ShardPrecision(Precision):
 
     def _is_refused(self, optimizer: Optimizer, module: LightningModule) -> bool:
         """Whether to skip the step for a loss or gradient of inf or NaN."""
-        if (watch := self._watch) is None:
+        if self._watch is None:
             return False
         gradients = [] if self._scale is not None else self._gradients(optimizer)
-        refused = watch.judge(gradients, step=module.trainer.global_step + 1)
-        _log_number(module, "nonfinite_steps", watch.steps)
+        refused = self._watch.judge(gradients, step=module.trainer.global_step + 1)
+        _log_number(module, "nonfinite_steps", self._watch.steps)
         return refused
 
     def settle(self) -> None:
@@ -316,8 +315,7 @@ class ShardPrecision(Precision):
         allow = refuse_second_pass(tensor) if overridden and tensor.requires_grad else None
         self._engine.backward(tensor, call, overridden=overridden, **kwargs)
         if allow is not None and not self._run.automatic:
-            # The next manual_backward may go through it.
-            allow()
+            allow()  # the next manual_backward may go through it
 
     def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
         return self._engine.gradients(optimizer)[0]
@@ -337,8 +335,7 @@ class ShardPrecision(Precision):
         if isinstance(optimizer, LightningOptimizer):  # from the user, in manual optimization
             optimizer = optimizer.optimizer
         if not self._run.automatic:
-            # The user clips ahead of `optimizer_step`.
-            self._engine.finish_gradients()
+            self._engine.finish_gradients()  # the user clips ahead of `optimizer_step`
         if self._unscale(optimizer):
             return
         gradients, mesh = self._engine.gradients(optimizer)
