@@ -87,3 +87,13 @@ def chain(error: BaseException | None) -> abc.Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def raise_problems(problems: abc.Iterable[str], rule: str = "") -> None:
+    """Raise one ConfigurationError with all ``problems``, a line for each, below the ``rule`` that they break."""
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        raise ConfigurationError(f"{rule}{': ' * bool(rule)}{unique[0]}.")
+    if unique:
+        head = f"{rule}, in {len(unique)} places" if rule else f"{len(unique)} things are wrong"
+        raise ConfigurationError("\n  - ".join([f"{head}:", *(f"{problem}." for problem in unique)]))

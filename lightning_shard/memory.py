@@ -42,6 +42,9 @@ class KindBytes:
         return KindBytes(**{kind: getattr(self, kind) + getattr(other, kind) for kind in KINDS})
 
 
+PLACES = ("device", "host", "nvme")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryAccount:
     """Where one rank's bytes are resident: on its device, offloaded to the host or to NVMe. A CPU is a device too."""
@@ -61,7 +64,7 @@ def most(*accounts: MemoryAccount) -> MemoryAccount:
 
 def _kind_by_kind(of: Callable[[Iterable[int]], int], accounts: Iterable[MemoryAccount]) -> MemoryAccount:
     found = {}
-    for place in ("device", "host", "nvme"):
+    for place in PLACES:
         held = [vars(getattr(account, place)) for account in accounts]
         found[place] = KindBytes(**{kind: of(each[kind] for each in held) for kind in KINDS})
     return MemoryAccount(**found)

@@ -14,7 +14,7 @@ from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.memory import memory_table
 from lightning_shard.tensors.names import class_name
-from lightning_shard.text import show_seconds
+from lightning_shard.text import first_line, show_seconds
 
 Points = list[tuple[int, float]]  # step and value
 
@@ -103,8 +103,7 @@ class RunPageCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the page of a fit that failed or was stopped, with the error."""
         if self._file is not None:
-            said = str(exception).strip().partition("\n")[0]
-            self._write(trainer, f"{type(exception).__name__}: {said}")
+            self._write(trainer, first_line(exception))
 
     def _write(self, trainer: Trainer, end: str) -> None:
         if not trainer.is_global_zero or self._file is None:

@@ -57,7 +57,7 @@ _FOLDER_SECONDS = 5.0  # how long a network file system may take to show a new f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Rendezvous:
     """Where and as whom a process meets the others."""
 
     address: str
@@ -68,24 +68,24 @@ class Place:
     agent: str | None = None
 
 
-def connect(place: Place, seconds: float) -> Store:
+def connect(at: Rendezvous, seconds: float) -> Store:
     """The store of all ranks; rank 0 (or torchrun) keeps it. Every rank calls it. ConfigurationError on this rank: the
     address has no host, the port is taken, or nobody answers in time.
     """
-    where = f"{place.address}:{place.port}"
-    if not 0 < place.port < 65536:
-        raise ConfigurationError(f"MASTER_PORT is {place.port}, but must be from 1 to 65535.")
+    where = f"{at.address}:{at.port}"
+    if not 0 < at.port < 65536:
+        raise ConfigurationError(f"MASTER_PORT is {at.port}, but must be from 1 to 65535.")
     try:
-        socket.getaddrinfo(place.address, place.port)
+        socket.getaddrinfo(at.address, at.port)
     except OSError as error:
         raise ConfigurationError(
-            f"[rank {place.rank} on {socket.gethostname()}] the main address {place.address!r} can't be resolved "
+            f"[rank {at.rank} on {socket.gethostname()}] the main address {at.address!r} can't be resolved "
             f"({error.strerror}). Set MASTER_ADDR to a name or an address of rank 0's node that all know."
         ) from error
     deadline = time.monotonic() + seconds
-    keeps = place.rank == 0 and place.agent is None
+    keeps = at.rank == 0 and at.agent is None
     if keeps:
-        _allow_connections(place.world_size)
+        _allow_connections(at.world_size)
     found: list[Store | RuntimeError] = []
 
     def make() -> None:
@@ -93,9 +93,9 @@ def connect(place: Place, seconds: float) -> Store:
         timeout = timedelta(seconds=max(1.0, (deadline - time.monotonic()) / 3))
         try:
             store = TCPStore(
-                place.address,
-                place.port,
-                place.world_size,
+                at.address,
+                at.port,
+                at.world_size,
                 is_master=keeps,
                 timeout=timeout,
                 wait_for_workers=False,  # who is missing could not be said
@@ -106,7 +106,7 @@ def connect(place: Place, seconds: float) -> Store:
             store.set_timeout(timedelta(seconds=seconds))
             found.append(store)
 
-    if keeps or _listens(place, deadline):
+    if keeps or _listens(at, deadline):
         # Where something else listens there torch waits for ever.
         thread = threading.Thread(target=make, daemon=True)
         thread.start()
@@ -114,24 +114,24 @@ def connect(place: Place, seconds: float) -> Store:
     store = found[0] if found else RuntimeError(f"no answer in {seconds:g} s")
     if isinstance(store, RuntimeError) and keeps:
         raise ConfigurationError(
-            f"[rank 0 on {socket.gethostname()}] port {place.port} can't be listened on, most likely since another "
+            f"[rank 0 on {socket.gethostname()}] port {at.port} can't be listened on, most likely since another "
             f"process does: set MASTER_PORT to a free one. ({str(store).splitlines()[0]})"
         ) from store
     if isinstance(store, RuntimeError):
         raise ConfigurationError(
-            f"[rank {place.rank} on {socket.gethostname()}] rank 0 did not answer at {where} in {seconds:g} s "
+            f"[rank {at.rank} on {socket.gethostname()}] rank 0 did not answer at {where} in {seconds:g} s "
             "(init_timeout_seconds): it has not started or has failed, which its own log says, or a firewall is "
             "between the nodes, or MASTER_ADDR is another host."
         ) from store
-    return store if place.agent is None else PrefixStore(f"/worker/attempt_{place.agent}", store)
+    return store if at.agent is None else PrefixStore(f"/worker/attempt_{at.agent}", store)
 
 
-def _listens(place: Place, deadline: float) -> bool:
+def _listens(at: Rendezvous, deadline: float) -> bool:
     """Wait for who keeps the store; False: nobody in time. torch's attempts print C++ frames and abort."""
     pause = 0.05
     while (left := deadline - time.monotonic()) > 0:
         try:
-            socket.create_connection((place.address, place.port), timeout=left).close()
+            socket.create_connection((at.address, at.port), timeout=left).close()
         except OSError:
             time.sleep(min(pause, left))
             pause = min(2 * pause, 1.0)
@@ -155,7 +155,9 @@ def _allow_connections(ranks: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def compare(store: Store, place: Place, facts: dict[str, Any], seconds: float, folder: Path | None = None) -> list[str]:
+def compare(
+    store: Store, at: Rendezvous, facts: dict[str, Any], seconds: float, folder: Path | None = None
+) -> list[str]:
     """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0. ``facts``: the
     "node", "versions" and "settings" that must not differ, in words. ``seconds``: how long a rank may be late.
     ``folder``: where checkpoints go, seen by all nodes. The same ConfigurationError on every rank says what differs
@@ -163,11 +165,11 @@ def compare(store: Store, place: Place, facts: dict[str, Any], seconds: float, f
     """
     store = PrefixStore("preflight", store)
     # One text for all nodes, so that equal ones are read once.
-    store.set(f"facts/{place.rank}", f"{facts['node']}\n{json.dumps({**facts, 'node': ''})}")
+    store.set(f"facts/{at.rank}", f"{facts['node']}\n{json.dumps({**facts, 'node': ''})}")
     warnings: list[str] = []
-    if place.rank == 0:
+    if at.rank == 0:
         try:
-            verdict, warnings = _judge(store, place, seconds, folder)
+            verdict, warnings = _judge(store, at, seconds, folder)
         except BaseException as error:
             store.set("verdict", f"rank 0 failed in comparing the ranks: {type(error).__name__}: {error}")
             raise
@@ -177,20 +179,20 @@ def compare(store: Store, place: Place, facts: dict[str, Any], seconds: float, f
         if not wait_for(store, ["question"], 2 * seconds + 2 * _FOLDER_SECONDS):
             probe = json.loads(store.get("question")).get("probe")
             answer = {"time": time.time(), "sees": probe is None or _sees(Path(probe))}
-            store.set(f"answer/{place.rank}", json.dumps(answer))
+            store.set(f"answer/{at.rank}", json.dumps(answer))
     verdict = store.get("verdict").decode()
     if verdict:
-        store.set(f"read/{place.rank}", "")
-        if place.rank == 0:
+        store.set(f"read/{at.rank}", "")
+        if at.rank == 0:
             # It keeps the store: the others have to read the verdict before it ends.
-            wait_for(store, [f"read/{rank}" for rank in range(place.world_size)], 5.0)
+            wait_for(store, [f"read/{rank}" for rank in range(at.world_size)], 5.0)
         raise ConfigurationError(verdict)
     return warnings
 
 
-def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> tuple[str, list[str]]:
+def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) -> tuple[str, list[str]]:
     """On rank 0: what is wrong, "" for nothing, and what is only worth a warning."""
-    world = range(place.world_size)
+    world = range(at.world_size)
     missing = wait_for(store, [f"facts/{rank}" for rank in world], seconds)
     question: dict[str, Any] = {}
     if not missing and folder is not None:
@@ -199,7 +201,7 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
     if missing:
         ranks = [int(key.partition("/")[2]) for key in missing]
         return (
-            f"{len(ranks)} of {place.world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): "
+            f"{len(ranks)} of {at.world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): "
             f"{listed(ranks, most=8)}. They have not been started, or failed before, which their own logs say; slow "
             "imports need a longer timeout."
         ), []
@@ -212,7 +214,7 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
     keys = [f"answer/{rank}" for rank in world[1:]]
     lost = wait_for(store, keys, _FOLDER_SECONDS + seconds)
     if lost:
-        return f"{len(lost)} of {place.world_size} ranks were lost while they compared themselves", []
+        return f"{len(lost)} of {at.world_size} ranks were lost while they compared themselves", []
     took = time.time() - start
     answers = dict(zip(world[1:], map(json.loads, multi_get(store, keys)), strict=True))
     probe = question.get("probe")

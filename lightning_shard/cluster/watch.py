@@ -24,7 +24,7 @@ from pathlib import Path
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from lightning_shard.cluster import traces
-from lightning_shard.cluster.preflight import Place, multi_get, multi_set
+from lightning_shard.cluster.preflight import Rendezvous, multi_get, multi_set
 from lightning_shard.cluster.traces import Progress, Report, user_frame, words_of
 from lightning_shard.errors import ShardError
 
@@ -50,7 +50,7 @@ class Watch:
 
     def __init__(
         self,
-        place: Place,
+        at: Rendezvous,
         lost_seconds: float,
         *,
         run: int = 0,
@@ -67,13 +67,13 @@ class Watch:
         cause is known, before ``exit_process``.
         """
         timeout = timedelta(seconds=_STORE_SECONDS)
-        store = TCPStore(place.address, place.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
-        self._store = PrefixStore(f"watch/{place.agent or 0}/{run}", store)
-        self._rank, self._size = place.rank, place.world_size
-        self._name = f"rank {place.rank} on {socket.gethostname()}"
+        store = TCPStore(at.address, at.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+        self._store = PrefixStore(f"watch/{at.agent or 0}/{run}", store)
+        self._rank, self._size = at.rank, at.world_size
+        self._name = f"rank {at.rank} on {socket.gethostname()}"
         self._store.set(f"name/{self._rank}", self._name)
         self._progress, self._stuck_seconds = progress, stuck_seconds or float("inf")
-        self._interval = INTERVAL_SECONDS * max(1.0, place.world_size / 4096)
+        self._interval = INTERVAL_SECONDS * max(1.0, at.world_size / 4096)
         self._lost_seconds = lost_seconds
         self._folder, self._grace_seconds, self._exit = folder, grace_seconds, exit_process
         # What the main thread has the speaker say.

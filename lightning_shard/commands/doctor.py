@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
-from lightning_shard.cluster.preflight import Place, compare, connect
+from lightning_shard.cluster.preflight import Rendezvous, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.commands.options import add_output, count, options_parser, refuse_to_replace, write_output
 from lightning_shard.devices import accelerator, name_of, visible
@@ -63,29 +63,31 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def place_of(environ: Mapping[str, str]) -> tuple[Place, int]:
+def rendezvous_of(environ: Mapping[str, str]) -> tuple[Rendezvous, int]:
     """Where this process meets the others, and its local rank; a process alone where no launcher is seen."""
     if "RANK" in environ:
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        place = Place(
+        at = Rendezvous(
             address=environ["MASTER_ADDR"],
             port=int(environ["MASTER_PORT"]),
             rank=int(environ["RANK"]),
             world_size=int(environ["WORLD_SIZE"]),
             agent=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else None,
         )
-        return place, int(environ.get("LOCAL_RANK", "0"))
+        return at, int(environ.get("LOCAL_RANK", "0"))
     job = read_job(environ)
     if job is None or not job.uses_srun:
-        return Place(address="127.0.0.1", port=0, rank=0, world_size=1), 0
+        return Rendezvous(address="127.0.0.1", port=0, rank=0, world_size=1), 0
     meet = {**meeting_point(job, Launch(nodes=1, devices=1, launcher="slurm", gpu=False), environ), **environ}
     assert job.rank is not None
-    place = Place(address=meet["MASTER_ADDR"], port=int(meet["MASTER_PORT"]), rank=job.rank, world_size=job.tasks or 1)
-    return place, int(environ.get("SLURM_LOCALID", "0"))
+    at = Rendezvous(
+        address=meet["MASTER_ADDR"], port=int(meet["MASTER_PORT"]), rank=job.rank, world_size=job.tasks or 1
+    )
+    return at, int(environ.get("SLURM_LOCALID", "0"))
 
 
 def examine(
-    place: Place, local_rank: int, *, folder: Path | None, seconds: float, megabytes: int | None, backend: str | None
+    at: Rendezvous, local_rank: int, *, folder: Path | None, seconds: float, megabytes: int | None, backend: str | None
 ) -> tuple[list[Rank], list[str]]:
     """Compare and measure; returns what every rank says, and rank 0's warnings. Every rank calls it.
     ConfigurationError: the ranks can't meet, or differ.
@@ -94,20 +96,20 @@ def examine(
     gpu = found is not None
     device = torch.device("cpu") if found is None else torch.device(found.type, local_rank % visible())
     own = Rank(node=socket.gethostname(), device=name_of(device), versions=library_versions())
-    if place.world_size == 1:
+    if at.world_size == 1:
         return [replace(own, sums=True, reached=_reached(device))], []
-    store = connect(place, seconds)
-    warnings = compare(store, place, {"node": own.node, "versions": own.versions}, seconds, folder)
+    store = connect(at, seconds)
+    warnings = compare(store, at, {"node": own.node, "versions": own.versions}, seconds, folder)
     store.set_timeout(timedelta(seconds=seconds))
-    prepare_gloo(place.address, os.environ, gpu=gpu)
+    prepare_gloo(at.address, os.environ, gpu=gpu)
     if gpu:
         # Collectives and objects go over the current device, which is the first one in every process.
         torch.accelerator.set_device_index(device)
     dist.init_process_group(
         backend or dist.get_default_backend_for_device(device),
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=at.rank,
+        world_size=at.world_size,
         timeout=timedelta(seconds=seconds),
         device_id=device if gpu else None,
     )
@@ -284,24 +286,24 @@ def _span(numbers: Sequence[int]) -> str:
 def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """Run it; the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ."""
     options = parser().parse_args(arguments)
-    place, local_rank = place_of(os.environ if environ is None else environ)
+    at, local_rank = rendezvous_of(os.environ if environ is None else environ)
     try:
-        refuse_to_replace(options.output if place.rank == 0 else None, options.force)
+        refuse_to_replace(options.output if at.rank == 0 else None, options.force)
         given = {name: getattr(options, name) for name in ("folder", "seconds", "megabytes", "backend")}
-        ranks, warnings = examine(place, local_rank, **given)
+        ranks, warnings = examine(at, local_rank, **given)
     except ConfigurationError as error:
         # What all are told is said once; what one rank alone has met begins with its number.
-        if place.rank == 0 or str(error).startswith("["):
+        if at.rank == 0 or str(error).startswith("["):
             print(f"error: {error}", file=sys.stderr)
         return 2
     found = [*warnings, *odd(ranks)]
-    if place.rank == 0:
+    if at.rank == 0:
         print(table(ranks))
         links = slowest(ranks)
         shown = {"of a device inside its node": links.intra_node, "of a node to others": links.inter_node}
         print("".join(f"all-gather: {speed / 1e9:.2f} GB/s {what}\n" for what, speed in shown.items() if speed), end="")
         alone = "one process alone, so that nothing between processes was checked: start it by srun or torchrun"
-        print("\n".join(f"odd: {line}" for line in found) or ("nothing is odd" if place.world_size > 1 else alone))
+        print("\n".join(f"odd: {line}" for line in found) or ("nothing is odd" if at.world_size > 1 else alone))
         if options.output is not None:
             write_output(options.output, links_text(links), options.force)
             print(f"links: {options.output}")

@@ -284,7 +284,7 @@ def optimizers_of(inputs: Inputs) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def together(
+def facts_of_several(
     optimizers: Sequence[torch.optim.Optimizer], traced: Sequence[OptimizerFacts], master: torch.dtype
 ) -> OptimizerFacts:
     """Of several optimizers the one with the most state, with what the largest one has in its own step."""
@@ -316,6 +316,6 @@ def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
         with fake.fake_world(inputs.nodes.ranks):
             aligned = inputs.strategy.aligned
             whole = any(probe(each, dtype=master, aligned=aligned, alone=True).full for each in optimizers)
-        return replace(together(optimizers, traced, master), whole=whole)
+        return replace(facts_of_several(optimizers, traced, master), whole=whole)
     finally:
         restore()

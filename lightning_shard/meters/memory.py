@@ -17,7 +17,7 @@ from lightning_shard.engines.facts import STATES, EngineFacts
 from lightning_shard.engines.resident import Resident, is_sharded, unsharded
 from lightning_shard.engines.transforms import SAVED_OBSERVERS
 from lightning_shard.errors import chain
-from lightning_shard.memory import KINDS, KindBytes, MemoryAccount, most
+from lightning_shard.memory import KINDS, PLACES, KindBytes, MemoryAccount, most
 from lightning_shard.meters.throughput import size_text
 from lightning_shard.tensors.tracing import tree_leaves
 from lightning_shard.text import columns
@@ -30,7 +30,7 @@ def account(held: Iterable[Resident], *, known: set[Storage] | None = None) -> M
     count for nothing, and new ones are added to these.
     """
     known = set() if known is None else known
-    places: dict[str, dict[str, int]] = {place: dict.fromkeys(KINDS, 0) for place in ("device", "host", "nvme")}
+    places: dict[str, dict[str, int]] = {place: dict.fromkeys(KINDS, 0) for place in PLACES}
     for kind, place, tensor in held:
         if isinstance(tensor, int):
             places[place][kind] += tensor
@@ -172,9 +172,6 @@ class StepMeter:
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.__exit__(None, None, None)
-
-
-PLACES = ("device", "host", "nvme")
 
 
 def largest(accounts: Sequence[MemoryAccount]) -> int:

@@ -42,6 +42,7 @@ class Target:
         self.rows.append(Became(asked.field, asked.given, text, path, value))
 
     def hold(self, asked: Asked, note: str) -> None:
+        """Add a line for a setting that the engine has without being told; ``note`` says why."""
         self.note(asked, "", None, note)
 
     def lose(self, asked: Asked, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:

@@ -10,7 +10,7 @@ import yaml
 from lightning_shard.engines.zero.config.keys import TOP_LEVEL, UNMODELLED
 from lightning_shard.engines.zero.config.merging import ZERO
 from lightning_shard.engines.zero.config.reading import AUTO, read_file
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.migrate import dependent_settings
 from lightning_shard.migrate.accelerate import TOP, read_accelerate
 from lightning_shard.migrate.counterparts import CLASSES, find
@@ -29,7 +29,7 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple
     ConfigurationError: everything that is wrong with the files, in one message.
     """
     reading = _read(paths, known)
-    _raise(reading.problems)
+    raise_problems(reading.problems)
     assert reading.engine is not None  # what leaves it open is among the problems
     if to is None:
         in_fp32 = reading.value("precision", "32-true") == "32-true"
@@ -38,7 +38,7 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple
     else:
         class_path, arguments = known.presets[to]
         target = build(reading, OWN_ENGINES[class_path.rpartition(".")[2]], arguments)
-    _raise(target.problems)
+    raise_problems(target.problems)
     first: dict[str, Any] = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
     carried = dict(reading.carried)
     kept = {key: value for key, value in carried.pop("trainer", {}).items() if key not in first}
@@ -170,13 +170,13 @@ _FIRST = (
 
 def _by_table(target: Target, asked: Asked) -> None:
     in_fp32 = target.reading.value("precision", "32-true") == "32-true"
-    if asked.name in _ONLY_FP32 and target.engine == "ddp" and not in_fp32:
-        reason = "only torch's DistributedDataParallel has it, for 32-true; other precisions run on FSDP2's replicate"
-        return target.lose(asked, reason, "precision: 32-true")
     answer = getattr(find(asked.name), target.engine)
     group = asked.name.partition(".")[0]
     not_stage_3 = target.engine == "deepspeed" and target.stage < 3
-    if asked.name in _GATHERING and not_stage_3:
+    if asked.name in _ONLY_FP32 and target.engine == "ddp" and not in_fp32:
+        reason = "only torch's DistributedDataParallel has it, for 32-true; other precisions run on FSDP2's replicate"
+        target.lose(asked, reason, "precision: 32-true")
+    elif asked.name in _GATHERING and not_stage_3:
         target.hold(asked, f"parameters are not sharded in stage {target.stage}, so that there is nothing to gather")
     elif answer is not None and answer.met:
         target.hold(asked, answer.met)
@@ -198,7 +198,6 @@ def _by_table(target: Target, asked: Asked) -> None:
         target.note(asked, f"strategy.{asked.name}", "the default")
     else:
         target.set(asked, f"strategy.{asked.name}", asked.value)
-    return None
 
 
 # Options of torch's DistributedDataParallel, which `ShardDDPStrategy` refuses in 16 bits.
@@ -239,15 +238,6 @@ def refusal(lost: Sequence[Became]) -> str:
         near = f" Nearest: {item.nearest}." if item.nearest else ""
         text += f"\n  - {item.field}: {shown(item.given)}. {item.note[:1].upper()}{item.note[1:]}.{near}"
     return f"{text}\nWith --lossy the rest is written, and these stand in the file as comments."
-
-
-def _raise(problems: Sequence[str]) -> None:
-    unique = list(dict.fromkeys(problems))
-    if len(unique) == 1:
-        raise ConfigurationError(f"{unique[0]}.")
-    if unique:
-        listed = "".join(f"\n  - {problem}." for problem in unique)
-        raise ConfigurationError(f"{len(unique)} things are wrong:{listed}")
 
 
 def document(content: Mapping[str, Any], command: str, reading: Reading) -> str:

@@ -76,9 +76,11 @@ class Reading:
     launch: dict[str, str] = field(default_factory=dict)  # What the launcher is to be told: variable to value.
 
     def ask(self, name: str, value: Any, field: str, given: Any, note: str = "") -> None:
+        """Add that a source's ``field`` becomes the setting ``name``."""
         self.asked.append(Asked(name, value, field, given, note))
 
     def meet(self, field: str, given: Any, note: str) -> None:
+        """Add a field that needs no setting; ``note`` says why it holds without one."""
         self.met.append(Became(field, given, note))
 
     def lose(self, field: str, given: Any, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
@@ -89,6 +91,7 @@ class Reading:
             self.meet(field, given, f"{effect} alone: {reason}" + f"; nearest: {nearest}" * bool(nearest))
 
     def rest(self, field: str, given: Any) -> None:
+        """Add a field that asks for nothing."""
         self.idle.append(f"{field} {shown(given)}")
 
     def value(self, name: str, default: Any = None) -> Any:

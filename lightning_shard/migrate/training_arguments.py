@@ -10,12 +10,12 @@ from typing import Any
 from lightning_shard.engines.zero.config.reading import AUTO, read_config
 from lightning_shard.migrate.accelerate import NOTES, read_mesh
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
-from lightning_shard.migrate.fsdp_config import read_fsdp
+from lightning_shard.migrate.fsdp_config import STRATEGIES, read_fsdp
 from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, each, setting, shown, unsupported
 from lightning_shard.migrate.neutral import satisfied as met
 
 _TOKENS = "set the strategy's loss_weight_key to what of a batch counts its tokens, for the mean over all ranks' tokens"
-_SHARDING = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+_SHARDING = tuple(map(str.lower, STRATEGIES))
 
 PRECISIONS = {
     "bf16": "bf16-mixed", "fp16": "16-mixed", "pure_bf16": "bf16-true", "bfloat16": "bf16-true", "float16": "16-true",

@@ -75,7 +75,7 @@ class Planner:
             cpu=self.cpu,
             traced=bool(run.traces),
             saved=run.training.saved // run.engine.ranks,
-            largest_batch=largest and beside_own(run, self.memory, largest),
+            largest_batch=largest and by_own_batch(run, self.memory, largest),
             fewest=fewest_devices(run, lambda n: self.engine(candidate, n), self.nodes.devices, self.memory),
             sent=tuple(collectives(run.training, run.engine)),
             time=self.time(run, compiled=candidate.compiled),
@@ -244,8 +244,8 @@ def _least(holds: Callable[[int], bool], most: int) -> int | None:
     return bisect_left(range(high), True, lo=low + 1, key=holds)
 
 
-def beside_own(run: Run, memory: int, largest: Range) -> Range:
-    """``largest`` as the run's own batch has it, whose blocks are not on a line with those of others."""
+def by_own_batch(run: Run, memory: int, largest: Range) -> Range:
+    """``largest``, moved to the other side of the run's own batch where that is known to fit, or not to fit."""
     own, (sure, may) = run.traces[0].batch_size, largest
     told = verdict((run.needs.low, run.needs.high), memory)
     sure = max(sure, own) if told == "fits" else min(sure, own - 1)

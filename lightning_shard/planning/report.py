@@ -93,6 +93,7 @@ def fit(row: Row, memory: int) -> str:
 
 
 def _sure_and(sure: object, may: str, nothing: str) -> str:
+    """What is sure, and then what may be; ``nothing`` where neither is anything."""
     return f"{sure or 'none for sure'}; {may}" if may else str(sure or nothing)
 
 

@@ -55,7 +55,7 @@ def with_averages(account: MemoryAccount, place: str | None) -> MemoryAccount:
     """``account`` with averages of what is stepped and of buffers; ``place`` as for `Planner`."""
     if place is None:
         return account
-    places = {"device": account.device, "host": account.host, "nvme": account.nvme}
+    places: dict[str, KindBytes] = vars(account)
     stepped = "masters" if any(kinds.masters for kinds in places.values()) else "parameters"
     averaged = {name: getattr(kinds, stepped) + kinds.buffers for name, kinds in places.items()}
     beside = {"device": averaged["device"], "host": averaged["host"] + averaged["nvme"]}

@@ -35,7 +35,7 @@ from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.network import let_threads_finish_before_forks, prepare_gloo
 from lightning_shard.cluster.preemption import Preempted
-from lightning_shard.cluster.preflight import Place, compare, connect
+from lightning_shard.cluster.preflight import Rendezvous, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
@@ -85,11 +85,11 @@ class Processes:
         world = environment.world_size()
         processes.refuse_smaller_group(world)
         if not dist.is_initialized() and world > 1:
-            store, place = self._meet(environment, launch, os.environ, settings, root)
-            prepare_gloo(place.address, os.environ, gpu=device.type != "cpu")
+            store, at = self._meet(environment, launch, os.environ, settings, root)
+            prepare_gloo(at.address, os.environ, gpu=device.type != "cpu")
             store.set_timeout(self.timeout)
             processes.init_process_group(environment, backend, store=store, **options)
-            remember(place)
+            remember(at)
         else:
             processes.init_process_group(environment, backend, **options)
         set_timeout(self.timeout)
@@ -109,11 +109,11 @@ class Processes:
         environ: MutableMapping[str, str],
         settings: Mapping[str, str],
         root: str | None,
-    ) -> tuple[Store, Place]:
+    ) -> tuple[Store, Rendezvous]:
         """Connect and compare all ranks; the store that the process group is made over, and where it is."""
         environ.update(meeting_point(read_job(environ), launch, environ))
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launch.launcher == "torchrun"
-        place = Place(
+        at = Rendezvous(
             address=environment.main_address,
             port=environment.main_port,
             rank=environment.global_rank(),
@@ -121,13 +121,13 @@ class Processes:
             # torchrun counts no restart where nodes come or go, and keeps the store.
             agent=f"{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{environment.world_size()}" if agent else None,
         )
-        store = connect(place, self._init_timeout_seconds)
+        store = connect(at, self._init_timeout_seconds)
         writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
         facts = {"node": socket.gethostname(), "versions": library_versions(), "settings": dict(settings)}
         folder = Path(str(root)) if writes else None
-        for warning in compare(store, place, facts, self._init_timeout_seconds, folder):
+        for warning in compare(store, at, facts, self._init_timeout_seconds, folder):
             rank_zero_warn(warning)
-        return store, place
+        return store, at
 
     def barrier(self) -> None:
         if dist.is_initialized():
@@ -169,16 +169,16 @@ def _met() -> list[Any] | None:
     return beside_default("met", lambda: None) if dist.is_initialized() else None
 
 
-def remember(place: Place) -> None:
+def remember(at: Rendezvous) -> None:
     """Keep where the ranks of the process group met, for later Trainers in the same processes."""
-    beside_default("met", lambda: [place, 0])
+    beside_default("met", lambda: [at, 0])
     # Lightning's own, for NCCL, would wait after an exception too.
     atexit.unregister(processes.destroy_at_exit)
     atexit.unregister(_leave)
     atexit.register(_leave)
 
 
-def next_run() -> tuple[Place, int] | None:
+def next_run() -> tuple[Rendezvous, int] | None:
     """Where the ranks met, and the number of the run that begins; None: not by this package. All ranks call it."""
     if (met := _met()) is None:
         return None
@@ -221,7 +221,7 @@ class RunWatch:
             traces.record_into(folder.absolute(), os.environ)
 
     def start(
-        self, met: tuple[Place, int] | None, folder: Path | None, replacements: Replacements, trainer: Trainer
+        self, met: tuple[Rendezvous, int] | None, folder: Path | None, replacements: Replacements, trainer: Trainer
     ) -> None:
         """Watch the other ranks until the run ends. All ranks call it. ``met``: where they met, and the number of the
         run on their process group; None: elsewhere. ``folder``: for the traces of a rank that is stuck. ``trainer``:
@@ -232,10 +232,10 @@ class RunWatch:
         self._watch = self._failed = None
         if self._lost_rank_seconds is None or met is None:
             return
-        progress, (place, run) = Progress(lambda: trainer.global_step), met
+        progress, (at, run) = Progress(lambda: trainer.global_step), met
         loops.follow_actions(replacements, trainer, (progress.begin, progress.end))
         self._watch = Watch(
-            place,
+            at,
             self._lost_rank_seconds,
             run=run,
             folder=folder,

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from lightning_shard import ConfigurationError
-from lightning_shard.cluster.preflight import Place, compare, connect
+from lightning_shard.cluster.preflight import Rendezvous, compare, connect
 from lightning_shard.cluster.slurm import Launch, check_launch, meeting_point, read_job
 from tests.cluster.test_slurm import BATCH, STEP
 from tests.harness import free_port, run_distributed
@@ -95,8 +95,8 @@ def test_steps_and_jobs_meet_at_places_of_their_own() -> None:
     assert _point(STEP, "torchrun") == _point({}) == {}
 
 
-def _place(port: int, rank: int, world_size: int, address: str = "127.0.0.1") -> Place:
-    return Place(address=address, port=port, rank=rank, world_size=world_size)
+def _place(port: int, rank: int, world_size: int, address: str = "127.0.0.1") -> Rendezvous:
+    return Rendezvous(address=address, port=port, rank=rank, world_size=world_size)
 
 
 def _compare(facts: dict[int, dict[str, Any]], folders: dict[int, str] | None = None, silent: int = -1) -> Any:
@@ -157,7 +157,7 @@ def test_a_rank_that_is_missing_is_named_on_the_others() -> None:
     assert told == [told[0], "silent", told[0]]
 
 
-def _alone(place: Place, seconds: float) -> str:
+def _alone(place: Rendezvous, seconds: float) -> str:
     with pytest.raises(ConfigurationError) as caught:
         connect(place, seconds)
     return str(caught.value)

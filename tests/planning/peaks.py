@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_shard.commands.plan_inputs import loss_of, optimizers_of, together
+from lightning_shard.commands.plan_inputs import facts_of_several, loss_of, optimizers_of
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.planning.facts import Training, facts_of, trace_optimizer
 from lightning_shard.planning.memory_trace import Step, trace_step
@@ -218,7 +218,7 @@ def peaks(
     run = strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches)
     engine = strategy.engine_for(whole).facts(whole, run)
     traced = [trace_optimizer(whole, optimizer, mode) for optimizer in optimizers]
-    found = together(optimizers, traced, torch.float32)
+    found = facts_of_several(optimizers, traced, torch.float32)
     step = Step(
         training_step=loss_of(inputs),
         batch=batch,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_shard import DataError
 from lightning_shard.cluster import watch as watching
-from lightning_shard.cluster.preflight import Place, connect
+from lightning_shard.cluster.preflight import Rendezvous, connect
 from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
 from tests.groups import sampled
@@ -32,7 +32,7 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
     rank, size = dist.get_rank(), dist.get_world_size()
     box = [free_port()]
     dist.broadcast_object_list(box)
-    place = Place(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
+    place = Rendezvous(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
     # Rank 0's store has to outlive the watch.
     store = connect(place, 20)
     dist.barrier()
@@ -117,8 +117,8 @@ def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
 
 KEEPER = """
 import sys, time
-from lightning_shard.cluster.preflight import Place, connect
-store = connect(Place(address="127.0.0.1", port=int(sys.argv[1]), rank=0, world_size=3), 20)
+from lightning_shard.cluster.preflight import Rendezvous, connect
+store = connect(Rendezvous(address="127.0.0.1", port=int(sys.argv[1]), rank=0, world_size=3), 20)
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -131,7 +131,7 @@ def test_ranks_end_in_time_when_rank_0_is_gone(how: signal.Signals, capfd: pytes
     keeper = subprocess.Popen([sys.executable, "-c", KEEPER, str(port)], stdout=subprocess.PIPE, text=True)
     assert keeper.stdout is not None
     keeper.stdout.readline()
-    places = [Place(address="127.0.0.1", port=port, rank=rank, world_size=3) for rank in (1, 2)]
+    places = [Rendezvous(address="127.0.0.1", port=port, rank=rank, world_size=3) for rank in (1, 2)]
     watches = [Watch(place, 4.0, grace_seconds=0.5, exit_process=exits.append) for place in places]
     for watch in watches:
         watch.start()
@@ -172,9 +172,9 @@ def test_a_process_that_ends_in_the_middle_of_a_run_does_so_cleanly() -> None:
 import pytest
 
 from lightning_shard.cluster import watch
-from lightning_shard.cluster.preflight import Place, connect
+from lightning_shard.cluster.preflight import Rendezvous, connect
 watch.INTERVAL_SECONDS = 1e-4
-place = Place(address="127.0.0.1", port={free_port()}, rank=0, world_size=1)
+place = Rendezvous(address="127.0.0.1", port={free_port()}, rank=0, world_size=1)
 store = connect(place, 20)
 watch.Watch(place, 60.0).start()
 """
@@ -192,7 +192,7 @@ def left():
     return "there" if dist.is_initialized() else "threads" if any("gloo" in name for name in threads) else "gone"
 
 atexit.register(lambda: print(left()))
-from lightning_shard.cluster.preflight import Place
+from lightning_shard.cluster.preflight import Rendezvous
 import pytest
 
 from lightning_shard._lightning import processes
@@ -202,7 +202,7 @@ from lightning_shard.run.processes import remember
 atexit.register(processes.destroy_at_exit)  # as Lightning does for NCCL
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 build_mesh((1, 1), device_type="cpu")  # kept for later runs, with its group
-remember(Place(address="127.0.0.1", port=1, rank=0, world_size=1))
+remember(Rendezvous(address="127.0.0.1", port=1, rank=0, world_size=1))
 if sys.argv[1] == "fails":
     raise SyntaxError
 """
@@ -221,7 +221,7 @@ def _late(folder: Path) -> str:
     rank = dist.get_rank()
     box = [free_port()]
     dist.broadcast_object_list(box)
-    place = Place(address="127.0.0.1", port=box[0], rank=rank, world_size=2)
+    place = Rendezvous(address="127.0.0.1", port=box[0], rank=rank, world_size=2)
     store = connect(place, 20)
     group = dist.new_group(timeout=timedelta(seconds=10))
     dist.barrier()
@@ -252,7 +252,7 @@ def _stands_still(how: str) -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     box = [free_port()]
     dist.broadcast_object_list(box)
-    place = Place(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
+    place = Rendezvous(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
     store = connect(place, 20)
     groups = [dist.new_group(), dist.new_group()]
     dist.barrier()

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_shard.cluster.preflight import Place
+from lightning_shard.cluster.preflight import Rendezvous
 from lightning_shard.cluster.slurm import Launch
 from lightning_shard.commands import doctor
 from lightning_shard.engines.engine import PlannedRun, Run
@@ -127,9 +127,9 @@ def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: 
         raise KeyboardInterrupt  # further than this there is no way without GPUs
 
     monkeypatch.setattr(doctor, "_gathers", gathers)
-    place = Place(address="127.0.0.1", port=free_port(), rank=2, world_size=4)
+    at = Rendezvous(address="127.0.0.1", port=free_port(), rank=2, world_size=4)
     with pytest.raises(KeyboardInterrupt):
-        doctor.examine(place, 2, folder=None, seconds=1.0, megabytes=None, backend=None)
+        doctor.examine(at, 2, folder=None, seconds=1.0, megabytes=None, backend=None)
     assert seen == [torch.device("cuda", 2), (torch.device("cuda", 2), 256, 1)]
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # gloo was prepared
 

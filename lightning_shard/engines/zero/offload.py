@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shard.engines.zero import kernels
-from lightning_shard.engines.zero.config.merging import raise_problems
-from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.errors import ConfigurationError, PrecisionError, raise_problems
 from lightning_shard.precision.policy import PrecisionPolicy, short
 from lightning_shard.ranks import Ranks, warn_on_first_rank
 
@@ -137,5 +137,4 @@ def _locks(ranks: Ranks, needed: tuple[str, ...]) -> list[str]:
 
 def _raise_on_all(ranks: Ranks, own: list[str]) -> None:
     # What is installed may differ between nodes.
-    problems = list(dict.fromkeys(problem for rank in ranks.gather(own) for problem in rank))
-    raise_problems(problems, "DeepSpeed can't run with these settings")
+    raise_problems(chain.from_iterable(ranks.gather(own)), "DeepSpeed can't run with these settings")

@@ -25,7 +25,7 @@ from lightning_shard.tensors.flat import Accumulated, LiveTensor
 from lightning_shard.tensors.names import outside_graphs, parameter_names
 from lightning_shard.tensors.tracing import TorchDispatchMode, tree_leaves
 
-Place = tuple[nn.Module, str]
+Owned = tuple[nn.Module, str]  # A module, and the name of a parameter of its own.
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -41,10 +41,10 @@ class Recorder:
         self._entries: dict[str, Entry] = {}
         self._reductions: list[Reduction] = []
         self._losses: set[torch.dtype] = set()
-        self._forward: dict[Place, torch.dtype] = {}
-        self._backward: dict[Place, torch.dtype] = {}
-        self._products: dict[Place, torch.dtype] = {}
-        self._places: dict[Place, str] = {}
+        self._forward: dict[Owned, torch.dtype] = {}
+        self._backward: dict[Owned, torch.dtype] = {}
+        self._products: dict[Owned, torch.dtype] = {}
+        self._fqns: dict[Owned, str] = {}
         self._undo: list[Callable[[], None]] = []
         self._watched: dict[int, Tensor] = {}
         self._last = ""
@@ -95,7 +95,7 @@ class Recorder:
         for module in self._root.modules():
             for attribute, parameter in _own(module):
                 if _counts(parameter):
-                    self._places[module, attribute] = names[parameter]
+                    self._fqns[module, attribute] = names[parameter]
         self._outside = set(outside_graphs(self._root))
         for module in self._outside:
             # Functions: a copy of the module, as MetricTracker makes some, would copy what a method is bound to.
@@ -111,10 +111,10 @@ class Recorder:
         while self._undo:
             self._undo.pop()()
         for stage, seen in (("forward", self._forward), ("product", self._products), ("backward", self._backward)):
-            for place, dtype in seen.items():
-                self._entries[self._places[place]].add(stage, dtype)
+            for owned, dtype in seen.items():
+                self._entries[self._fqns[owned]].add(stage, dtype)
         # They keep modules and gathered parameters alive.
-        for kept in (self._forward, self._products, self._backward, self._places, self._watched):
+        for kept in (self._forward, self._products, self._backward, self._fqns, self._watched):
             kept.clear()
 
     def _see(self, module: nn.Module) -> None:
@@ -123,22 +123,22 @@ class Recorder:
         self._see_below(module)
 
     def _see_below(self, module: nn.Module) -> None:
-        for place, tensor in self._seen_below(module):
+        for owned, tensor in self._seen_below(module):
             if not isinstance(tensor, DTensor):
-                self._forward.setdefault(place, tensor.dtype)
-                self._watch(place, tensor)
-            if place[0] not in self._outside:
-                self._see_product(place[0])
+                self._forward.setdefault(owned, tensor.dtype)
+                self._watch(owned, tensor)
+            if owned[0] not in self._outside:
+                self._see_product(owned[0])
 
-    def _seen_below(self, module: nn.Module) -> list[tuple[Place, Tensor]]:
-        """The places of parameters that can be read without a change to how the engine goes on, and what is there."""
+    def _seen_below(self, module: nn.Module) -> list[tuple[Owned, Tensor]]:
+        """The parameters that can be read without a change to how the engine goes on, and the tensors that they are."""
         return [
             ((below, attribute), vars(below).get(attribute, parameter))
             for below in module.modules()
             # Not by getattr: a sharded parameter that is read in a forward is what ZeRO-3, and FSDP of an embedding or
             # a head, from then on gather for the module around, and keep, in every step.
             for attribute, parameter in _own(below)
-            if (below, attribute) in self._places
+            if (below, attribute) in self._fqns
             and ((status := getattr(parameter, _STATUS, None)) is None or status.name == "AVAILABLE")
         ]
 
@@ -146,7 +146,7 @@ class Recorder:
         """Note how ``module`` sees its own parameters now; the last view counts, since that is the innermost."""
         self._see_product(module)
         for attribute, _ in _own(module):
-            if (module, attribute) in self._places:
+            if (module, attribute) in self._fqns:
                 tensor = getattr(module, attribute)
                 self._forward[module, attribute] = tensor.dtype
                 self._watch((module, attribute), tensor)
@@ -154,10 +154,10 @@ class Recorder:
     def _see_product(self, module: nn.Module) -> None:
         """Note a float8 dtype that ``module``, which is being called, rounds its weight to once more."""
         dtype = multiplies_in(module)
-        if dtype is not None and (module, "weight") in self._places:
+        if dtype is not None and (module, "weight") in self._fqns:
             self._products[module, "weight"] = dtype
 
-    def _watch(self, place: Place, tensor: Tensor) -> None:
+    def _watch(self, owned: Owned, tensor: Tensor) -> None:
         if not tensor.requires_grad or id(tensor) in self._watched:
             return
         if tensor.is_leaf:
@@ -166,8 +166,8 @@ class Recorder:
         def note(gradient: Tensor) -> None:
             if self.recording:
                 # The first that comes belongs to the innermost view.
-                self._backward.setdefault(place, gradient.dtype)
-                self._last = self._places[place]
+                self._backward.setdefault(owned, gradient.dtype)
+                self._last = self._fqns[owned]
 
         handle = tensor.register_hook(note)
         if tensor.is_leaf:
@@ -181,7 +181,7 @@ class Recorder:
         self._losses.add(loss.dtype)
         # The root's own parameters are read by its methods, whose calls no hook sees; they are gathered until here.
         for attribute, parameter in _own(self._root):
-            if (self._root, attribute) in self._places and not isinstance(parameter, DTensor):
+            if (self._root, attribute) in self._fqns and not isinstance(parameter, DTensor):
                 self._forward[self._root, attribute] = getattr(self._root, attribute).dtype
                 self._watch((self._root, attribute), getattr(self._root, attribute))
         with self.collectives():

@@ -5,10 +5,10 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.checks import CONTRACT, RULE, check_policy
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
-from lightning_shard.engines.zero.config.merging import ZERO, effective, merge, raise_problems
+from lightning_shard.engines.zero.config.merging import ZERO, effective, merge
 from lightning_shard.engines.zero.config.reading import AUTO, get, put
 from lightning_shard.engines.zero.config.sections import differ, resolve_sections
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.precision.policy import DTYPES, short
 
 CONTRADICTS = (

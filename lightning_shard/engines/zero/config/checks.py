@@ -9,9 +9,9 @@ from torch.optim import LBFGS, Optimizer
 from lightning_shard.engines.engine import PlannedRun
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.config.keys import Section, known_keys
-from lightning_shard.engines.zero.config.merging import ZERO, Effective, effective, merge, raise_problems
+from lightning_shard.engines.zero.config.merging import ZERO, Effective, effective, merge
 from lightning_shard.engines.zero.config.reading import AUTO, get
-from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.errors import ConfigurationError, PrecisionError, raise_problems
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import short
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 from lightning_shard.engines.zero.config import fields as typed
 from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, put, read_config
 from lightning_shard.engines.zero.config.sections import read_sections
-from lightning_shard.errors import ConfigurationError
 
 DEFAULT_STAGE = 2  # The stage where neither the field nor ``config`` says one, as in stock Lightning.
 
@@ -88,12 +87,3 @@ def effective(merged: dict[str, Any]) -> Effective:
         has_optimizer="optimizer" in merged,
         counts_steps=get(merged, "scheduler.params.total_num_steps") == AUTO,
     )
-
-
-def raise_problems(problems: list[str], rule: str) -> None:
-    """Raise one ConfigurationError with ``rule`` and all problems, one a line, if there are any."""
-    if len(problems) == 1:
-        raise ConfigurationError(f"{rule}: {problems[0]}.")
-    if problems:
-        lines = "".join(f"\n  - {problem}." for problem in problems)
-        raise ConfigurationError(f"{rule}, in {len(problems)} places:{lines}")
