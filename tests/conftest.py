@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ GROUPS = ("matrix", "soak", "slurm", "gpu")
 ID_LENGTH = 60
 
 _LEFT_OUT = pytest.StashKey[dict[str, tuple[int, str]]]()
-_RAN = pytest.StashKey["Counter[str]"]()
 _MISSING = pytest.StashKey[list[str]]()
 
 
@@ -61,7 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # A slow example says that the machine is busy, and nothing about the package.
     settings.register_profile("busy", deadline=None)
     settings.load_profile("busy")
-    config.stash[_RAN] = Counter()
     unknown = set(_required(config)) - set(GROUPS)
     if unknown:
         raise pytest.UsageError(f"--require-groups: no group named {sorted(unknown)}; there are {list(GROUPS)}")
@@ -127,20 +126,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_LEFT_OUT] = {group: (len(why), why[0]) for group, why in reasons.items()}
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.when == "call" and not report.skipped:
-        item.config.stash[_RAN].update(_groups(item))
-    return report
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under ``-n`` a file is a worker's: what its tests share is made once, and none runs beside another of it."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker has collected all tests; its process is the one that knows which it left out."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     close_pools()
     config = session.config
-    config.stash[_MISSING] = [group for group in _required(config) if not config.stash[_RAN][group]]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = config.stash[_LEFT_OUT]
+        return
+    config.stash[_MISSING] = [group for group in _required(config) if group not in _groups_that_ran(config)]
     if config.stash[_MISSING] and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _groups_that_ran(config: pytest.Config) -> set[str]:
+    told: dict[str, list[Any]] = config.pluginmanager.getplugin("terminalreporter").stats
+    return {name for kind in ("passed", "failed") for report in told.get(kind, []) for name in report.keywords}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -19,10 +19,12 @@ Each call has a new process group, environment and working directory (temporary,
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -300,10 +302,17 @@ def _joined_path() -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody listens on.
+
+    It is below those that the system gives to whoever asks for any (Linux: from 32,768), so that it stays free until it
+    is used, and each worker of ``pytest -n`` has a range of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 10000 + 2000 * (worker % 10) + random.SystemRandom().randrange(2000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def until(condition: Callable[[], object], seconds: float = 90) -> None:
