@@ -120,6 +120,7 @@ def expect_gradients(root: nn.Module) -> None:
         shards = [parameter.sharded_param for parameter in group.fsdp_params]
         (dtype, trainable), *others = {(shard.dtype, shard.requires_grad) for shard in shards}
         if not (trainable or others) and dtype.is_floating_point:
+            # FSDP settles it by what is trainable then.
             for shard in shards:
                 shard.requires_grad_()
             group.lazy_init()

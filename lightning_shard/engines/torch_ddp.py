@@ -215,7 +215,7 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     """
     named, modules = wrapped.module.named_parameters(), wrapped.module.modules()
     parameters = [p for n, p in named if p.requires_grad and n not in wrapped.parameters_to_ignore]
-    sparse = any(getattr(m, "sparse", False) is True and m.weight.requires_grad for m in modules)
+    sparse = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and m.weight.requires_grad for m in modules)
     if wrapped.find_unused_parameters or wrapped.static_graph or sparse:
         return
     reducer: Any = wrapped.reducer

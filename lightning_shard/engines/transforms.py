@@ -23,7 +23,13 @@ from lightning_shard.engines.units import Unit, of_classes
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import inside_modules, replace_forward
 from lightning_shard.ranks import warn_on_first_rank
-from lightning_shard.tensors.tracing import CPU_ATTENTION, OVERRIDEABLE_ATTENTION, TorchDispatchMode, schema_of
+from lightning_shard.tensors.tracing import (
+    CPU_ATTENTION,
+    OVERRIDEABLE_ATTENTION,
+    TorchDispatchMode,
+    Watching,
+    schema_of,
+)
 
 Checkpointing = Literal["units", "selective"] | int | list[str] | None
 
@@ -142,22 +148,15 @@ def _saved_or_not(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if is_kept(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Expensive(TorchDispatchMode):
+class _Expensive(Watching):
     """Hands what is saved to one of torch's modes, and nothing else: these insist on the same operators in backward,
     where engines' hooks run others (what is gathered is not gathered again).
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, mode: TorchDispatchMode, observers: list[Callable[[Any], None]]) -> None:
         super().__init__()
         self._mode = mode
         self._observers = observers
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: what is compiled inside of a checkpointed module is compiled all the same."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_kept(func, args, kwargs):

@@ -93,7 +93,12 @@ def install_casts(
     no engine casts, are cast for their forward. ``output`` is what ``root``'s own code receives floating outputs of
     modules in (None: as computed); between modules ``dtype`` stays. ``float8``: which modules multiply in float8.
     """
-    _refuse_fp32_parametrizations(root, dtype)
+    for name, module in root.named_modules():
+        if what := _in_fp32_alone(module):
+            raise PrecisionError(
+                f"{name} has {what} weights in {dtype}. "
+                "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
+            )
     undo: list[Callable[[], None]] = []
     others = inside or {}
     hooks = {to: _casting_to(to) for to in {dtype, *others.values()}}
@@ -123,18 +128,8 @@ def install_casts(
     return remove
 
 
-def _refuse_fp32_parametrizations(root: nn.Module, dtype: torch.dtype) -> None:
-    """Raise PrecisionError for parametrizations that torch computes with fp32 buffers of its own, or in fp32 alone."""
-    for name, module in root.named_modules():
-        if what := _in_fp32_alone(module):
-            raise PrecisionError(
-                f"{name} has {what} weights in {dtype}. "
-                "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
-            )
-
-
 def _in_fp32_alone(module: nn.Module) -> str:
-    """What of ``module`` computes with fp32 weights alone; empty if nothing does."""
+    """What of a parametrization in ``module`` torch computes in fp32, or with fp32 buffers; empty: there is none."""
     vectors = {key for key, _ in module.named_buffers(recurse=False) if key.endswith("_u")}
     if "_u" in vectors or any(hasattr(module, f"{key[:-2]}_orig") for key in vectors):
         return "a spectral norm, whose vectors are fp32 and can't be multiplied with"

@@ -23,6 +23,17 @@ tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _p
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 
+
+class Watching(TorchDispatchMode):
+    """Looks at operators, also at what a compiled unit recomputes; what is compiled inside is compiled all the same."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 GROUPED_PRODUCTS = torch.ops.aten._grouped_mm.default
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # The operator of ``tensor.item()``.
 

@@ -23,7 +23,7 @@ from lightning_shard.precision.float8 import multiplies_in
 from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
 from lightning_shard.tensors.flat import Accumulated, LiveTensor
 from lightning_shard.tensors.names import outside_graphs, parameter_names
-from lightning_shard.tensors.tracing import TorchDispatchMode, tree_leaves
+from lightning_shard.tensors.tracing import Watching, tree_leaves
 
 Owned = tuple[nn.Module, str]  # A module, and the name of a parameter of its own.
 Named = Iterable[tuple[str, Tensor]]
@@ -257,21 +257,13 @@ _FSDP = os.path.join("torch", "distributed", "fsdp")
 _FUNCTION = os.path.join("torch", "autograd", "function.py")
 
 
-class WatchReductions(TorchDispatchMode):
+class WatchReductions(Watching):
     """Notes the dtype of every collective that sums floating tensors; meant to be around backward."""
-
-    # What a compiled unit recomputes comes through here as well, with its random numbers' state.
-    supports_higher_order_operators = True
 
     def __init__(self, found: list[Reduction], after: Callable[[], str]) -> None:
         """Append to ``found``; ``after`` tells the parameter whose gradient came last."""
         super().__init__()
         self._found, self._after = found, after
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: a module that is compiled in this backward is compiled all the same."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__.strip("_") if func.namespace in _NAMESPACES else ""
