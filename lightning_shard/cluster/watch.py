@@ -309,7 +309,7 @@ class _Counter:
     """Who gives no sign of life, counted on one rank for all: by rank 0, and by rank 1 whether rank 0 does."""
 
     def __init__(self, store: PrefixStore, rank: int, size: int, interval: float, lost_seconds: float) -> None:
-        ranks = range(1, size) if rank == 0 else range(min(rank, 1) if rank == 1 else 0)
+        ranks = range(1, size) if rank == 0 else range(int(rank == 1))
         self._counts_all = rank == 0
         self._store, self._keys, self._interval = store, [f"beat/{other}" for other in ranks], interval
         # What is seen at one look is known to all after the next of theirs.

@@ -72,7 +72,7 @@ class ShardCLI(ConfiguredCLI):
         leave_out_noise()
         kwargs.setdefault("parser_class", ShardArgumentParser)
         kwargs["parser_kwargs"] = {"version": commands.versions(), **(kwargs.get("parser_kwargs") or {})}
-        # The others, of one command or for all at once, may speak of commands that are not run.
+        # Other settings may be those of single subcommands, which then have to be built.
         self._builds_one = not kwargs["parser_kwargs"].keys() - {"version", "prog", "description"}
         try:
             words = self._arguments[1:] if self._arguments[:1] == ["--traceback"] else self._arguments

@@ -20,9 +20,8 @@ from lightning_shard.private_names import require
 TrainingState, ShardedState = _fsdp_param_group.TrainingState, _fsdp_param_group.ShardedState
 
 require(FSDPModule, "_get_fsdp_state")
-require(_fsdp_state.FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook")
-require(_fsdp_state.FSDPState, "_modules_to_run_forward _training_state _state_ctx")
-require(_fsdp_state.FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle")
+require(_fsdp_state.FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook _modules_to_run_forward")
+require(_fsdp_state.FSDPState, "_training_state _state_ctx _pre_forward_hook_handle _post_forward_hook_handle")
 require(_fsdp_param_group.FSDPParamGroup, "_register_post_backward_hook _sharded_state")
 require(_fsdp_param_group.FSDPParam, "_setattr_on_modules _sharded_post_forward_param")
 require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")

@@ -163,7 +163,7 @@ class DeviceMemory:
 
     @property
     def blocks(self) -> Range:
-        """Of the allocator's blocks."""
+        """Bytes of the allocator's blocks that are in no tensor."""
         return self.beside.get(BLOCKS, (0, 0))
 
     @property
@@ -175,7 +175,7 @@ class DeviceMemory:
         return self.tensors + sum(high for _, high in self.beside.values())
 
     def at(self, tensors: int) -> Range:
-        """`low` and `high` of another batch or number of devices, where so many bytes are of tensors."""
+        """`low` and `high` where tensors take so many bytes, as under another batch or number of devices."""
         more = tensors - self.tensors
         least, most = (blocks / max(1, self.tensors) for blocks in self.blocks)
         rate = most if more < 0 or self.growth is None else self.growth

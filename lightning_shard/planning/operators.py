@@ -5,8 +5,9 @@ waves over the device's processors, as NVIDIA's "Matrix Multiplication Backgroun
 and 4): what a tile or a wave does not fill is lost. What large products reach of a data sheet's peak was measured: 0.87
 on an A100 (Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS), and in a model's shapes 0.48 on an
 MI300X and 0.73 on an H100 (SemiAnalysis, "MI300X vs H100 vs H200, part 1: training", December 2024), where power ends
-it: 0.70 was fitted for Hopper as `step_time.IN_A_STEP` was. Others are taken as like one of these. Fused attention:
-FlashAttention-2 (arXiv 2307.08691, section 4), whose backward computes the scores again: five products, forward's two.
+it: 0.70 was fitted for Hopper as `step_time.IN_A_STEP` was. Other devices are taken to be like one of these. Fused
+attention: FlashAttention-2 (arXiv 2307.08691, section 4), whose backward computes the scores again, in five products to
+forward's two.
 """
 
 from collections import defaultdict

@@ -170,7 +170,7 @@ class Run:
 
     @property
     def of_same_parts(self) -> list[Trace]:
-        """The traces with the parts of the first, by batch: with two of them other batches are known."""
+        """The traces that have the same parts as the first, by batch; two of them say what other batches take."""
         same = (trace for trace in self.traces if trace.parts == self.traces[0].parts)
         return sorted(same, key=lambda trace: trace.batch_size)
 
@@ -253,8 +253,8 @@ def by_own_batch(run: Run, memory: int, largest: Range) -> Range:
 
 
 def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> Range | None:
-    """`largest_batch`, whose own trace fits, and that of a batch a quarter larger (or 1) does not. Traces that say
-    otherwise join those that the next is looked for between, at most `MOST_TRACES`; what may fit is on their last line.
+    """`largest_batch`, confirmed by traces: its own step fits, and that of a batch a quarter larger (at least 1) does
+    not. A trace that says otherwise joins the known ones, between which the search goes on, with at most `MOST_TRACES`.
     """
     fits: dict[int, bool] = {}
     known_needs: dict[int, Range] = {}  # Bytes of a device by those of its tensors, at batches that were traced.

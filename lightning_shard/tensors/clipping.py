@@ -22,8 +22,8 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.flat import local
 
 # torch.nn.utils clips the gradients of parameters, and has nothing public for gradients that lie elsewhere.
-require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_norm")
-require(torch, "_foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_")
+require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_norm _foreach_clamp_max_ _foreach_clamp_min_")
+require(torch, "_foreach_mul_")
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

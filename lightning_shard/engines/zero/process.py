@@ -97,8 +97,8 @@ def _require_private_names() -> None:
     from deepspeed.utils import groups
 
     engine, stage_3 = deepspeed.DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3
-    require(engine, "_backward_epilogue _backward_prologue _backward_prologue_per_tensor")
-    require(engine, "_broadcast_model _running_engine_backward")
+    require(engine, "_backward_epilogue _backward_prologue _backward_prologue_per_tensor _broadcast_model")
+    require(engine, "_running_engine_backward")
     require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear")
     require(OpBuilder, "_loaded_ops")
     require(OptimizerSwapper, "_get_param_swap_info")
