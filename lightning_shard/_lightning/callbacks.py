@@ -81,7 +81,7 @@ def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
     ranks save together, and after an error the others may be anywhere. One says why it can't save.
     """
 
-    def on_exception(save: Any, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
+    def on_exception(name: str, save: Any, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
         reason = f"rank {trainer.global_rank} can't know where the others are" if trainer.world_size > 1 else ""
         try:
             if not reason:
@@ -90,12 +90,12 @@ def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
             reason = str(failed)
         if reason and trainer.global_step:
             rank_zero_warn(
-                f"{type(save.__self__).__name__} saved nothing after {type(error).__name__}: {reason}. Resume from the "
-                "last checkpoint of a ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
+                f"{name} saved nothing after {type(error).__name__}: {reason}. Resume from the last checkpoint of a "
+                "ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
             )
 
     for callback in callbacks(trainer, stock.Checkpoint):
-        replacements.wrap(callback, "on_exception", on_exception)
+        replacements.wrap(callback, "on_exception", partial(on_exception, type(callback).__name__))
 
 
 def let_checkpoints_wait(
@@ -216,13 +216,11 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 def averages_place(callbacks: Any) -> str | None:
     """Where those that average weights keep averages: "beside" the weights or on the "host"; None: there are none."""
     given = callbacks if isinstance(callbacks, list) else [callbacks]
-    for callback in given:
-        if isinstance(callback, tuple(_HOOKS)):
-            return "host" if str(_device(callback)).startswith("cpu") else "beside"
-    return None
+    devices = [str(_device(callback)) for callback in given if isinstance(callback, tuple(_HOOKS))]
+    return ("host" if devices[0].startswith("cpu") else "beside") if devices else None
 
 
-def _device(callback: Any) -> torch.device | str | None:
+def _device(callback: Any) -> Any:
     """Where a callback is asked to keep averages."""
     return callback._device
 

@@ -150,52 +150,39 @@ class Group:
 
 def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
     """The parameter groups of the optimizer number ``index``; the same on every rank but for the tensors' parts."""
-    if isinstance(optimizer, FlatOptimizer):
-        return _flat_groups(optimizer, names)
-    if isinstance(optimizer, OwnedOptimizer):
-        return _owned_groups(optimizer, names)
-    groups = [Group(settings=group, stepped=[]) for group in optimizer.param_groups]
-    for position, group in enumerate(groups):
-        for place, parameter in enumerate(group.settings["params"]):
-            fqn = names.of(parameter)
-            if fqn is None:
-                raise CheckpointError(
-                    f"optimizer {index} steps a parameter of shape {tuple(parameter.shape)} (group {position}, "
-                    f"position {place}) that the module does not have: make the optimizer from the module's parameters "
-                    "after the module was sharded"
-                )
-            shapes = {fqn: tuple(parameter.shape)}
-            group.stepped.append(Stepped(tensor=parameter, names=(fqn,), shapes=shapes, flat=None))
-    return groups
-
-
-def _owned_groups(optimizer: OwnedOptimizer, names: Names) -> list[Group]:
-    groups = {id(group): Group(settings=group, stepped=[]) for group in optimizer.optimizer.param_groups}
-    for parameter in optimizer.parameters:
-        fqn = names.canonical(parameter.fqn)
-        elsewhere, shapes = parameter.tensor is None, {fqn: tuple(parameter.shape)}
-        tensor = torch.empty(0) if parameter.tensor is None else parameter.tensor
-        stepped = Stepped(tensor=tensor, names=(fqn,), shapes=shapes, flat=None, elsewhere=elsewhere)
-        groups[id(parameter.group)].stepped.append(stepped)
-    return list(groups.values())
-
-
-def _flat_groups(optimizer: FlatOptimizer, names: Names) -> list[Group]:
     groups: dict[int, Group] = {}
-    for flat_group in optimizer.groups:
-        group = groups.setdefault(id(flat_group.group), Group(settings=flat_group.group, stepped=[]))
-        members = {names.canonical(member.fqn): member for member in flat_group.members}
-        stepped = {fqn: member for fqn, member in members.items() if member.stepped}
-        group.stepped.append(
-            Stepped(
-                tensor=flat_group.flat,
-                names=tuple(members),
-                shapes={fqn: tuple(member.shape) for fqn, member in stepped.items()},
-                flat=stepped,
-                new_slot=flat_group.new_slot,
-            )
-        )
+    if not isinstance(optimizer, FlatOptimizer):
+        groups = {id(g): Group(settings=g, stepped=[]) for g in flat.torch_optimizer(optimizer).param_groups}
+    for settings, part in _stepped(index, optimizer, names):
+        groups.setdefault(id(settings), Group(settings=settings, stepped=[])).stepped.append(part)
     return list(groups.values())
+
+
+def _stepped(index: int, optimizer: AnyOptimizer, names: Names) -> Iterator[tuple[dict[str, Any], Stepped]]:
+    """What an optimizer steps, each with its live parameter group."""
+    if isinstance(optimizer, FlatOptimizer):
+        for group in optimizer.groups:
+            members = {names.canonical(member.fqn): member for member in group.members}
+            stepped = {fqn: member for fqn, member in members.items() if member.stepped}
+            shapes = {fqn: tuple(member.shape) for fqn, member in stepped.items()}
+            more: dict[str, Any] = {"flat": stepped, "new_slot": group.new_slot}
+            yield group.group, Stepped(tensor=group.flat, names=tuple(members), shapes=shapes, **more)
+    elif isinstance(optimizer, OwnedOptimizer):
+        for owned in optimizer.parameters:
+            fqn, elsewhere = names.canonical(owned.fqn), owned.tensor is None
+            tensor, shapes = torch.empty(0) if owned.tensor is None else owned.tensor, {fqn: tuple(owned.shape)}
+            yield owned.group, Stepped(tensor=tensor, names=(fqn,), shapes=shapes, flat=None, elsewhere=elsewhere)
+    else:
+        for position, settings in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(settings["params"]):
+                if (name := names.of(parameter)) is None:
+                    raise CheckpointError(
+                        f"optimizer {index} steps a parameter of shape {tuple(parameter.shape)} (group {position}, "
+                        f"position {place}) that the module does not have: make the optimizer from the module's "
+                        "parameters after the module was sharded"
+                    )
+                shapes = {name: tuple(parameter.shape)}
+                yield settings, Stepped(tensor=parameter, names=(name,), shapes=shapes, flat=None)
 
 
 def optimizer_states(

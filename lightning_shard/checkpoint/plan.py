@@ -142,7 +142,10 @@ def divide(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tup
     owned = [len(local.boxes) for local in by_rank]
     rank = np.repeat(np.arange(len(by_rank)), owned)
     dims = max(local.boxes.shape[2] for local in by_rank)
-    boxes = np.concatenate([_widened(local.boxes, dims) for local in by_rank])
+    # With more dims, of which each has one element.
+    more = [np.tile([[[0], [1]]], (len(local.boxes), 1, dims - local.boxes.shape[2])) for local in by_rank]
+    wide = [np.concatenate([local.boxes, own], axis=2) for local, own in zip(by_rank, more, strict=True)]
+    boxes = np.concatenate(wide)
     chosen = _choose(tensors, tensor, rank, boxes, len(by_rank))
     ends = np.cumsum(owned)
     mine = [np.flatnonzero(part) for part in np.split(chosen, ends[:-1])]
@@ -162,14 +165,6 @@ def _by_key(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> li
                 f"{first.shape} and {first.dtype}; a tensor is the same on all ranks"
             )
     return [found[key] for key in sorted(found)]
-
-
-def _widened(boxes: Integers, dims: int) -> Integers:
-    """The same boxes with more dims, of which each has one element."""
-    wide = np.zeros((len(boxes), 2, dims), dtype=np.int64)
-    wide[:, 1] = 1
-    wide[:, :, : boxes.shape[2]] = boxes
-    return wide
 
 
 def _choose(

@@ -161,14 +161,9 @@ def checkpoint_names(folder: Location) -> list[Path] | list[StorePath]:
     """What in ``folder`` may be a checkpoint: its entries that are not hidden, and those that are being replaced."""
     if isinstance(folder, StorePath):
         return [folder / name for name, size in sorted(folder.entries().items()) if size is None]
-    found = set()
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        name = entry.name
-        if name.startswith("."):
-            name = name[1:].rpartition(f".{ASIDE}-")[0]
-        if name:
-            found.add(folder / name)
-    return sorted(found)
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    names = [name[1:].rpartition(f".{ASIDE}-")[0] if name.startswith(".") else name for name in names]
+    return sorted({folder / name for name in names if name})
 
 
 _BLOCK = 1 << 22

@@ -47,7 +47,7 @@ def encode_trainer_state(state: Mapping[str, Any], *, stock: bool = False) -> by
         data, problem = _encode(state := _plain(dict(state), stock))
     if problem is None:
         return data
-    offenders = list(_offenders(state, ""))[:5] or [f"{problem}"]
+    offenders = _offenders(state, "")[:5] or [f"{problem}"]
     raise CheckpointError(
         "the trainer's state can't be saved so that it loads without running code (torch.load with "
         f"weights_only=True): {'; '.join(offenders)}. Convert it to numbers, strings, tensors and containers of "
@@ -176,27 +176,19 @@ def _restored(value: Any) -> Any:
     return value
 
 
-def _offenders(value: Any, path: str) -> Iterator[str]:
+def _offenders(value: Any, path: str) -> list[str]:
     """``path: type`` for every innermost part of ``value`` that can't be saved or loaded."""
     if _encode(value)[1] is None:
-        return
-    found = False
+        return []
+    where, found, children = path or "top level", list[str](), list[tuple[Any, Any]]()
     if isinstance(value, Mapping):
-        children = [(f"{path}/{key}" if path else f"{key}", child) for key, child in value.items()]
-        for key in value:
-            if _encode(key)[1] is not None:
-                found = True
-                yield f"{path or 'top level'}: key {key!r} of type {_type_name(key)}"
+        children = list(value.items())
+        found = [f"{where}: key {k!r} of type {_type_name(k)}" for k in value if _encode(k)[1] is not None]
     elif isinstance(value, (list, tuple, set, frozenset)):
-        children = [(f"{path}/{position}", child) for position, child in enumerate(value)]
-    else:
-        children = []
-    for child_path, child in children:
-        for offender in _offenders(child, child_path):
-            found = True
-            yield offender
-    if not found:
-        yield f"{path or 'top level'}: {_type_name(value)}"
+        children = list(enumerate(value))
+    for name, child in children:
+        found += _offenders(child, f"{path}/{name}" if path else f"{name}")
+    return found or [f"{where}: {_type_name(value)}"]
 
 
 def parts(value: Any) -> Iterator[Any]:

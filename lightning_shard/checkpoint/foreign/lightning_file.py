@@ -2,6 +2,7 @@
 Stock files number the parameters that an optimizer steps; ours note the names, a live run knows them.
 """
 
+import itertools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -94,17 +95,12 @@ def _stock_optimizer(
     described: Mapping[str, Any], slots: Mapping[tuple[int, str], Mapping[str, StoredTensor]], index: int
 ) -> dict[str, Any]:
     """``Optimizer.state_dict()``: state and groups by number."""
-    state, groups, number = {}, [], 0
-    for group in described["groups"]:
-        numbers = []
-        for fqn in group["params"]:
-            values = {**described["slots"].get(fqn, {}), **slots.get((index, fqn), {})}
-            if values:
-                state[number] = values
-            numbers.append(number)
-            number += 1
-        groups.append({**hyperparameters(group), "params": numbers})
-    return {"state": state, "param_groups": groups}
+    numbers = itertools.count()
+    named = [{next(numbers): fqn for fqn in group["params"]} for group in described["groups"]]
+    plain = described["slots"]
+    state = {n: {**plain.get(f, {}), **slots.get((index, f), {})} for names in named for n, f in names.items()}
+    groups = [{**hyperparameters(g), "params": [*names]} for g, names in zip(described["groups"], named, strict=True)]
+    return {"state": {number: values for number, values in state.items() if values}, "param_groups": groups}
 
 
 @dataclass(frozen=True, kw_only=True)
