@@ -73,9 +73,9 @@ def _set_up(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
     # What ZeRO-3 has sharded is empty; DTensors have their full size.
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     frozen = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if not p.requires_grad)
-    replicate, shard = mesh.shape
+    axes = dict(zip(mesh.mesh_dim_names or (), map(str, mesh.shape), strict=True))
     precision = planned.precision + " aligned" * planned.aligned
-    text = f"{type(trainer.strategy).__name__}: {replicate} x {shard} ranks (replicate x shard), {precision}"
+    text = f"{type(trainer.strategy).__name__}: {' x '.join(axes.values())} ranks ({' x '.join(axes)}), {precision}"
     return f"{text}, {numel:,} parameters" + f", {frozen:,} of them frozen" * bool(frozen)
 
 
