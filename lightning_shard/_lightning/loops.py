@@ -176,14 +176,21 @@ def stop_is_due(trainer: Trainer) -> bool:
 
 
 def mark_after_batch(trainer: Trainer) -> None:
-    """Make the counters those of a state saved in ``on_train_batch_end``, as `saved_after_batch` takes it."""
+    """Make the counters those of a state saved in ``on_train_batch_end``; the next batch is where the run goes on."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     for counter in (batches.total, batches.current):
         counter.completed = counter.processed - 1
 
 
+def mark_before_validation(trainer: Trainer) -> None:
+    """Make the counters those of a state saved in the first batch of validation, so that it runs again in full."""
+    val: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    state = val.state_dict()
+    _mark_before_validation(state)
+    val.load_state_dict(state)
+
+
 def _mark_before_validation(val: dict[str, Any]) -> None:
-    """Make counters those of a state saved in the first batch of validation, so that it runs again in full."""
     before = val["total"]["completed"] - val["current"]["completed"]
     for counter, done in ((val["total"], before), (val["current"], 0)):
         counter.update(ready=done + 1, started=done + 1, processed=done, completed=done)

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shard._lightning import Replacements, processes
-from lightning_shard._lightning.loops import validation_follows
 from lightning_shard.resume.metrics import set_update_count
 from lightning_shard.tensors.full import full_of
 from lightning_shard.text import listed
@@ -79,7 +78,7 @@ def training_results_state(trainer: Trainer) -> dict[str, Any]:
     due = None
     if epochs.processed > epochs.completed:
         due = "epoch"
-    elif batches.processed > batches.completed and not validation_follows(trainer):  # after which Lightning steps them
+    elif batches.processed > batches.completed:
         due = "step"
     # Between batches of an epoch, reading them computes nothing and so synchronises nothing; at its end its values are
     # those that schedulers are about to step by, but for what the hook that saves goes ahead of.
