@@ -31,7 +31,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from lightning_shard.cluster import preflight
-from lightning_shard.cluster.preflight import Place, compare, connect
+from lightning_shard.cluster.preflight import Rendezvous, compare, connect
 from lightning_shard.cluster.watch import Watch
 
 BARS = {"preflight, CPU s": 60.0, "beats, s": None, "lost rank, s": 120.0, "lost connection, s": 30.0}
@@ -72,7 +72,7 @@ def exchange(watch: Watch) -> None:
         watch._exchange()
 
 
-def _compare(stores: Sequence[Any], places: Sequence[Place]) -> None:
+def _compare(stores: Sequence[Any], places: Sequence[Rendezvous]) -> None:
     _each(range(len(places)), lambda i: compare(stores[i], places[i], FACTS, 300), threads=len(places))
 
 
@@ -81,7 +81,7 @@ def made_up(connection: Connection, port: int, first: int, count: int, size: int
     threading.stack_size(256 * 1024)
     # An address for each process: one has 28,000 ports for connections to another.
     address = f"127.0.0.{1 + first // PER_PROCESS}"
-    places = [Place(address=address, port=port, rank=first + i, world_size=size) for i in range(count)]
+    places = [Rendezvous(address=address, port=port, rank=first + i, world_size=size) for i in range(count)]
     stores: list[Any] = []
     watches: list[Watch] = []
     clock = Clock()
@@ -111,7 +111,7 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
-        self.zero = Place(address="127.0.0.1", port=port, rank=0, world_size=size)
+        self.zero = Rendezvous(address="127.0.0.1", port=port, rank=0, world_size=size)
         self.store = connect(self.zero, 300)
         self.pipes: list[Connection] = []
         context = get_context("forkserver")

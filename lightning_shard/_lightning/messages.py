@@ -12,11 +12,15 @@ from lightning.pytorch.utilities import rank_zero
 
 from lightning_shard.errors import ConfigurationError
 
+# Of the two packages of Lightning the one that was imported last speaks for both.
+_LOGGERS = [logging.getLogger(name) for name in (rank_zero.__name__, "pytorch_lightning.utilities.rank_zero")]
+
 
 @cache
 def leave_out_noise() -> None:
     """Let Lightning advertise nothing, and not warn of its own calls of torch, in this process."""
-    logging.getLogger(rank_zero.__name__).addFilter(lambda record: "Tip: " not in str(record.msg))
+    for logger in _LOGGERS:
+        logger.addFilter(lambda record: "Tip: " not in str(record.msg))
     # Lightning 2.6 says this of itself on every rank with torch 2.13.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # Lightning says so wherever there is a SLURM; `check_launch` looks at what a job asked for.
@@ -54,4 +58,5 @@ def leave_out_amp_message(kind: type[Strategy]) -> None:
         return frame is None or not isinstance(frame.f_locals["self"].strategy, kind)
 
     leave_out_noise()
-    logging.getLogger(rank_zero.__name__).addFilter(is_true)
+    for logger in _LOGGERS:
+        logger.addFilter(is_true)

@@ -144,10 +144,10 @@ def test_of_several_optimizers_the_largest_steps_alone() -> None:
     module = Adversaries()
     (adam, slow), _ = module.configure_optimizers()
     seen = [OptimizerFacts(temporary=1.0), OptimizerFacts(slots=(), fixed_bytes=0, temporary=3.0)]
-    found = plan_inputs.together([adam, slow], seen, torch.float32)
+    found = plan_inputs.facts_of_several([adam, slow], seen, torch.float32)
     large, small = 64 * 64 + 64, 64 + 1
     assert (found.slots, found.temporary, found.share) == ((None, None), 1.0, large / (large + small))
-    assert plan_inputs.together([adam], seen[:1], torch.float32) == seen[0]
+    assert plan_inputs.facts_of_several([adam], seen[:1], torch.float32) == seen[0]
 
 
 class Rows(pl.LightningDataModule):

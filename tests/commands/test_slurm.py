@@ -352,9 +352,9 @@ def test_a_node_with_fewer_ranks() -> None:
     assert doctor.odd(ranks) == ["n2: number of ranks on its node is 1, elsewhere 2"]
 
 
-def test_whose_place_it_is() -> None:
-    place, local = doctor.place_of({})
-    assert (place.rank, place.world_size, local) == (0, 1, 0)
+def test_whose_rendezvous_it_is() -> None:
+    point, local = doctor.rendezvous_of({})
+    assert (point.rank, point.world_size, local) == (0, 1, 0)
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    place, local = doctor.place_of(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert (place.address, place.port, place.rank, place.world_size, place.agent, local) == ("a", 29500, 3, 4, "0", 1)
+    point, local = doctor.rendezvous_of(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert (point.address, point.port, point.rank, point.world_size, point.agent, local) == ("a", 29500, 3, 4, "0", 1)
