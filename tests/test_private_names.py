@@ -67,8 +67,8 @@ USES = {
     "commands/options.py": ("the arguments of a parser", "_actions"),
     "engines/torch_ddp.py": (
         "DistributedDataParallel's reducer",
-        "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets _remove_autograd_hooks"
-        " _set_params_and_buffers_to_ignore_for_model",
+        "_build_params_for_reducer _autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets"
+        " _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
     ),
     "engines/_dtensors.py": (
         "operators of DTensors that torch asks of each shard, or has for plain tensors alone",

@@ -28,7 +28,8 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.names import named_parameters
 from lightning_shard.text import listed
 
-require(DistributedDataParallel, "_remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model")
+require(DistributedDataParallel, "_build_params_for_reducer _remove_autograd_hooks")
+require(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
 require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets")
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
@@ -213,10 +214,9 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     after its first backward pass, and from 3 ranks on a resumed run would sum its first step in another order. No
     parameter's autograd node runs, and no hook sees the zeros. A static graph has to record a real pass.
     """
-    named, modules = wrapped.module.named_parameters(), wrapped.module.modules()
-    parameters = [p for n, p in named if p.requires_grad and n not in wrapped.parameters_to_ignore]
-    sparse = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and m.weight.requires_grad for m in modules)
-    if wrapped.find_unused_parameters or wrapped.static_graph or sparse:
+    # As DDP counted them: the reducer knows each by its index.
+    parameters, sparse = wrapped._build_params_for_reducer()
+    if wrapped.find_unused_parameters or wrapped.static_graph or any(sparse):
         return
     reducer: Any = wrapped.reducer
 
@@ -229,7 +229,8 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     trigger.register_hook(ready)
     trigger.backward()
     for parameter in parameters:
-        parameter.grad = None  # DDP's forward rebuilds the buckets.
+        parameter.grad = None
+    reducer._rebuild_buckets()
 
 
 def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:
