@@ -121,7 +121,7 @@ def test_one_verdict_of_one_range() -> None:
     planner = plan_command._planner(options, inputs, None)
     candidate = plan_command._candidate(inputs, inputs.name, inputs.strategy)
     told = []
-    for megabytes in (400, 600, 700, 1000, 1400, 1900, 2400, 2600, 3000, 8000):
+    for megabytes in (400, 700, 1400, 2400, 8000):
         planner.memory = megabytes * 10**6
         row = planner.row(candidate, confirm=True)
         told.append(row.verdict(planner.memory))

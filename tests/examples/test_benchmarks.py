@@ -90,7 +90,8 @@ def _race(names: list[str], variants: bool = False, **changes: Any) -> Result:
 @pytest.mark.parametrize(
     ("names", "left_out"),
     [
-        (["hand_fsdp", "lightning_model_parallel", "lightning_fsdp", "shard_fsdp_aligned"], ["lightning_fsdp"]),
+        (["hand_fsdp", "lightning_fsdp", "shard_fsdp_aligned"], ["lightning_fsdp"]),
+        pytest.param(["hand_fsdp", "lightning_model_parallel"], [], marks=pytest.mark.matrix),
         pytest.param(["hand_ddp", "lightning_ddp", "shard_ddp"], [], marks=pytest.mark.matrix),
         *(
             pytest.param([f"deepspeed_{stage}", f"shard_deepspeed_{stage}"], [], marks=pytest.mark.matrix)
