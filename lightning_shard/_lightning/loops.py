@@ -12,7 +12,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -176,39 +176,34 @@ def stop_is_due(trainer: Trainer) -> bool:
 
 
 def mark_after_batch(trainer: Trainer) -> None:
-    """Make the counters those of a state saved in ``on_train_batch_end``; the next batch is where the run goes on."""
+    """Make the counters those of a state saved in ``on_train_batch_end``, as `saved_after_batch` takes it."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     for counter in (batches.total, batches.current):
         counter.completed = counter.processed - 1
 
 
-def mark_before_validation(trainer: Trainer) -> None:
-    """Make the counters those of a state saved in the first batch of validation, so that it runs again in full."""
-    val: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    state = val.state_dict()
-    _mark_before_validation(state)
-    val.load_state_dict(state)
-
-
 def _mark_before_validation(val: dict[str, Any]) -> None:
+    """Make counters those of a state saved in the first batch of validation, so that it runs again in full."""
     before = val["total"]["completed"] - val["current"]["completed"]
     for counter, done in ((val["total"], before), (val["current"], 0)):
         counter.update(ready=done + 1, started=done + 1, processed=done, completed=done)
     val["is_last_batch"] = False
 
 
-def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A changed copy of the loops' part of a checkpoint, and whether the end of the epoch comes next. Lightning takes a
+def saved_after_batch(
+    trainer: Trainer, loops: Mapping[str, Any]
+) -> tuple[dict[str, Any], Literal["validation", "end of the epoch"] | None]:
+    """A changed copy of the loops' part of a checkpoint, and what comes next of those two. Lightning takes a
     validation after the batch in which it saves, and the end of the epoch, for done; where one is still to come, the
     state is made that of the moment before it.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     interrupted = in_validation(trainer)
     if not interrupted and batches.completed != batches.processed - 1:
-        return dict(loops), False
+        return dict(loops), None
     validates = interrupted or validation_follows(trainer)
     if not validates and not _batches_are_done(trainer):
-        return dict(loops), False
+        return dict(loops), None
     state = copy.deepcopy(dict(loops))
     fit = state["fit_loop"]
     for counter in ("total", "current"):
@@ -219,7 +214,7 @@ def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[
     elif not should_accumulate(trainer):
         # The loop counts it after the batch, which it has no part in any more when it goes on.
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
-    return state, not validates
+    return state, "validation" if validates else "end of the epoch"
 
 
 # When a run goes on

@@ -57,9 +57,9 @@ def log_graphs(replacements: Replacements, trainer: Trainer) -> None:
         replacements.replace(logger, "log_graph", lambda model: None)
 
 
-def training_results_state(trainer: Trainer) -> dict[str, Any]:
+def training_results_state(trainer: Trainer, *, validates: bool) -> dict[str, Any]:
     """What was logged in this epoch of a fit so far, on this rank: copies on the CPU that ``weights_only=True`` loads.
-    All ranks call it, which communicate at an epoch's end alone.
+    All ranks call it, which communicate at an epoch's end alone. ``validates``: a resumed run begins with a validation.
 
     ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the interval whose plateau
     schedulers Lightning steps next; ``late``: names that are logged after this, and before that; ``entries``: the
@@ -78,7 +78,7 @@ def training_results_state(trainer: Trainer) -> dict[str, Any]:
     due = None
     if epochs.processed > epochs.completed:
         due = "epoch"
-    elif batches.processed > batches.completed:
+    elif batches.processed > batches.completed and not validates:  # Lightning steps them after a validation
         due = "step"
     # Between batches of an epoch, reading them computes nothing and so synchronises nothing; at its end its values are
     # those that schedulers are about to step by, but for what the hook that saves goes ahead of.

@@ -101,10 +101,10 @@ class Data:
                 "A checkpoint is saved in the middle of a training batch: a run that resumes from it goes on with the"
                 " next one. Save in on_train_batch_end, or later, to lose none."
             )
-        counters, epoch_ends = loops.saved_after_batch(trainer, checkpoint["loops"])
+        counters, follows = loops.saved_after_batch(trainer, checkpoint["loops"])
         own = {
             **_changed_by_evaluation(trainer),
-            "logged": results.training_results_state(trainer),
+            "logged": results.training_results_state(trainer, validates=follows == "validation"),
             "loaders": loaders.loader_states(trainer, counters),
             **accumulation_state(trainer),
         }
@@ -118,7 +118,7 @@ class Data:
                 "A checkpoint is saved in on_train_start of a resumed run, to which its random numbers, metrics and "
                 "gradients are not given back yet: it lacks them. Save after a step."
             )
-        kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
+        kept = {"seed": torch.initial_seed(), "epoch_ends": follows == "end of the epoch", "batch": _factors(trainer)}
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
         if (first := self._kept) is not None:
             values = _kept_values(trainer)

@@ -231,7 +231,7 @@ class Preemption:
         # In the middle of an accumulation the gradients so far would have to be saved too.
         self._stoppable = not loops.should_accumulate(trainer)
         if self._stoppable and self._should_stop() and (validates or not loops.nothing_follows(trainer)):
-            (loops.mark_before_validation if validates else loops.mark_after_batch)(trainer)
+            loops.mark_after_batch(trainer)
             self._save_and_leave(trainer)
         if validates:
             self.validation_follows(trainer)

@@ -136,7 +136,7 @@ class Carry(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        mine = {"metrics": metric_states(pl_module), "results": training_results_state(trainer)}
+        mine = {"metrics": metric_states(pl_module), "results": training_results_state(trainer, validates=False)}
         # Both torchmetrics' and Lightning's parts must pass as they are.
         checkpoint["carried"] = Ranks.of().gather(through_file(mine))
 

@@ -22,7 +22,7 @@ BATCHES = 4
 
 
 class Telling(TinyLM):
-    """Says what happens at which step; its learning rate follows the epochs or the validation loss."""
+    """Says what happens at which step; its learning rate follows the epochs, the validation loss or each step's."""
 
     def __init__(self, schedule: str) -> None:
         super().__init__(dropout=0.1)
@@ -35,12 +35,14 @@ class Telling(TinyLM):
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
         # Every validation that does not get better by far halves it.
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
-        monitor = "val_loss" if self.schedule == "val_loss" else "train_mean"
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": monitor}}
+        interval = "step" if self.schedule == "train_loss" else "epoch"
+        settings = {"scheduler": plateau, "monitor": self.schedule, "interval": interval}
+        return {"optimizer": optimizer, "lr_scheduler": settings}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("train_mean", loss.detach(), on_step=False, on_epoch=True)
+        self.log("train_loss", loss.detach())
         return loss
 
     def on_train_epoch_start(self) -> None:
@@ -97,13 +99,14 @@ def _straight_and_resumed(
             ("val_loss", False, {}),
             ("val_loss", False, {"val_check_interval": 2}),
             ("val_loss", True, {"val_check_interval": 2}),
+            ("train_loss", False, {"val_check_interval": 2}),
             ("epoch", False, {"limit_val_batches": 0}),
             ("train_mean", False, {"limit_val_batches": 0}),
             ("epoch", True, {"limit_val_batches": 0}),
             ("epoch", False, {"check_val_every_n_epoch": 2, "accumulate_grad_batches": 2, "max_steps": 6}),
         ],
         3,
-        7,
+        8,
     ),
 )
 def test_what_follows_the_batch_of_a_save_is_not_left_out(
