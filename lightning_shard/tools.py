@@ -140,7 +140,7 @@ def export(
 
 def _written(target: StrPath, write: Callable[[], T]) -> T:
     try:
-        return again_if_replaced(write)
+        return again_if_replaced(write)()
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         raise CheckpointError(f"while writing {os.fspath(target)}: {where}{error.strerror or error}") from error

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from examples.benchmarks import report
-from lightning_shard.checkpoint.files.boxes import BoxesByRank, TensorFacts, decode_boxes
+from lightning_shard.checkpoint.files.boxes import BoxesByRank, DecodedBoxes, TensorFacts
 from lightning_shard.checkpoint.files.layout import BOXES, FileEntry
 from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry
 from lightning_shard.checkpoint.files.tensor_files import Written, data_file, describe_boxes
@@ -220,11 +220,11 @@ def measure_large(size: int) -> report.Row:
     written = [Written(places=p, files={name: files[name]}) for p, name in zip(places, files, strict=True)]
     found: dict[str, bytes] = {}
     described, _ = timed(lambda: found.update(describe_boxes(boxes, written)))
-    entries = {key: TensorEntry(shape=shape, dtype="float32") for key, shape in tensors.items()}
+    entries = {key: TensorEntry(shape, torch.float32) for key, shape in tensors.items()}
     manifest = Manifest(facts=Facts(engine="", policy=""), tensors=entries, aliases={}, slots={}, files=files)
 
     def read() -> int:
-        stored = decode_boxes(found[BOXES], manifest)
+        stored = DecodedBoxes(found[BOXES], manifest)
         for key in list(stored)[::size]:
             stored[key].check_covered(key)
         mine = ((stored[key], chunk) for key, shape in tensors.items() for chunk in cut(1, size, "rows", shape))

@@ -126,9 +126,10 @@ def verify(path: layout.StrPath) -> list[str]:
         raise CheckpointError(
             f"{path} is a directory of another library, which has no checksums: convert it, and verify the result"
         )
-    return layout.again_if_replaced(lambda: _verify_directory(where))
+    return _verify_directory(where)
 
 
+@layout.again_if_replaced
 def _verify_directory(where: Location) -> list[str]:
     directory, manifest = open_checkpoint_directory(where)
     damage = directory.damaged(manifest.files, manifest.files)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_shard import errors
@@ -31,7 +30,7 @@ from lightning_shard.checkpoint.files.manifest import (
 )
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
-from lightning_shard.checkpoint.match_optimizers import OptimizerPlan, plan_optimizers
+from lightning_shard.checkpoint.load_optimizers import OptimizerPlan, plan_optimizers
 from lightning_shard.checkpoint.matching import LoadReport, by_key, match_keys
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.state_dict import StateDict, StoredValues
@@ -60,20 +59,14 @@ class OpenCheckpoint:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Name of the module, tied ones too, to what stands for the full tensor until its values are asked for."""
-        stored = {
-            key: StoredValues.of(key, entry.shape, layout.torch_dtype(entry.dtype), self.full)
-            for key, entry in self.manifest.tensors.items()
-            if key.startswith(layout.MODEL_PREFIX)
-        }
-        return {name: stored[key] for name, key in StateDict.of(self.manifest).keys.items()}
+        keys, tensors = StateDict.of(self.manifest).keys, self.manifest.tensors
+        stored = {key: StoredValues.of(key, *tensors[key], self.full) for key in keys.values()}
+        return {name: stored[key] for name, key in keys.items()}
 
 
-def _open(path: layout.StrPath, *, share: tuple[int, int] = (0, 1)) -> OpenCheckpoint:
+@layout.again_if_replaced
+def _open(path: layout.StrPath, share: tuple[int, int] = (0, 1)) -> OpenCheckpoint:
     settle()
-    return layout.again_if_replaced(lambda: _opened(path, share))
-
-
-def _opened(path: layout.StrPath, share: tuple[int, int]) -> OpenCheckpoint:
     directory, manifest = open_checkpoint_directory(path)
     try:
         if layout.TRAINER_STATE not in manifest.files and manifest.files and not manifest.tensors:
@@ -88,24 +81,18 @@ def _opened(path: layout.StrPath, share: tuple[int, int]) -> OpenCheckpoint:
         raise
 
 
+@layout.again_if_replaced
 def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
     """Open the checkpoint directory ``path``, the same on every rank, once nothing is being written; all ranks call it.
     All files are compared with their checksums, those with tensors each on one rank. On every rank the same:
     CheckpointNotFoundError; CheckpointCorruptError: the files that differ; CheckpointError: ranks found different ones.
     """
-    return layout.again_if_replaced(lambda: _open_the_same(path))
-
-
-def _open_the_same(path: layout.StrPath) -> OpenCheckpoint:
     ranks = Ranks.of()
-    for _ in range(layout.ATTEMPTS):
-        opened = ranks.agree(f"opening {path}", lambda: _open(path, share=(ranks.rank, ranks.size)))
-        digests = ranks.gather(opened.manifest.digest)
-        if len(set(digests)) == 1:
-            break  # else a save replaced it after one rank had opened it and before another did
-    else:
+    opened = ranks.agree(f"opening {path}", lambda: _open(path, (ranks.rank, ranks.size)))
+    digests = ranks.gather(opened.manifest.digest)
+    if len(set(digests)) > 1:  # Perhaps a save replaced it after one rank had opened it and before another did.
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise errors.CheckpointError(
+        raise errors.CheckpointReplacedError(
             f"rank {other} finds another checkpoint at {path} than rank 0: load from {common_to_all(opened.path)}"
         )
     files, mine = opened.manifest.files, _share(opened.manifest, ranks)
@@ -161,21 +148,24 @@ def load_training_state(
     def full(key: str) -> Tensor:
         return state.values[key] if key in state.values else checkpoint.full(key)
 
-    def named(name: str) -> Tensor:
-        return full(state.keys[name])
-
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], OptimizerPlan, LoadReport]:
-        saved = _optimizer_states(checkpoint) if optimizers else []
+        if optimizers and layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
+            raise errors.CheckpointMismatchError(
+                f"{checkpoint.path} has no optimizer state: it was saved with weights only, and a fit needs more. "
+                "Resume from another; or begin a new run with its weights: export them (lightning-shard checkpoint "
+                "export), for the callback PretrainedWeights."
+            )
         shapes = {name: state.shapes[key] for name, key in state.keys.items()}
-        names = optimizer_state.make_room(module, optimizer_state.sharded_names(module), shapes, named)
+        names = optimizer_state.make_room(module, shapes, lambda name: full(state.keys[name]))
         wanted = {layout.MODEL_PREFIX: optimizer_state.live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
         kept = optimizer_state.left_out(module, names) if strict else None
         matched = match_keys(found, state, names, wanted, kept=kept)
         if ranks.is_first:  # which all ranks hear of
-            doubles = matched.doubles
-            matched.unexpected.extend(key for key, taken in doubles if not _equal(full(key), full(taken)))
+            doubles = ((key, full(key), full(taken)) for key, taken in matched.doubles)
+            matched.unexpected.extend(k for k, a, b in doubles if a.shape != b.shape or not a.equal(b.to(a.dtype)))
+        saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
         plan = plan_optimizers(optimizers, names, found, saved, matched, configured=configured, homes=state.keys)
         report = matched.judge(checkpoint.path, strict)
         report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
@@ -206,21 +196,6 @@ def load_training_state(
     return report
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
-
-
-def _optimizer_states(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:
-    if layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
-        raise errors.CheckpointMismatchError(
-            f"{checkpoint.path} has no optimizer state: it was saved with weights only, and a fit needs more. "
-            "Resume from another; or begin a new run with its weights: export them (lightning-shard checkpoint "
-            "export), for the callback PretrainedWeights."
-        )
-    states: list[dict[str, Any]] = checkpoint.trainer_state[layout.OPTIMIZER_STATES]
-    return states
-
-
 def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) -> None:
     """Refuse frozen weights that are not those which the checkpoint was saved without. All ranks call it."""
     frozen = checkpoint.manifest.facts.frozen
@@ -238,19 +213,18 @@ def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
     opened = _open(path)
     found = opened.manifest
     opened.directory.compare(found.files if compared else {})
-
-    def stored(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-        return StoredTensor(shape=shape, dtype=dtype, read=lambda: opened.full(key))
-
+    stored = {
+        key: StoredTensor(shape=shape, dtype=dtype, read=partial(opened.full, key))
+        for key, (shape, dtype) in found.tensors.items()
+    }
+    own_states = partial(_own_states, opened, range(found.facts.world_size)) if _has_own_states(opened) else None
     return Contents(
         facts=found.facts,
-        tensors={k: stored(k, entry.shape, layout.torch_dtype(entry.dtype)) for k, entry in found.tensors.items()},
+        tensors=stored,
         aliases=found.aliases,
         slots=found.slots,
         trainer_state=opened.trainer_state,
-        own_states=(lambda: list(_own_states(opened, range(found.facts.world_size)).values()))
-        if _has_own_states(opened)
-        else None,
+        own_states=own_states,
     )
 
 
@@ -259,8 +233,8 @@ def _has_own_states(checkpoint: OpenCheckpoint) -> bool:
     return isinstance(run, dict) and "ranks" not in run
 
 
-def _own_states(checkpoint: OpenCheckpoint, of: Iterable[int]) -> dict[int, dict[str, Any]]:
-    return {rank: read_own_state(checkpoint.directory, rank) for rank in of}
+def _own_states(checkpoint: OpenCheckpoint, of: Iterable[int]) -> list[dict[str, Any]]:
+    return [read_own_state(checkpoint.directory, rank) for rank in of]
 
 
 def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
@@ -273,16 +247,16 @@ def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     if not _has_own_states(checkpoint):
         return dict(checkpoint.trainer_state)
     ranks, saved, doing = Ranks.of(), checkpoint.manifest.facts.world_size, f"reading {checkpoint.path}"
-    mine: dict[int, dict[str, Any]] = {}
+    of, mine = range(ranks.rank % saved, saved, ranks.size), list[dict[str, Any]]()
 
     def look() -> set[str]:
-        mine.update(_own_states(checkpoint, range(ranks.rank % saved, saved, ranks.size)))
-        return {hashlib.sha256(repr(_outline(state)).encode()).hexdigest() for state in mine.values()}
+        mine.extend(_own_states(checkpoint, of))
+        return {hashlib.sha256(repr(_outline(state)).encode()).hexdigest() for state in mine}
 
     if ranks.exchange(doing, look, lambda found: [len(set.union(*found)) == 1] * ranks.size):
-        states = [mine.get(rank, next(iter(mine.values()))) for rank in range(saved)]
+        states = [mine[of.index(rank)] if rank in of else mine[0] for rank in range(saved)]
     else:
-        states = list(ranks.agree(doing, lambda: _own_states(checkpoint, range(saved))).values())
+        states = ranks.agree(doing, lambda: _own_states(checkpoint, range(saved)))
     run = {**checkpoint.trainer_state[layout.RUN_STATE], "ranks": states}
     return {**checkpoint.trainer_state, layout.RUN_STATE: run}
 
@@ -336,10 +310,10 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
     broken: list[str] = []
     others: set[str] = set()
     files: list[Path] = []
-    resolved = {location(folder).resolve(): None for folder in folders}
+    resolved = dict.fromkeys(location(folder).resolve() for folder in folders)
     for path in (path for folder in resolved for path in layout.checkpoint_names(folder)):
         try:
-            facts, wrong = layout.again_if_replaced(partial(_run_and_damage, path))
+            facts, wrong = _run_and_damage(path)
         except errors.CheckpointUnreachableError:
             raise  # What is there can't be told: an older one, or none, would be a wrong answer.
         except errors.CheckpointError as error:
@@ -365,6 +339,7 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
     )
 
 
+@layout.again_if_replaced
 def _run_and_damage(path: AnyPath) -> tuple[Mapping[str, Any], list[str]]:
     """What the manifest says of the run, and the files that have not the size which it says."""
     directory, manifest = open_checkpoint_directory(path)

@@ -1,28 +1,307 @@
-"""Giving saved optimizer state to live optimizers, as it was planned to fit them."""
+"""How saved optimizer state fits live optimizers, by parameter name, as a plan; and what is done by it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_shard.checkpoint import optimizer_state
-from lightning_shard.checkpoint.match_optimizers import NewTensor, OptimizerPlan, SlotsPlan, unequal
-from lightning_shard.checkpoint.optimizer_state import Values
+from lightning_shard.checkpoint.files import layout
+from lightning_shard.checkpoint.files.manifest import Manifest, TensorEntry
+from lightning_shard.checkpoint.matching import Match, further_names, other_kind
+from lightning_shard.checkpoint.optimizer_state import Group, Stepped, Values
 from lightning_shard.errors import CheckpointMismatchError
-from lightning_shard.tensors.flat import LiveTensor, has_tensors_inside, plain_slots
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor, has_tensors_inside, plain_slots, torch_optimizer
+from lightning_shard.tensors.names import Names
+from lightning_shard.text import listed
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A slot tensor that is to be read from the checkpoint's files."""
+
+    keys: Mapping[str, str]  # FQN to the key that it is stored under.
+    shape: tuple[int, ...]  # That of the tensor that the optimizer steps, of a scalar, or neither.
+    dtype: torch.dtype
+    is_scalar: bool  # Whether it is a scalar beside a parameter that may be one too.
+    is_shared: bool  # Whether it is a scalar that a flat tensor has once for all of its parameters.
+
+
+@dataclass(frozen=True, eq=False)
+class SlotsPlan:
+    index: int  # Of the optimizer.
+    optimizer: Optimizer
+    part: Stepped
+    settings: Mapping[str, Any]  # The live parameter group.
+    values: Values  # Slots that are no tensors.
+    tensors: Mapping[str, NewTensor]
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """How saved optimizer state is given to live optimizers; nothing is changed before it is applied."""
+
+    optimizers: list[Optimizer]
+    configured: bool = False  # Whether hyperparameters that are another value in the checkpoint stay as they are.
+    slots: list[SlotsPlan] = field(default_factory=list)  # Of each stepped tensor with saved state.
+    # Live group and its saved hyperparameters.
+    groups: list[tuple[dict[str, Any], Values]] = field(default_factory=list)
+    overridden: list[str] = field(default_factory=list)  # Hyperparameters that differ, and whose value wins.
+
+
+@dataclass(frozen=True)
+class _Saved:
+    index: int
+    manifest: Manifest
+    keys: Mapping[str, Mapping[str, str]]  # FQN as stored to slot to key, of slots that are tensors.
+    values: Mapping[str, Values]  # FQN as stored to slots that are no tensors.
+    groups: Mapping[str, Values]  # FQN as stored to its group.
+    further: Mapping[str, list[str]]  # Live FQN to its other names.
+    homes: Mapping[str, str]  # Name that weights are looked for by, to the key that has them.
+    match: Match  # Takes what does not fit.
+
+    def name_of(self, fqn: str) -> str | None:
+        """The name that the state of a live parameter goes by; None if the saved optimizer did not step it."""
+        known = [fqn, *self.further.get(fqn, ())]
+        homes = [self.homes[name].removeprefix(layout.MODEL_PREFIX) for name in known if name in self.homes]
+        return next((name for name in homes + known if name in self.groups), None)
+
+    def weights(self, stored: str) -> TensorEntry | None:
+        key = layout.MODEL_PREFIX + stored
+        return self.manifest.tensors.get(self.manifest.aliases.get(key, key))
+
+    @cached_property
+    def scalars(self) -> set[str]:
+        """Names of slots that are seen to be scalars beside a parameter that is none."""
+        found = set()
+        for stored, slots in self.keys.items():
+            weights = self.weights(stored)
+            if weights is not None and weights.shape != ():
+                found |= {slot for slot, key in slots.items() if self.manifest.tensors[key].shape == ()}
+        return found
+
+
+def plan_optimizers(
+    optimizers: Sequence[AnyOptimizer],
+    names: Names,
+    manifest: Manifest,
+    saved: Sequence[Mapping[str, Any]],
+    match: Match,
+    *,
+    homes: Mapping[str, str],
+    configured: bool = False,
+) -> OptimizerPlan:
+    """Fit saved optimizers (``saved`` as of `optimizer_states`) to live ones by name, tied ones and ``homes`` followed,
+    in any order of groups and parameters. ``match`` is told of live parameters that the saved optimizer did not step,
+    as ``optimizer.<i>.<fqn>``, of slots that it lacked for some of a flat tensor's parameters, of saved keys without a
+    live parameter, and of what can't be loaded.
+    """
+    plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers], configured)
+    if len(saved) != len(optimizers):
+        match.problems.append(f"{len(saved)} optimizers were saved, here are {len(optimizers)}")
+        return plan
+    keys: dict[int, dict[str, dict[str, str]]] = {}
+    for key, name in manifest.slots.items():
+        keys.setdefault(name.optimizer, {}).setdefault(name.fqn, {})[name.slot] = key
+    further = further_names(names.aliases)
+    for index, (optimizer, described) in enumerate(zip(optimizers, saved, strict=True)):
+        by_name = {fqn: group for group in described["groups"] for fqn in group["params"]}
+        own = keys.get(index, {})
+        source = _Saved(index, manifest, own, described["slots"], by_name, further, homes, match)
+        live = optimizer_state.groups_of(index, optimizer, names)
+        if (problem := other_kind(plan.optimizers[index], live, described)) is not None:
+            match.problems.append(f"optimizer {index} {problem}")
+        else:
+            taken = _plan_groups(plan, live, source)
+            match.unexpected.extend(sorted(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
+        if configured and plan.overridden and (lacking := _lacking(plan.optimizers[index], source)):
+            match.problems.append(
+                f"optimizer {index} needs {', '.join(lacking)} with the hyperparameters as configured, and it was "
+                "saved without: take the checkpoint's hyperparameters, or configure those"
+            )
+    return plan
+
+
+def _lacking(optimizer: Optimizer, source: _Saved) -> list[str]:
+    """Slots that a step of ``optimizer`` makes with its own settings, and that saved state does not have."""
+    known = {slot for slots in (*source.keys.values(), *source.values.values()) for slot in slots}
+    small = optimizer_state.state_of_small(optimizer, torch.zeros(2)) if known else None
+    return sorted(plain_slots(small[0]).keys() - known) if small else []
+
+
+def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> set[str]:
+    """Plan the groups of an optimizer; returns the names of the saved parameters that go somewhere."""
+    taken: set[str] = set()
+    origins: dict[int, int] = {}
+    for position, group in enumerate(live):
+        stored = {fqn: source.name_of(fqn) for fqn in group.names}
+        found = {fqn: name for fqn, name in stored.items() if name is not None}
+        source.match.missing.extend(f"{layout.OPTIMIZER_PREFIX}{source.index}.{n}" for n in stored if n not in found)
+        taken.update(found.values())
+        for part in group.stepped:
+            _plan_slots(plan, part, group, found, source)
+        sources = {id(source.groups[name]): source.groups[name] for name in found.values()}
+        _plan_group(plan, position, group.settings, list(sources.values()), source)
+        for source_id in sources:
+            first = origins.setdefault(source_id, position)
+            if differing := _differing(live[first].settings, group.settings):
+                source.match.problems.append(
+                    f"groups {first} and {position} of optimizer {source.index} were one group, but have different "
+                    f"{', '.join(differing)} here: give both the same, or the groups that were saved"
+                )
+    return taken
+
+
+def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping[str, str], source: _Saved) -> None:
+    """Plan the slots of a stepped tensor; ``found``: FQN to the name that its state is stored under."""
+    if part.elsewhere:
+        return
+    keys: dict[str, dict[str, str]] = {}
+    values: dict[str, Values] = {}
+    unfit: set[str] = set()  # What is said of these is enough.
+    for fqn in part.names:
+        if (stored := found.get(fqn)) is None:
+            continue
+        tensors = source.keys.get(stored, {})
+        if fqn not in part.shapes:  # frozen here
+            source.match.unexpected.extend(layout.SlotName(source.index, fqn, slot).key for slot in tensors)
+            continue
+        # Of a parameter that is not loaded for its shape that alone is said.
+        reshaped = any(text.startswith(f"{layout.MODEL_PREFIX}{fqn} ") for text in source.match.reshaped)
+        weights, live = source.weights(stored), part.shapes[fqn]
+        shapes = {slot: source.manifest.tensors[key].shape for slot, key in tensors.items()}
+        if weights is not None and weights.shape != live and any(shape != () for shape in shapes.values()):
+            if not reshaped:
+                source.match.problems.append(
+                    f"the state that optimizer {source.index} has of {fqn} is of a parameter of shape {weights.shape}, "
+                    f"which is {live} here: give it the shape that was saved, or begin the optimizers anew with "
+                    "checkpoint['optimizer_states'] = [] in on_load_checkpoint"
+                )
+            unfit.add(fqn)
+            continue
+        for slot, key in tensors.items():
+            if part.is_sharded and shapes[slot] not in ((), live) and not reshaped:
+                name = layout.SlotName(source.index, fqn, slot)
+                source.match.problems.append(optimizer_state.unshardable(name, shapes[slot], live))
+            else:
+                keys.setdefault(slot, {})[fqn] = key
+        for slot, value in source.values.get(stored, {}).items():
+            values.setdefault(slot, {})[fqn] = value
+    source.match.problems.extend(p for slot, by_name in values.items() for p in _unequal(source.index, slot, by_name))
+    plain = {slot: next(iter(by_name.values())) for slot, by_name in values.items() if slot not in keys}
+    new = {slot: _new_slot(part, slot, own, found, source) for slot, own in keys.items()}
+    for slot in values | keys:
+        having = keys.get(slot, values.get(slot, {})).keys()
+        lacking = (part.shapes.keys() & found.keys()) - having - unfit
+        source.match.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
+        without = sorted(part.shapes.keys() - having - unfit)
+        if without and part.flat is not None and (slot in plain or new[slot].is_shared):
+            found_for = f"saved for {min(having)} and not for {listed(sorted(without), most=3)}"
+            source.match.problems.append(_in_one_tensor(source.index, slot, found_for))
+    if plain or new:
+        optimizer = plan.optimizers[source.index]
+        plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, plain, new))
+
+
+def _new_slot(part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[str, str], source: _Saved) -> NewTensor:
+    dtypes = []
+    entries = {fqn: source.manifest.tensors[key] for fqn, key in keys.items()}
+    for fqn, entry in entries.items():
+        weights = source.weights(found[fqn])
+        # Contents that had its parameter's dtype follows the parameter to the dtype that it has here.
+        follows = weights is not None and weights.dtype == entry.dtype and entry.shape == part.shapes[fqn]
+        dtypes.append(part.tensor.dtype if follows else entry.dtype)
+    is_scalar = all(entry.shape == () for entry in entries.values()) and (
+        slot == "step" or slot in source.scalars or any(part.shapes[fqn] != () for fqn in entries)
+    )
+    shape = next(iter(entries.values())).shape
+    if part.flat is not None:
+        shape = () if is_scalar else tuple(part.tensor.shape)
+    # One flat tensor has one dtype: the one that fits what all its parameters had.
+    dtype = reduce(torch.promote_types, dtypes)
+    return NewTensor(keys, shape, dtype, is_scalar, is_shared=is_scalar and part.flat is not None)
+
+
+def _unequal(index: int, slot: str, by_name: Mapping[str, Any]) -> list[str]:
+    """What is wrong where the parameters of one flat tensor have different values of a slot that it has once."""
+    (name, first), *others = by_name.items()
+    found = next(((fqn, value) for fqn, value in others if not _equal(first, value)), None)
+    shown = found and f"{_shown(first)} for {name} and {_shown(found[1])} for {found[0]}"
+    return [_in_one_tensor(index, slot, shown)] if shown else []
+
+
+def _in_one_tensor(index: int, slot: str, found: str) -> str:
+    return (
+        f"{slot} of optimizer {index} is {found}, but they are in one flat tensor here, and ZeRO keeps one {slot} per "
+        "flat group: give them parameter groups of their own, or load with DDP or FSDP"
+    )
+
+
+_UNCOMPARED = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "step"}
+"""Hyperparameters that change no numbers, or that are the state of schedulers and of optimizers."""
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Hyperparameters of both groups with different values. What a scheduler changes is compared as it began."""
+    compared = (one.keys() & other.keys()) - _UNCOMPARED - {"params", "param_names"}
+    began = {"lr": "initial_lr"} if "initial_lr" in one and "initial_lr" in other else {}
+    if "base_momentum" in one or "base_momentum" in other:
+        compared -= {"momentum", "betas"}
+    if "swa_lr" in one or "swa_lr" in other:  # torch's SWALR has taken the place of the schedule
+        compared -= {"lr"}
+    return sorted(k for k in compared if not _equal(one[began.get(k, k)], other[began.get(k, k)]))
+
+
+def _plan_group(plan: OptimizerPlan, number: int, group: dict[str, Any], sources: list[Values], source: _Saved) -> None:
+    values = [optimizer_state.hyperparameters(saved) for saved in sources]
+    for other in values[1:]:
+        if differing := [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]:
+            source.match.problems.append(
+                f"group {number} of optimizer {source.index} joins parameters that were saved in groups "
+                f"with different {', '.join(sorted(differing))}"
+            )
+            return
+    if values:
+        saved, differing = values[0], _differing(group, values[0])
+        kept = {name: group[name] for name in differing}
+        if "lr" in kept and saved.get("initial_lr"):
+            # A schedule goes on from where it is, from the configured beginning.
+            kept["initial_lr"] = group["initial_lr"] if "initial_lr" in group else group["lr"]
+            kept["lr"] = kept["initial_lr"] * (saved["lr"] / saved["initial_lr"])
+        winner, other = ({**saved, **kept}, saved) if plan.configured else (saved, group)
+        plan.groups.append((group, winner))
+        plan.overridden.extend(
+            f"{name} of group {number} of optimizer {source.index} is {_shown(winner[name])}, not {_shown(other[name])}"
+            for name in differing
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    one, other = _shown(one), _shown(other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def _shown(value: Any) -> Any:
+    """A scalar tensor as a number, and a list, which JSON makes of a tuple, as a tuple."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], object]) -> dict[str, Tensor]:
-    """By stored key the scalars that flat tensors have once for all of their parameters, which ``read`` fills.
-    CheckpointMismatchError: parameters in one flat tensor have different values.
-    """
+    """By key what flat tensors have once, which ``read`` fills. CheckpointMismatchError: it differs in one of them."""
     shared = [(slots.index, slot, new) for slots in plan.slots for slot, new in slots.tensors.items() if new.is_shared]
     scalars = {key: torch.zeros((), dtype=new.dtype) for _, _, new in shared for key in new.keys.values()}
     read(scalars)
-    problems = [unequal(i, slot, {fqn: scalars[key] for fqn, key in new.keys.items()}) for i, slot, new in shared]
-    if found := [problem for problem in problems if problem is not None]:
+    problems = [_unequal(i, slot, {fqn: scalars[key] for fqn, key in new.keys.items()}) for i, slot, new in shared]
+    if found := [problem for each in problems for problem in each]:
         raise CheckpointMismatchError("\n  ".join(["the optimizer's state does not fit:", *found[:20]]))
     return scalars
 
@@ -48,7 +327,12 @@ def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tup
                 state[slot].detach().copy_(value)
             else:
                 wanted.extend((key, part.view(fqn, state[slot])) for fqn, key in new.keys.items())
-        slots.optimizer.state[part.tensor] = _put_together(live, state)
+        for name, value in live.items():
+            if has_tensors_inside(value):  # of a class of its own, whose plain tensors these are
+                inside, settings = value.__tensor_flatten__()
+                plain = {each: state.pop(f"{name}.{each}") for each in inside}
+                state[name] = type(value).__tensor_unflatten__(plain, settings, value.size(), value.stride())
+        slots.optimizer.state[part.tensor] = state
     return wanted
 
 
@@ -61,16 +345,6 @@ def _with_its_classes(slots: SlotsPlan) -> Mapping[str, Any]:
     (shape,) = part.shapes.values()
     found = optimizer_state.state_of_small(slots.optimizer, part.tensor.detach().new_zeros(shape))
     return {} if found is None else found[0]
-
-
-def _put_together(live: Mapping[str, Any], state: Values) -> Values:
-    """``state`` with its plain tensors inside of those of the classes that ``live`` has."""
-    for name, value in live.items():
-        if has_tensors_inside(value):
-            inside, settings = value.__tensor_flatten__()
-            plain = {each: state.pop(f"{name}.{each}") for each in inside}
-            state[name] = type(value).__tensor_unflatten__(plain, settings, value.size(), value.stride())
-    return state
 
 
 def load_groups(plan: OptimizerPlan) -> None:

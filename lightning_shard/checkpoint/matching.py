@@ -1,6 +1,4 @@
-"""Which stored tensors go to which live ones by name, tied names followed on both sides, and what does not fit; of
-optimizers the kinds too.
-"""
+"""Which stored tensors, and kinds of optimizers, go to which live ones, by name and tied names; what does not fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +96,11 @@ def match_keys(found: Manifest, state: StateDict, names: Names, wanted: Wanted, 
             home = key if key in state.values else prefix + key.removeprefix(layout.MODEL_PREFIX)
             if home in stored:
                 homes[prefix + name] = home
-    matched = match(_shapes(by_key(wanted)), aliases, stored, homes)
+    live = by_key(wanted)
+    for key, tensor in live.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            raise CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
+    matched = match({key: tuple(tensor.shape) for key, tensor in live.items()}, aliases, stored, homes)
     own = {names.aliases.get(name, name) for name in state.kept}
     for fqn in own:
         if names.tensors[fqn].shape != (full := tuple(wanted[layout.MODEL_PREFIX][fqn].shape)):
@@ -116,13 +118,6 @@ def match_keys(found: Manifest, state: StateDict, names: Names, wanted: Wanted, 
 
 def by_key(wanted: Mapping[str, Mapping[str, LiveTensor]]) -> dict[str, LiveTensor]:
     return {prefix + fqn: tensor for prefix, tensors in wanted.items() for fqn, tensor in tensors.items()}
-
-
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    for key, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.is_meta:
-            raise CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
-    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 def further_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:

@@ -89,25 +89,22 @@ def left_out(module: nn.Module, names: Names) -> set[str]:
     return {name for name, home in homes.items() if home not in kept}
 
 
-def make_room(
-    module: nn.Module, names: Names, stored: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
-) -> Names:
+def make_room(module: nn.Module, stored: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> Names:
     """Let the module's own code (``_load_from_state_dict``, hooks) make or resize buffers that are stored in another
-    shape. ``stored``: FQN to shape; ``read`` gives the tensor. Returns the names after it.
+    shape. ``stored``: FQN to shape; ``read`` gives the tensor. Returns the module's `sharded_names` after it.
     """
-    state: dict[str, Tensor] = {}
-    room = False
+    names, room, state = sharded_names(module), False, dict[str, Tensor]()
     for key, name, live in persistent_buffers(module):
         if name in stored:
             # One that fits is there for what code may look for, and keeps its values for now.
             if live is None or live.shape != stored[name]:
                 live, room = read(name), True
             state[key] = live
-    if not room:
-        return names
-    with suppress(RuntimeError, LookupError):
-        module.load_state_dict(state, strict=False)
-    return fqns(module)
+    if room:
+        with suppress(RuntimeError, LookupError):
+            module.load_state_dict(state, strict=False)
+        names = fqns(module)
+    return names
 
 
 # Non-tensor slots of one parameter, hyperparameters of one group: name to value.
@@ -203,17 +200,19 @@ def optimizer_states(
         plain: dict[str, Values] = {}
         for part, fqn, slot, value in _live_slots(optimizer, groups):
             name = SlotName(index, fqn, slot)
-            if part.flat is not None and slot == "step":
-                value = _tensor_step(value)
-            if isinstance(value, Tensor) and part.is_sharded and value.shape not in ((), part.tensor.shape):
-                raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
+            if part.flat is not None and slot == "step" and isinstance(value, int | float):
+                # Optimizers made for flat tensors count steps in a number; torch's own keep a scalar of this dtype for
+                # each parameter (torch.optim.optimizer._get_scalar_dtype), and those read what is written here.
+                wide = torch.get_default_dtype() == torch.float64
+                value = torch.tensor(value, dtype=torch.float64 if wide else torch.float32)
+            if part.is_sharded:
+                _check_shardable(name, value, part.tensor.shape)
             if isinstance(value, LiveTensor):
                 tensors[name] = value
             else:
-                plain.setdefault(fqn, {})[slot] = _checked_value(name, value, is_sharded=part.is_sharded)
-        settings = [{k: _plain(v) for k, v in hyperparameters(group.settings).items()} for group in groups]
-        with_names = [{"params": group.names, **each} for group, each in zip(groups, settings, strict=True)]
-        described.append({"class": kind_of(live), "groups": with_names, "slots": plain})
+                plain.setdefault(fqn, {})[slot] = value
+        plain_groups = [{"params": group.names, **_plain(hyperparameters(group.settings))} for group in groups]
+        described.append({"class": kind_of(live), "groups": plain_groups, "slots": plain})
     return tensors, described
 
 
@@ -245,20 +244,16 @@ def optimizer_slot(optimizers: Sequence[AnyOptimizer], names: Names, fqn: str, s
     return None
 
 
-def _checked_value(name: SlotName, value: Any, *, is_sharded: bool) -> Any:
-    if is_sharded and any(isinstance(part, Tensor) for part in parts(value)):
+def _check_shardable(name: SlotName, value: Any, shape: tuple[int, ...]) -> None:
+    """CheckpointError: a slot of a sharded parameter, or flat tensor, of ``shape`` that can't be cut as it is."""
+    if isinstance(value, Tensor):
+        if value.shape not in ((), shape):
+            raise CheckpointError(unshardable(name, tuple(value.shape), tuple(shape)))
+    elif any(isinstance(part, Tensor) for part in parts(value)):
         raise CheckpointError(
             f"{name.key} is a {type(value).__name__} of tensors; of a sharded parameter only scalars and tensors of "
             "its shape can be saved: use an optimizer without it"
         )
-    return value
-
-
-def _tensor_step(step: Any) -> Any:
-    # Optimizers made for flat tensors count steps in a number; torch's own keep a scalar of this dtype for each
-    # parameter (torch.optim.optimizer._get_scalar_dtype), and those read what is written here.
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-    return torch.tensor(step, dtype=dtype) if isinstance(step, (int, float)) else step
 
 
 def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...]) -> str:
@@ -296,11 +291,10 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
             try:
                 for slot, value in flat.plain_slots(state).items():
                     name = SlotName(index, "parameter", slot)
+                    if is_sharded:
+                        _check_shardable(name, value, shape)
                     if not isinstance(value, Tensor):
-                        encode_trainer_state({name.key: _checked_value(name, value, is_sharded=is_sharded)})
-                        continue
-                    if is_sharded and value.shape not in ((), shape):
-                        raise CheckpointError(unshardable(name, tuple(value.shape), shape))
+                        encode_trainer_state({name.key: value})
             except CheckpointError as error:
                 raise ConfigurationError(f"the state of {kind_of(live)} can't be saved: {error}") from error
 
@@ -323,9 +317,7 @@ _IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Mapping[str, Any], list[str]] | None:
-    """The state of a parameter ``like`` that one after a step of a new optimizer of this class, and the attributes that
-    the step has changed; None: it can't be made so.
-    """
+    """A new such optimizer's state of a ``like`` parameter after a step, and which attributes that changed; or None."""
     small = nn.Parameter(torch.full_like(like, 0.5))
 
     def closure() -> float:
@@ -372,7 +364,8 @@ def hyperparameters(group: Mapping[str, Any]) -> Values:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.ndim == 0 else value.detach().cpu().clone()
-    return value
+def _plain(values: Values) -> Values:
+    return {
+        name: (v.detach().cpu().clone() if v.ndim else v.item()) if isinstance(v, Tensor) else v
+        for name, v in values.items()
+    }

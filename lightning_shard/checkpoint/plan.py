@@ -42,8 +42,6 @@ class LocalBoxes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A plan that all ranks have agreed on."""
-
     mine: Sequence[dcp.MetadataIndex]  # The boxes that this rank writes, in this order.
     of_all: BoxesByRank | None  # None but on rank 0.
 
@@ -73,11 +71,8 @@ class Plans:
 
     def agreed(self, ranks: Ranks, *, still_holds: bool) -> Plan:
         """The plan for what every rank has looked at. All ranks call it; ``still_holds``: on all of them."""
-        if not still_holds or self._plan is None:
-            self._plan = self._make(ranks)
-        return self._plan
-
-    def _make(self, ranks: Ranks) -> Plan:
+        if still_holds and self._plan is not None:
+            return self._plan
         by_rank: list[LocalBoxes] = []
         made: list[BoxesByRank] = []
 
@@ -94,7 +89,8 @@ class Plans:
         numbers = ranks.exchange("planning the save", lambda: [self._facts[number] for number in wanted], decide)
         own = [(facts.key, box) for facts, boxes in zip(self._facts, self._boxes, strict=True) for box in boxes]
         mine = [dcp.MetadataIndex(own[number][0], own[number][1].offsets) for number in numbers.tolist()]
-        return Plan(mine=mine, of_all=made[0] if made else None)
+        self._plan = Plan(mine=mine, of_all=made[0] if made else None)
+        return self._plan
 
 
 def live_values(tensors: Mapping[str, Any]) -> Values:
@@ -129,12 +125,21 @@ def who_describes(by_rank: Sequence[LocalBoxes]) -> list[Integers]:
     return [first[cuts[rank] : cuts[rank + 1]] - starts[rank] for rank in range(len(by_rank))]
 
 
-def divide(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tuple[list[Integers], BoxesByRank]:
-    """Give every box to one rank; ``tensors``: all there are, ``by_rank``: what each rank has of them. Returns by rank
+def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tuple[list[Integers], BoxesByRank]:
+    """Give every box to one rank; ``described``: all tensors, ``by_rank``: what each rank has of them. Returns by rank
     the numbers of the boxes that it writes, counted over all that it has; and the boxes of all ranks. CheckpointError:
     the boxes do not make up full tensors, or ranks disagree about a tensor.
     """
-    tensors = _by_key(tensors, by_rank)
+    by_key: dict[str, TensorFacts] = {}
+    for facts in described:
+        first = by_key.setdefault(facts.key, facts)
+        if first != facts:
+            owner = next(rank for rank, local in enumerate(by_rank) if _name(facts) in local.names)
+            raise CheckpointError(
+                f"rank {owner} has {facts.key} of shape {facts.shape} and {facts.dtype}, another rank of shape "
+                f"{first.shape} and {first.dtype}; a tensor is the same on all ranks"
+            )
+    tensors = [by_key[key] for key in sorted(by_key)]
     number_of = {_name(facts): number for number, facts in enumerate(tensors)}
     names, index = np.unique(np.concatenate([local.names for local in by_rank]), return_inverse=True)
     numbers = np.array([number_of[name] for name in names.tolist()], dtype=np.int64)[index]
@@ -151,20 +156,6 @@ def divide(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tup
     mine = [np.flatnonzero(part) for part in np.split(chosen, ends[:-1])]
     counts = [len(part) for part in mine]
     return mine, BoxesByRank(tensors=tensors, counts=counts, tensor=tensor[chosen], boxes=boxes[chosen])
-
-
-def _by_key(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> list[TensorFacts]:
-    """The tensors by key; CheckpointError where ranks have another tensor under the same key."""
-    found: dict[str, TensorFacts] = {}
-    for facts in tensors:
-        first = found.setdefault(facts.key, facts)
-        if first != facts:
-            rank = next(rank for rank, local in enumerate(by_rank) if _name(facts) in local.names)
-            raise CheckpointError(
-                f"rank {rank} has {facts.key} of shape {facts.shape} and {facts.dtype}, another rank of shape "
-                f"{first.shape} and {first.dtype}; a tensor is the same on all ranks"
-            )
-    return [found[key] for key in sorted(found)]
 
 
 def _choose(

@@ -136,9 +136,7 @@ class Begun:
                     f"a rank wrote {entry.size} bytes to {self._temporary / name}, but on rank 0 it {found}: save to "
                     f"{common_to_all(self.target)}"
                 )
-        tensors = {
-            facts.key: TensorEntry(shape=facts.shape, dtype=layout.dtype_name(facts.dtype)) for facts in plan.tensors
-        }
+        tensors = {facts.key: TensorEntry(facts.shape, facts.dtype) for facts in plan.tensors}
         if lost := sorted(key for key in self.state.aliases.values() if key not in tensors):
             raise CheckpointError(f"aliases name {listed(lost)}, which are not among the tensors to save")
         slots = {facts.key: facts.slot for facts in plan.tensors if facts.slot is not None}

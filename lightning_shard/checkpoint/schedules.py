@@ -17,7 +17,6 @@ _PROGRESS = {
 
 
 def kinds_of(schedules: Sequence[Any]) -> list[str]:
-    """The classes of the schedulers in Lightning's ``schedules``."""
     return [type(schedule.scheduler).__qualname__ for schedule in schedules]
 
 
@@ -36,11 +35,7 @@ def settle_schedules(schedules: Sequence[Any], state: Mapping[str, Any], *, conf
         if here[number] != [*saved_as, *here][number]:
             if _is_torchs(schedule.scheduler):  # another may have any state
                 own = schedule.scheduler.state_dict()
-                kept = {
-                    name: saved[name]
-                    for name in ("last_epoch", "_step_count", "_last_lr")
-                    if name in saved.keys() & own
-                }
+                kept = {name: saved[name] for name in saved.keys() & own & {"last_epoch", "_step_count", "_last_lr"}}
                 saved.clear()
                 saved.update({**own, **kept})
             continue

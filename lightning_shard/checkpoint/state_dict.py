@@ -134,13 +134,15 @@ class StateDict:
                     "state_dict: only tensors can be loaded. Keep other values under a key of their own in the "
                     "checkpoint."
                 )
+            live = names.tensors.get(names.aliases.get(name, name))
             if isinstance(tensor, StoredValues) and tensor.full is None:
                 keys[name] = tensor.key
-            elif _is_live(tensor, names.tensors.get(names.aliases.get(name, name))):
+            elif live is not None and not isinstance(tensor, StoredValues) and _place(tensor) == _place(live):
                 kept.add(name)
             else:
-                keys[name] = f"{MODEL_PREFIX}{name} as changed"
-                values[keys[name]] = _full(tensor)
+                keys[name] = key = f"{MODEL_PREFIX}{name} as changed"
+                tensor = tensor.values() if isinstance(tensor, StoredValues) else tensor
+                values[key] = full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         shapes = {**self.shapes, **{key: tuple(tensor.shape) for key, tensor in values.items()}}
         shapes = {key: shapes[key] for key in keys.values()}
         return StateDict(keys=keys, shapes=shapes, values=values, kept=frozenset(kept))
@@ -152,18 +154,10 @@ class StateDict:
         return full is not None
 
 
-def _full(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, StoredValues):
-        return tensor.values()
-    return full_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _is_live(tensor: Tensor, live: Tensor | None) -> bool:
-    """Whether it is ``live``, or what ``state_dict()`` gives for it."""
-    if isinstance(tensor, StoredValues) or live is None:
-        return False
-    where = [(storage_key(t), t.storage_offset(), t.shape) for t in (local(tensor), local(live))]
-    return where[0] == where[1]
+def _place(tensor: Tensor) -> Any:
+    """What a tensor and that which ``state_dict()`` gives for it have in common."""
+    own = local(tensor)
+    return storage_key(own), own.storage_offset(), own.shape
 
 
 def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any], strict: bool) -> tuple[StateDict, bool]:

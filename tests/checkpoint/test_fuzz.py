@@ -25,7 +25,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
-from lightning_shard.checkpoint.files.boxes import decode_boxes, encode_boxes
+from lightning_shard.checkpoint.files.boxes import DecodedBoxes, encode_boxes
 from lightning_shard.checkpoint.files.manifest import _digest, read_manifest
 from lightning_shard.checkpoint.foreign.hugging_face import export
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
@@ -172,7 +172,7 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
         signed(path, version=2)
     elif kind == "boxes":
         version = draw(st.sampled_from([5, 6]))
-        found = decode_boxes((path / "boxes.bin").read_bytes(), read_manifest(path))
+        found = DecodedBoxes((path / "boxes.bin").read_bytes(), read_manifest(path))
         tables = [found[key].rows.copy() for key in sorted(found)]
         counts = np.array([len(rows) for rows in tables], dtype="<i8")
         for _ in range(draw(st.integers(1, 3))):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_shard.checkpoint.files.boxes import decode_boxes, encode_boxes
+from lightning_shard.checkpoint.files.boxes import DecodedBoxes, encode_boxes
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.errors import CheckpointCorruptError
@@ -28,7 +28,7 @@ def _said(path: str) -> str:
 def test_a_gap_is_refused_on_all_ranks(key: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save_tensors(path, {name: torch.ones(4, 3) for name in KEYS})
-    found = decode_boxes((path / "boxes.bin").read_bytes(), read_manifest(path))
+    found = DecodedBoxes((path / "boxes.bin").read_bytes(), read_manifest(path))
     tables = {name: found[name].rows.copy() for name in KEYS}
     tables[key][0, 5] = 3  # Of four rows one is in no box.
     forge(path, "boxes.bin", encode_boxes(tables.values()))

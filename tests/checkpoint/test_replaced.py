@@ -67,7 +67,7 @@ def read_while_replaced(path: Path, reads: int, least: int, how: str) -> None:
             break
         assert all(writer.is_alive() for writer in writers), "a reader made a writer fail"
         try:
-            seen.add(again_if_replaced(lambda: number_in(path)))
+            seen.add(again_if_replaced(number_in)(path))
             verify(path)
             if number % 5 == 0:
                 target = path.parent / f"{number}.ckpt"

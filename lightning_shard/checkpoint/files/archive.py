@@ -38,8 +38,6 @@ _PAYLOAD = "archive"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ArchivedTensor(StoredTensor):
-    """A tensor in a file of ``torch.save``."""
-
     # Byte in the file, shape and strides: equal for two names of one tensor.
     place: tuple[int, tuple[int, ...], tuple[int, ...]]
     elements: Callable[[int, int], Tensor]  # Values ``start`` to ``stop`` of a contiguous tensor, row-major, 1-D.
@@ -164,7 +162,6 @@ class _Archive:
             )
 
     def read(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """``count`` values from byte ``start`` of the file on."""
         tensor = torch.empty(count, dtype=dtype)
         with open(self.path, "rb") as stream:
             if _identity(os.fstat(stream.fileno())) != self._identity:

@@ -35,8 +35,6 @@ Integers = NDArray[np.int64]
 
 
 class TensorFacts(NamedTuple):
-    """What all ranks know of a tensor."""
-
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -132,43 +130,41 @@ def encode_boxes(tables: Iterable[Integers]) -> bytes:
     return b"".join((header.T.tobytes(), *blocks))
 
 
-def decode_boxes(data: bytes, manifest: Manifest) -> Mapping[str, StoredBoxes]:
-    """Key to boxes, decoded and `checked` when asked for. CheckpointCorruptError: ``data`` does not describe them."""
-    compressed, count_of = manifest.format_version > 5, len(manifest.tensors)
-    numbers: Integers = np.frombuffer(data[: (1 + compressed) * 8 * count_of], dtype="<i8")
-    numbers = numbers.reshape(count_of, 1 + compressed)
-    tables: dict[str, tuple[memoryview, int]] = {}
-    at, most = numbers.nbytes, sum(data_files(manifest.files)[1].tolist())
-    for key, (count, *length) in zip(sorted(manifest.tensors), numbers.tolist(), strict=True):
-        width = 3 + 2 * len(manifest.tensors[key].shape)
-        size = length[0] if length else count * width * 8
-        if count < 1 or size < 0 or at + size > len(data):
-            raise CheckpointCorruptError(f"it ends before the boxes of {key} do")
-        if count * width * 8 > most:  # a box takes far more in its file
-            raise CheckpointCorruptError(f"{key} has {count} boxes, for which the files are too small")
-        tables[key] = memoryview(data)[at : at + size], count
-        at += size
-    if at != len(data):
-        raise CheckpointCorruptError("it has more boxes than the manifest has tensors for")
-    return _Decoded(tables, manifest)
+class DecodedBoxes(Mapping[str, StoredBoxes]):
+    """Key to boxes, decoded and `checked` when they are asked for, and not kept."""
 
-
-class _Decoded(Mapping[str, StoredBoxes]):
-    """Boxes of tensors that are decoded when they are asked for, and not kept."""
-
-    def __init__(self, tables: Mapping[str, tuple[memoryview, int]], manifest: Manifest) -> None:
-        self._tables, self._manifest = tables, manifest  # Of each tensor what is stored, and the number of boxes.
+    def __init__(self, data: bytes, manifest: Manifest) -> None:
+        """CheckpointCorruptError: ``data`` does not describe the manifest's tensors."""
+        self._manifest, self._compressed = manifest, manifest.format_version > 5
         self._files, self._sizes = data_files(manifest.files)
+        self._tables: dict[str, tuple[memoryview, int]] = {}  # Of each tensor what is stored, and the number of boxes.
+        count_of, columns = len(manifest.tensors), 1 + self._compressed
+        numbers: Integers = np.frombuffer(data[: columns * 8 * count_of], dtype="<i8").reshape(count_of, columns)
+        at, most = numbers.nbytes, sum(self._sizes.tolist())
+        for key, (count, *length) in zip(sorted(manifest.tensors), numbers.tolist(), strict=True):
+            decoded = count * self._width(key) * 8
+            size = length[0] if length else decoded
+            if count < 1 or size < 0 or at + size > len(data):
+                raise CheckpointCorruptError(f"it ends before the boxes of {key} do")
+            if decoded > most:  # a box takes far more in its file
+                raise CheckpointCorruptError(f"{key} has {count} boxes, for which the files are too small")
+            self._tables[key] = memoryview(data)[at : at + size], count
+            at += size
+        if at != len(data):
+            raise CheckpointCorruptError("it has more boxes than the manifest has tensors for")
+
+    def _width(self, key: str) -> int:
+        return 3 + 2 * len(self._manifest.tensors[key].shape)
 
     def __getitem__(self, key: str) -> StoredBoxes:
-        rows, entry = self._rows(key), self._manifest.tensors[key]
-        boxes = StoredBoxes(shape=entry.shape, dtype=layout.torch_dtype(entry.dtype), rows=rows, files=self._files)
+        (data, count), width, entry = self._tables[key], self._width(key), self._manifest.tensors[key]
+        rows = self._columns(key, data, width, count).T if self._compressed else np.frombuffer(data, dtype="<i8")
+        table = rows.reshape(count, width)
+        boxes = StoredBoxes(shape=entry.shape, dtype=entry.dtype, rows=table, files=self._files)
         return boxes.checked(key, self._sizes)
 
-    def _rows(self, key: str) -> Integers:
-        (data, count), width = self._tables[key], 3 + 2 * len(self._manifest.tensors[key].shape)
-        if self._manifest.format_version <= 5:
-            return np.frombuffer(data, dtype="<i8").reshape(count, width)
+    @staticmethod
+    def _columns(key: str, data: memoryview, width: int, count: int) -> Integers:
         stream, size = zlib.decompressobj(), count * width * 8
         try:
             columns = stream.decompress(data, size + 1)
@@ -176,7 +172,7 @@ class _Decoded(Mapping[str, StoredBoxes]):
             raise CheckpointCorruptError(f"the boxes of {key} can't be read: {error}") from error
         if len(columns) != size or not stream.eof or stream.unused_data:
             raise CheckpointCorruptError(f"the boxes of {key} are not {count}")
-        return np.cumsum(np.frombuffer(columns, dtype="<i8").reshape(width, count), axis=1).T
+        return np.cumsum(np.frombuffer(columns, dtype="<i8").reshape(width, count), axis=1)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tables)
@@ -208,12 +204,12 @@ def read_boxes(directory: Directory, manifest: Manifest, share: tuple[int, int] 
     data = directory.read(name, manifest.files)
     with layout.damaged_if(f"{directory.path / name} is no checkpoint metadata", directory.path / name):
         if name == layout.BOXES:
-            found = decode_boxes(data, manifest)
+            found = DecodedBoxes(data, manifest)
             for key in sorted(found)[share[0] :: share[1]]:
                 found[key].check_covered(key)
             return found
         tensors = _parse(data, _RECORDS, manifest.files)[1]
-        described = {key: (boxes.shape, layout.dtype_name(boxes.dtype)) for key, boxes in tensors.items()}
+        described = {key: (boxes.shape, boxes.dtype) for key, boxes in tensors.items()}
         entries = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
         if differing := sorted(k for k in described.keys() | entries.keys() if described.get(k) != entries.get(k)):
             raise CheckpointCorruptError(f"it and the manifest describe other tensors: {listed(differing)}")
@@ -282,9 +278,6 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
     return record.state
 
 
-_Places = dict[tuple[str, tuple[int, ...] | None], StorageInfo]  # By key and offsets of a box; None: no tensor.
-
-
 def _parse(
     data: bytes, records: Iterable[tuple[str, str]], files: Mapping[str, layout.FileEntry]
 ) -> tuple[dict[str, Any], dict[str, StoredBoxes], dict[str, StorageInfo]]:
@@ -292,7 +285,7 @@ def _parse(
     root = _fields(_Unpickler(data, records).load(), "Metadata")
     names, sizes = data_files(files)
     numbers = {name: number for number, name in enumerate(names)}
-    places: _Places = {}
+    places: dict[tuple[str, tuple[int, ...] | None], StorageInfo] = {}  # By key and offsets of a box; None: no tensor.
     for record, value in root["storage_data"].items():
         index = _fields(record, "MetadataIndex")
         places[index["fqn"], index.get("offset")] = _location(value, files)
@@ -301,27 +294,20 @@ def _parse(
     for key, value in root["state_dict_metadata"].items():
         if type(value).__name__ == "BytesStorageMetadata":
             items[key] = places[key, None]
-        else:
-            shape, dtype, rows = _described(key, value, places, numbers)
-            table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + 2 * len(shape))
-            tensors[key] = StoredBoxes(shape=shape, dtype=dtype, rows=table, files=names).checked(key, sizes)
-            tensors[key].check_covered(key)
+            continue
+        fields = _fields(value, "TensorStorageMetadata")
+        shape, dtype, rows = _size(fields["size"]), fields["properties"].state[0], list[list[int]]()
+        if type(key) is not str or not isinstance(dtype, torch.dtype):
+            raise CheckpointCorruptError(f"{shown(key)} is not described as a tensor")
+        for part in (_fields(part, "ChunkStorageMetadata") for part in fields["chunks"]):
+            offsets, extent = _size(part["offsets"]), _size(part["sizes"])
+            if (place := places.get((key, offsets))) is None:
+                raise CheckpointCorruptError(f"{key} has a part at {offsets} that no file holds")
+            rows.append([numbers[place.relative_path], place.offset, place.length, *offsets, *extent])
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + 2 * len(shape))
+        tensors[key] = StoredBoxes(shape=shape, dtype=dtype, rows=table, files=names).checked(key, sizes)
+        tensors[key].check_covered(key)
     return root, tensors, items
-
-
-def _described(
-    key: Any, record: Any, places: _Places, numbers: Mapping[str, int]
-) -> tuple[tuple[int, ...], torch.dtype, list[list[int]]]:
-    fields = _fields(record, "TensorStorageMetadata")
-    shape, dtype, rows = _size(fields["size"]), fields["properties"].state[0], list[list[int]]()
-    if type(key) is not str or not isinstance(dtype, torch.dtype):
-        raise CheckpointCorruptError(f"{shown(key)} is not described as a tensor")
-    for part in (_fields(part, "ChunkStorageMetadata") for part in fields["chunks"]):
-        offsets, extent = _size(part["offsets"]), _size(part["sizes"])
-        if (place := places.get((key, offsets))) is None:
-            raise CheckpointCorruptError(f"{key} has a part at {offsets} that no file holds")
-        rows.append([numbers[place.relative_path], place.offset, place.length, *offsets, *extent])
-    return shape, dtype, rows
 
 
 def _size(value: Any) -> tuple[int, ...]:

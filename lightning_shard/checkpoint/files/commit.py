@@ -4,6 +4,8 @@ A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and exchanges the two 
 can't, the old one is ``.NAME.old-TOKEN`` for a moment, in which readers find the new one (`layout.current`).
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import errno
@@ -52,9 +54,7 @@ def begin(path: Location, token: str) -> Location:
 
 
 def publish(temporary: Location, path: Location, token: str) -> None:
-    """Make the complete checkpoint ``temporary`` the one at ``path``, then delete what was there and what interrupted
-    saves left, but for what is being read or written. Rank 0 calls it.
-    """
+    """Put the complete ``temporary`` at ``path``; delete what that replaces and interrupted saves left. On rank 0."""
     if isinstance(path, StorePath):
         stores.publish(path, token)
         return
@@ -206,7 +206,6 @@ def deleted_on_failure(temporary: Location, *, here: bool = True) -> Iterator[No
 
 
 def sizes(directory: Location) -> dict[str, int]:
-    """Name to bytes of each file in it."""
     if isinstance(directory, StorePath):
         return {name: size for name, size in directory.entries().items() if size is not None}
     return {entry.name: entry.stat().st_size for entry in directory.iterdir()}
@@ -266,7 +265,7 @@ def unlock(directory: Path) -> None:
 class BackgroundWrite:
     """A checkpoint that a thread of this rank writes; the thread agrees with those of the other ranks."""
 
-    def __init__(self, work: "Callable[[BackgroundWrite], None]") -> None:
+    def __init__(self, work: Callable[[BackgroundWrite], None]) -> None:
         """Start ``work(self)`` in a thread; it calls `completed` once the checkpoint is complete."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -300,7 +299,7 @@ class BackgroundWrite:
             for act in waiting:
                 act()
 
-    def _run(self, work: "Callable[[BackgroundWrite], None]") -> None:
+    def _run(self, work: Callable[[BackgroundWrite], None]) -> None:
         try:
             work(self)
         except BaseException as error:  # raised where the outcome is asked for

@@ -20,8 +20,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from lightning_shard.checkpoint.files.location import Location, StorePath, StrPa
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer.pt"
@@ -268,9 +270,7 @@ class Directory:
 
 
 def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Directory:
-    """Open the directory ``path``, or what an interrupted replacement of it left. FileNotFoundError may mean that a
-    replacement or a removal was faster: `ATTEMPTS` tell.
-    """
+    """Open ``path``, or what an interrupted replacement left. FileNotFoundError, which may be for a moment alone."""
     path, patience = Path(path), time.monotonic() + _PATIENCE_SECONDS
     while True:
         now_at = current(path)
@@ -285,13 +285,18 @@ def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Direct
         time.sleep(ATTEMPT_SECONDS)
 
 
-def again_if_replaced(read: Callable[[], T]) -> T:
-    """What ``read`` returns, which is called again where a save was faster than it."""
-    for _ in range(ATTEMPTS):
-        with contextlib.suppress(CheckpointReplacedError):
-            return read()
-        time.sleep(ATTEMPT_SECONDS)
-    return read()
+def again_if_replaced(read: Callable[P, T]) -> Callable[P, T]:
+    """``read``, called again where a save was faster than it."""
+
+    @wraps(read)
+    def again(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(ATTEMPTS):
+            with contextlib.suppress(CheckpointReplacedError):
+                return read(*args, **kwargs)
+            time.sleep(ATTEMPT_SECONDS)
+        return read(*args, **kwargs)
+
+    return again
 
 
 def try_lock(descriptor: int, how: int) -> bool:

@@ -17,22 +17,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from lightning_shard import errors
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.layout import Directory, open_directory
 from lightning_shard.checkpoint.files.location import AnyPath, Location, StorePath, location
 from lightning_shard.checkpoint.files.stores import open_store
-from lightning_shard.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointReplacedError,
-)
 from lightning_shard.text import did_you_mean, listed
 
 FORMAT = "lightning_shard.checkpoint"
@@ -61,12 +56,9 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorEntry:
-    """Global shape and dtype name (``"float32"``) of a stored tensor."""
-
+class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +79,7 @@ class Manifest:
             "format": FORMAT,
             "format_version": self.format_version,
             **asdict(self.facts),
-            "tensors": {key: [entry.dtype, *entry.shape] for key, entry in self.tensors.items()},
+            "tensors": {key: [layout.dtype_name(dtype), *shape] for key, (shape, dtype) in self.tensors.items()},
             "aliases": dict(self.aliases),
             "slots": {key: name for key, name in self.slots.items() if name != told.get(key)},
             "files": {name: asdict(entry) for name, entry in self.files.items()},
@@ -95,7 +87,7 @@ class Manifest:
         try:
             fields["digest"] = _digest(fields)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"the ledger can't be written into {layout.MANIFEST}: {error}; give plain JSON values"
             ) from error
         return _lines(fields, 2) + "\n"
@@ -105,7 +97,12 @@ class Manifest:
         """The manifest in ``text``; ``where``: the file, in errors. CheckpointCorruptError: it is no manifest, was
         changed, or names a file outside of the directory; CheckpointError: a newer version of this package wrote it.
         """
-        with layout.damaged_if(lambda error: f"{where} is not a checkpoint's manifest: {_reason(error)}", where):
+
+        def reason(error: Exception) -> str:
+            found = f"no field {error}" if isinstance(error, KeyError) else str(error)[:500]
+            return f"{where} is not a checkpoint's manifest: {found}"
+
+        with layout.damaged_if(reason, where):
             fields = json.loads(text)
             if not isinstance(fields, dict) or fields.get("format") != FORMAT:
                 raise ValueError(f'no "format": "{FORMAT}"')
@@ -114,7 +111,7 @@ class Manifest:
                 raise ValueError("its digest does not match its contents: it was changed after it was written")
             version = fields["format_version"]
             if version > FORMAT_VERSION:
-                raise CheckpointError(
+                raise errors.CheckpointError(
                     f"{where} has format version {version}; this lightning_shard reads up to {FORMAT_VERSION}: "
                     "upgrade it"
                 )
@@ -142,10 +139,7 @@ _NO_FACTS = asdict(Facts(engine="", policy=""))
 _FIELDS: dict[str, Any] = {
     **{name: type(value) for name, value in _NO_FACTS.items()},
     "format_version": int,
-    "tensors": dict,
-    "aliases": dict,
-    "slots": dict,
-    "files": dict,
+    **dict.fromkeys(("tensors", "aliases", "slots", "files"), dict),
 }
 _MAY_LACK = {name: value for name, value in _NO_FACTS.items() if name not in ("engine", "policy")} | {"slots": {}}
 _RUN = {"name": str, "step": int, "time": int | float}
@@ -158,10 +152,6 @@ def _typed(fields: Any, kinds: Mapping[str, Any]) -> Any:
         if not isinstance(fields[name], kind):
             raise ValueError(f"{name} is {fields[name]!r}, not {getattr(kind, '__name__', kind)}")
     return fields
-
-
-def _reason(error: Exception) -> str:
-    return f"no field {error}" if isinstance(error, KeyError) else str(error)[:500]
 
 
 def _lines(value: Any, depth: int) -> str:
@@ -180,8 +170,7 @@ def _tensor_entry(value: Any) -> TensorEntry:
     dtype, *shape = (value["dtype"], *value["shape"]) if isinstance(value, dict) else value  # up to version 7
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape} is not a list of sizes")
-    layout.torch_dtype(dtype)
-    return TensorEntry(shape=tuple(shape), dtype=dtype)
+    return TensorEntry(tuple(shape), layout.torch_dtype(dtype))
 
 
 def _slots(named: Mapping[str, Any], tensors: Collection[str], aliases: Collection[str]) -> dict[str, layout.SlotName]:
@@ -231,12 +220,12 @@ def open_checkpoint_directory(path: AnyPath, *, lock: bool = True) -> tuple[Dire
             if layout.MANIFEST in os.listdir(directory.descriptor):
                 return _with_manifest(directory)
             directory.close()
-        except (FileNotFoundError, NotADirectoryError, CheckpointReplacedError):
+        except (FileNotFoundError, NotADirectoryError, errors.CheckpointReplacedError):
             pass
         except OSError as error:
-            raise CheckpointError(f"{path} can't be opened: {error}") from error
+            raise errors.CheckpointError(f"{path} can't be opened: {error}") from error
         if attempt >= layout.ATTEMPTS and (why := _why_not_found(path)) is not None:
-            raise CheckpointNotFoundError(why)
+            raise errors.CheckpointNotFoundError(why)
         time.sleep(layout.ATTEMPT_SECONDS)
     raise AssertionError
 
@@ -246,7 +235,7 @@ def _with_manifest(directory: Directory) -> tuple[Directory, Manifest]:
     try:
         with directory.open(layout.MANIFEST) as stream, layout.damaged_if(f"{file} is not text"):
             if (size := stream.seek(0, os.SEEK_END)) > _MOST_BYTES:
-                raise CheckpointCorruptError(f"{file} has {size} bytes, more than a manifest can have")
+                raise errors.CheckpointCorruptError(f"{file} has {size} bytes, more than a manifest can have")
             stream.seek(0)
             return directory, Manifest.from_json(stream.read().decode(), str(file))
     except BaseException:
@@ -266,7 +255,7 @@ def foreign_entries(directory: Path) -> list[Path]:
         return [] if hidden and layout.other_form(directory) == "hf" else entries
     try:
         listed = {name.partition("/")[0] for name in read_manifest(directory).files} if entries else set()
-    except CheckpointError:
+    except errors.CheckpointError:
         listed = set()
     return [entry for entry in entries if entry.name not in listed]
 
@@ -292,9 +281,9 @@ def _why_not_found(directory: Path) -> str | None:
         return f"there is no checkpoint at {directory}.{did_you_mean(directory.name, beside)}"
 
 
-def damaged(directory: Location, damage: Mapping[str, str]) -> CheckpointCorruptError:
+def damaged(directory: Location, damage: Mapping[str, str]) -> errors.CheckpointCorruptError:
     lines = "\n".join(f"  {damage[name]}" for name in sorted(damage))
-    return CheckpointCorruptError(
+    return errors.CheckpointCorruptError(
         f"{directory} is damaged: {listed(sorted(damage), most=20)}\n{lines}\nUse another checkpoint."
     )
 
@@ -303,7 +292,7 @@ def is_checkpoint(path: AnyPath) -> bool:
     """Whether ``path`` is a directory with a valid manifest; a half-written one is not. Never raises."""
     try:
         read_manifest(path)
-    except CheckpointError:
+    except errors.CheckpointError:
         return False
     return True
 
@@ -370,7 +359,7 @@ class Contents:
         """The same with averages in the place of their weights; CheckpointError where there are none, or no updates."""
         averages = layout.without_prefix(layout.AVERAGE_PREFIX, self.tensors)
         if not self.has_averages:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 "the checkpoint has no averages of weights"
                 + (" yet: no update is in them" if averages else "; callbacks such as EMAWeightAveraging take them")
             )

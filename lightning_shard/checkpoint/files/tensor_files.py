@@ -95,8 +95,6 @@ class HashedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one rank wrote."""
-
     # Offset and length of each of its boxes in its file, in the order in which it was given them: shape ``(boxes, 2)``.
     places: NDArray[np.int64]
     files: Mapping[str, FileEntry]
@@ -203,8 +201,6 @@ def chunks_of(tensor: Any) -> list[dcp.ChunkStorageMetadata]:
 
 
 class _Read(NamedTuple):
-    """What one box of a target gets from one stored box."""
-
     start: int  # First byte of the stored box in its file.
     length: int
     begin: Sequence[int]  # Offsets and sizes of the stored box.

@@ -39,9 +39,7 @@ _FACTORIES = {"None": None, **{kind.__name__: kind for kind in (bool, dict, floa
 
 
 def encode_trainer_state(state: Mapping[str, Any], *, stock: bool = False) -> bytes:
-    """The bytes of ``trainer.pt``. CheckpointError names keys and types that ``weights_only=True`` would not load, or
-    would not give a ``stock`` Lightning as they are.
-    """
+    """The bytes of ``trainer.pt``. CheckpointError: what would not load, or be another value in ``stock`` Lightning."""
     data, problem = _encode(dict(state))
     if problem is not None:
         data, problem = _encode(state := _plain(dict(state), stock))
@@ -62,9 +60,7 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
 
 
 def decode_state(data: bytes, where: Location) -> dict[str, Any]:
-    """What `encode_trainer_state` was given, tensors on the CPU. CheckpointCorruptError: it was changed, or names a
-    class.
-    """
+    """What `encode_trainer_state` was given, on the CPU. CheckpointCorruptError: changed, or it names a class."""
     with damaged_if(partial(refusal, where)):
         state = load_archive(io.BytesIO(data), where)
         tensors = [part for part in parts(state) if isinstance(part, Tensor) and part.layout == torch.strided]

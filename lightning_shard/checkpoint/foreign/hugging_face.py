@@ -7,7 +7,6 @@ an index, written one tensor at a time (https://github.com/huggingface/safetenso
 """
 
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -50,22 +49,22 @@ def export(
     tensor is written once, under its first name. CheckpointError: nothing was written, or no file that was not whole.
     """
     target = Path(folder)
-    tensors = _selected(stored, module)
+    tensors = {key: _as(dtype, tensor) for key, tensor in _selected(stored, module).items()}
     if unknown := sorted({layout.dtype_name(t.dtype) for t in tensors.values() if t.dtype not in DTYPES}):
         raise CheckpointError(f"safetensors has no dtype for {', '.join(unknown)}")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; safetensors files are exported into a directory")
     if older := sorted(path.name for path in target.glob("*.safetensors*")) if target.is_dir() else []:
         raise CheckpointError(f"{target} has {listed(older)} of an earlier export: choose an empty directory")
-    files = split(tensors, dtype, max_shard_bytes)
+    files = split(tensors, max_shard_bytes)
     # The index last: without it no reader takes the files for whole.
-    index = index_of(files, dtype)
+    index = index_of(files)
     written = [target / name for name in (*files, *index)]
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
         for name, chosen in files.items():
-            _publish(target, name, partial(write_tensors, tensors=chosen, dtype=dtype))
+            _publish(target, name, partial(write_tensors, tensors=chosen))
         for name, data in index.items():
             _publish(target, name, partial(write_file, data=data))
     except BaseException:
@@ -93,56 +92,51 @@ def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:
     return chosen
 
 
-def _target_dtype(tensor: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+def _as(dtype: torch.dtype | None, tensor: StoredTensor) -> StoredTensor:
+    """``tensor`` in ``dtype``, if it is of a floating-point one and that is not None."""
+    if dtype is None or not tensor.dtype.is_floating_point:
+        return tensor
+    return StoredTensor(shape=tensor.shape, dtype=dtype, read=lambda: tensor.read().to(dtype))
 
 
-def _nbytes(tensor: StoredTensor, dtype: torch.dtype | None) -> int:
-    return math.prod(tensor.shape) * _target_dtype(tensor, dtype).itemsize
-
-
-def split(
-    tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, most_bytes: int
-) -> dict[str, dict[str, StoredTensor]]:
+def split(tensors: Mapping[str, StoredTensor], most_bytes: int) -> dict[str, dict[str, StoredTensor]]:
     """Name of each safetensors file to its tensors: at most ``most_bytes``, or one tensor."""
     shards: list[dict[str, StoredTensor]] = [{}]
     used = 0
     for key, tensor in tensors.items():
-        size = _nbytes(tensor, dtype)
-        if shards[-1] and used + size > most_bytes:
+        if shards[-1] and used + tensor.nbytes > most_bytes:
             shards.append({})
             used = 0
         shards[-1][key] = tensor
-        used += size
+        used += tensor.nbytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def index_of(files: Mapping[str, Mapping[str, StoredTensor]], dtype: torch.dtype | None = None) -> dict[str, bytes]:
+def index_of(files: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, bytes]:
     """Name and contents of the index of what `split` gave; nothing for one file."""
     if len(files) == 1:
         return {}
-    total = sum(_nbytes(tensor, dtype) for tensors in files.values() for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     weight_map = {key: name for name, tensors in files.items() for key in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return {INDEX: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None) -> FileEntry:
-    """Write a safetensors file, synced, one tensor at a time; floating-point ones in ``dtype`` if that is not None."""
+def write_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> FileEntry:
+    """Write a safetensors file, synced, one tensor at a time."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in tensors.items():
-        start, end = end, end + _nbytes(tensor, dtype)
-        kind = DTYPES[_target_dtype(tensor, dtype)]
-        header[key] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start, end = end, end + tensor.nbytes
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with HashedFile(path) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            stream.write(raw_bytes(tensor.read().to(_target_dtype(tensor, dtype))))
+            stream.write(raw_bytes(tensor.read()))
     return stream.entry()
 
 
@@ -256,13 +250,10 @@ def _read(folder: Path, order: list[str]) -> Skeleton:
 
 
 def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton) -> None:
-    """Write the folder ``target``, which appears at once, from the portable directory ``parts`` and remove that. All
-    ranks call it; the same CheckpointError on every rank.
-    """
+    """Write the folder ``target``, at once, from the directory ``parts`` and remove that. All ranks call it."""
     token = layout.new_token()
 
     def complete() -> None:
-        """Write the manifest, then put all of it in place."""
         files = {name: entry for entries in written for name, entry in entries.items()}
         facts = replace(open_portable(parts, compared=False).facts, world_size=ranks.size, versions=library_versions())
         manifest = Manifest(facts=facts, tensors={}, aliases={}, slots={}, files=files)
@@ -285,9 +276,9 @@ def _write_share(ranks: Ranks, temporary: Path, parts: Path, wanted: Skeleton) -
     entries: dict[str, FileEntry] = {}
     for whole, keys in wanted.tensors.items():
         tensors = {key: stored.tensors[layout.MODEL_PREFIX + fqn] for key, fqn in keys.items()}
-        files = split(tensors, None, _MOST_BYTES) if whole == SINGLE else {whole: tensors}
+        files = split(tensors, _MOST_BYTES) if whole == SINGLE else {whole: tensors}
         for name in list(files)[ranks.rank :: ranks.size]:
-            entries[name] = write_tensors(temporary / name, files[name], None)
+            entries[name] = write_tensors(temporary / name, files[name])
         if ranks.is_first:
             dtypes = [tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point]
             other = {**wanted.files, **index_of(files)}

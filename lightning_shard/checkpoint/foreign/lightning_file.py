@@ -70,20 +70,14 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
     own = {**weights, **tied, **extra}
     if averages:
         names = {a: key.removeprefix(layout.MODEL_PREFIX) for a, key in zip(tied, stored.aliases.values(), strict=True)}
-        state, own = _with_averages(state, own, {fqn: averages.get(names.get(fqn, fqn), t) for fqn, t in own.items()})
+        averaged = {fqn: averages.get(names.get(fqn, fqn), tensor) for fqn, tensor in own.items()}
+        # Where the callback that took them looks for them.
+        callbacks = state.get("callbacks", {})
+        if taker := next((name for name, saved in callbacks.items() if _is_stochastic(saved)), None):
+            state["callbacks"] = {**callbacks, taker: {**callbacks[taker], "average_model_state": averaged}}
+        else:
+            state["current_model_state"], own = own, averaged
     return {**state, "state_dict": own, NOTES: notes}
-
-
-def _with_averages(
-    state: dict[str, Any], own: dict[str, Any], averaged: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state and the state dict of the module, with averages where the callback that took them looks for them."""
-    callbacks = dict(state.get("callbacks", {}))
-    for name, saved in callbacks.items():
-        if _is_stochastic(saved):
-            callbacks[name] = {**saved, "average_model_state": averaged}
-            return {**state, "callbacks": callbacks}, own
-    return {**state, "current_model_state": own}, averaged
 
 
 def _is_stochastic(saved: Any) -> bool:
@@ -114,7 +108,6 @@ class ModuleNames:
 
     @staticmethod
     def of(module: nn.Module, optimizers: Sequence[AnyOptimizer]) -> "ModuleNames":
-        """Those of a live module, wrapped or not, and its optimizers."""
         names = fqns(module)
         stepped = [
             [name for group in groups_of(index, optimizer, names) for name in group.names]

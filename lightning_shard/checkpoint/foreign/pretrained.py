@@ -32,8 +32,6 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Where a tensor lies, and its shape."""
-
     file: Path
     name: str
     shape: tuple[int, ...]
@@ -182,23 +180,16 @@ def load_pretrained(
 def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for key, entry in entries.items():
-        name = _new_name(key, rename)
-        if name is None:
+        fitting = [old for old in rename if old.rstrip(".") in ("", key) or key.startswith(old.rstrip(".") + ".")]
+        old = max(fitting, key=len, default="")
+        if (new := rename.get(old, "")) is None:
             continue
+        rest = key[len(old.rstrip(".")) :].lstrip(".")
+        name = ".".join(part for part in (new.rstrip("."), rest) if part)
         if name in found:
             raise errors.CheckpointMismatchError(f"rename gives {found[name].name} and {key} one name, {name}")
         found[name] = entry
     return found
-
-
-def _new_name(key: str, rename: Rename) -> str | None:
-    fitting = [old for old in rename if old.rstrip(".") in ("", key) or key.startswith(old.rstrip(".") + ".")]
-    old = max(fitting, key=len, default="")
-    new = rename.get(old, "")
-    if new is None:
-        return None
-    rest = key[len(old.rstrip(".")) :].lstrip(".")
-    return ".".join(part for part in (new.rstrip("."), rest) if part)
 
 
 def _same(tensor: Any, one: Entry, other: Entry, reader: SafetensorsReader) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from lightning_shard.checkpoint.files.boxes import decode_boxes, encode_boxes
+from lightning_shard.checkpoint.files.boxes import DecodedBoxes, encode_boxes
 from lightning_shard.checkpoint.files.layout import FileEntry
 from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry
 from lightning_shard.errors import CheckpointCorruptError
@@ -22,7 +22,7 @@ RANKS, TENSORS = 4096, 20
 def manifest(ranks: int, keys: int, shape: tuple[int, ...]) -> Manifest:
     return Manifest(
         facts=Facts(engine="e", policy="p", world_size=ranks),
-        tensors={f"model.w{i:03}": TensorEntry(shape=shape, dtype="float32") for i in range(keys)},
+        tensors={f"model.w{i:03}": TensorEntry(shape, torch.float32) for i in range(keys)},
         aliases={},
         slots={},
         files={f"__{rank}_0.distcp": FileEntry(size=10**6, sha256="") for rank in range(ranks)},
@@ -51,7 +51,7 @@ def test_each_rank_finds_its_boxes(encode: Callable[..., bytes], version: int) -
     found = replace(manifest(RANKS, TENSORS, (2 * RANKS, 8)), format_version=version)
     rows = [[rank, 64 * (rank % 7), 64, 2 * rank, 0, 2, 8] for rank in range(RANKS)]
     data = encode(*[rows] * TENSORS)
-    boxes = decode_boxes(data, found)
+    boxes = DecodedBoxes(data, found)
     mine = ChunkStorageMetadata(torch.Size((7, 0)), torch.Size((3, 8)))  # the second row of rank 3's, all of rank 4's
     expected = [(rows[3], [7, 0], [8, 8]), (rows[4], [8, 0], [10, 8])]
     assert [list(boxes[key].meeting(mine)) for key in found.tensors] == [expected] * TENSORS
@@ -77,7 +77,7 @@ def test_each_rank_finds_its_boxes(encode: Callable[..., bytes], version: int) -
 def test_boxes_that_are_not_the_tensor(encode: Callable[..., bytes], version: int, row: list[int], said: str) -> None:
     data = encode([[0, 0, 64, 0, 0, 2, 8], row])
     with pytest.raises(CheckpointCorruptError, match=said):
-        decode_boxes(data, replace(manifest(2, 1, (4, 8)), format_version=version))["model.w000"].check_covered("w")
+        DecodedBoxes(data, replace(manifest(2, 1, (4, 8)), format_version=version))["model.w000"].check_covered("w")
 
 
 @FORMS
@@ -86,7 +86,7 @@ def test_a_file_that_is_longer_or_shorter(encode: Callable[..., bytes], version:
     data = encode([[0, 0, 64, 0, 0, 2, 8], [1, 0, 64, 2, 0, 2, 8]])
     changed = data[:change] if change < 0 else data + np.zeros(change, dtype=np.uint8).tobytes()
     with pytest.raises((CheckpointCorruptError, ValueError)):
-        decode_boxes(changed, replace(manifest(2, 1, (4, 8)), format_version=version))
+        DecodedBoxes(changed, replace(manifest(2, 1, (4, 8)), format_version=version))
 
 
 def test_a_small_file_does_not_become_a_large_table() -> None:
@@ -95,7 +95,7 @@ def test_a_small_file_does_not_become_a_large_table() -> None:
     data = np.array([count, len(block)], dtype="<i8").tobytes() + block
     assert len(data) < 10**5
     with pytest.raises(CheckpointCorruptError, match="1000000 boxes, for which the files are too small"):
-        decode_boxes(data, manifest(2, 1, (4, 8)))
+        DecodedBoxes(data, manifest(2, 1, (4, 8)))
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -103,10 +103,10 @@ def test_a_table_of_another_size_than_is_said(count: int) -> None:
     block = zlib.compress(bytes(7 * 8 * 2))
     data = np.array([count, len(block)], dtype="<i8").tobytes() + block
     with pytest.raises(CheckpointCorruptError, match=f"the boxes of model.w000 are not {count}"):
-        decode_boxes(data, manifest(2, 1, (4, 8)))["model.w000"]
+        DecodedBoxes(data, manifest(2, 1, (4, 8)))["model.w000"]
 
 
 def test_bytes_that_are_not_compressed() -> None:
     data = np.array([1, 9], dtype="<i8").tobytes() + b"not zlib!"
     with pytest.raises(CheckpointCorruptError, match=r"the boxes of model\.w000 can't be read"):
-        decode_boxes(data, manifest(2, 1, (4, 8)))["model.w000"]
+        DecodedBoxes(data, manifest(2, 1, (4, 8)))["model.w000"]
