@@ -201,6 +201,10 @@ def uses(source: str) -> Iterator[str]:
             given = node.args[1] if len(node.args) > 1 else None
             if isinstance(given, ast.Constant) and isinstance(given.value, str) and is_private(given.value):
                 yield given.value
+        elif isinstance(node, ast.Dict):  # a table, of which a row begins with an attribute's name
+            rows = [row.elts[0] for row in node.values if isinstance(row, ast.Tuple) and row.elts]
+            names = [name.value for name in rows if isinstance(name, ast.Constant) and isinstance(name.value, str)]
+            yield from (name for name in names if name.isidentifier() and is_private(name))
 
 
 def required(source: str) -> set[str]:

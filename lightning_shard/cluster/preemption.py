@@ -102,7 +102,8 @@ class SignalFlag:
         self._before: dict[int, Any] = {}
 
     def take_over(self, names: tuple[str, ...]) -> bool:
-        """Install the handlers; False in a thread in which Python has none."""
+        """Install the handlers, nothing received yet; False in a thread in which Python has none."""
+        self.received = 0
         if threading.current_thread() is not threading.main_thread():
             return False
         for name in names:
@@ -125,11 +126,6 @@ class SignalFlag:
 def release_signals() -> None:
     """Let those come that ``lightning-shard`` held back (`__main__`) until somebody handles them."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
-
-
-def torchrun_seconds(environ: Mapping[str, str]) -> float | None:
-    """How long torchrun leaves its processes after SIGTERM (torch/distributed/launcher/api.py); None: no torchrun."""
-    return float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) if "TORCHELASTIC_RUN_ID" in environ else None
 
 
 class TimeLimit:

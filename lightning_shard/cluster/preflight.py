@@ -69,9 +69,7 @@ class Rendezvous:
 
 
 def connect(at: Rendezvous, seconds: float) -> Store:
-    """The store of all ranks; rank 0 (or torchrun) keeps it. Every rank calls it. ConfigurationError on this rank: the
-    address has no host, the port is taken, or nobody answers in time.
-    """
+    """The store that rank 0 (or torchrun) keeps. ConfigurationError: no such host, a taken port, or no answer."""
     where = f"{at.address}:{at.port}"
     if not 0 < at.port < 65536:
         raise ConfigurationError(f"MASTER_PORT is {at.port}, but must be from 1 to 65535.")

@@ -79,9 +79,7 @@ def first_node(text: str) -> str:
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds of a time as SLURM prints and takes it: ``1-02:03:04``, ``1-02``, ``02:03:04``, ``3:04``, minutes alone;
-    None for others, such as ``UNLIMITED``.
-    """
+    """Seconds of ``1-02:03:04``, ``1-02``, ``02:03:04``, ``3:04``, minutes alone; None of others (``UNLIMITED``)."""
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
     days, _, clock = text.rpartition("-")
@@ -143,9 +141,7 @@ class Launch:
 
 
 def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str]) -> None:
-    """Compare the job with the Trainer's settings; no communication. A ConfigurationError, the same on every process,
-    names both numbers and the line of the batch script, or the setting, to change.
-    """
+    """ConfigurationError, on every process: what the Trainer counts on is not what the job has, with what to change."""
     port = environ.get("MASTER_PORT", "29500")
     if not (port.isdigit() and 0 < int(port) < 2**16):
         raise ConfigurationError(f"MASTER_PORT is {port!r}, but must be a port, from 1 to 65535: set another, or none.")

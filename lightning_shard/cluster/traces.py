@@ -147,9 +147,7 @@ def _innermost(frames: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> 
 
 
 def write(folder: Path, rank: int) -> Path:
-    """Write this process's stacks and last collectives into ``folder``: ``rank_<rank>.txt``, which is returned, and
-    torch's record ``collectives_<rank>``. OSError.
-    """
+    """Write stacks into ``folder``/``rank_<rank>.txt``, which is returned, and torch's record beside it. OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     collectives = recorded_collectives()[:1]
     text = folder / f"rank_{rank}.txt"

@@ -14,16 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
+from lightning_shard.resume import rng
 from lightning_shard.resume.reachable import Numbers, generators_of
-from lightning_shard.resume.rng import (
-    GENERATORS,
-    encoded,
-    generator_kind,
-    generator_state,
-    read_generator,
-    set_generator_state,
-    undrawn,
-)
 from lightning_shard.resume.shape import Delegating
 
 LOOKS = 64  # Samples (of the training process: batches) after which it is not looked any more whether they are drawn.
@@ -78,8 +70,11 @@ class DrawingDataset(Delegating, Dataset[Any]):
 
     def __getitems__(self, indices: Any) -> Any:
         """A batch's samples; what a DataLoader asks for, also of a dataset that loads them one by one."""
+        samples = self._inner
+        while type(samples) is Subset:  # which loads batches if its dataset does, whatever it says
+            samples = samples.dataset
         with self._apart():
-            if _loads_batches(self._inner):
+            if callable(getattr(samples, "__getitems__", None)):
                 return self._get(self._inner.__getitems__, indices)
             return [self._get(self._inner.__getitem__, index) for index in indices]
 
@@ -110,7 +105,7 @@ class DrawingDataset(Delegating, Dataset[Any]):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Leave the generators of the training process as they are; in a worker, collating follows the samples too."""
-        with undrawn(device=False) if self._seeded and get_worker_info() is None else nullcontext():
+        with rng.undrawn(device=False) if self._seeded and get_worker_info() is None else nullcontext():
             yield
 
     def _look(self, generators: list[Any]) -> None:
@@ -127,9 +122,7 @@ class DrawingDataset(Delegating, Dataset[Any]):
 
 
 class Here:
-    """What samples that the training process loads, and their collating, depend on beside the global generators:
-    generators that nothing seeds, and numbers that they keep.
-    """
+    """Generators that nothing seeds, and kept numbers, of samples that the training process loads or collates."""
 
     def __init__(self, loader: Any, samples: Any, drawing: DrawingDataset, *, seeded: bool) -> None:
         self._loader, self._samples, self._drawing, self._seeded = loader, samples, drawing, seeded
@@ -147,7 +140,10 @@ class Here:
 
     def states(self) -> dict[str, Any]:
         self._held = self.drawers
-        return {"drawers": list(map(generator_state, self._held)), "numbers": self._numbers.read(caches=self._caches)}
+        return {
+            "drawers": list(map(rng.generator_state, self._held)),
+            "numbers": self._numbers.read(caches=self._caches),
+        }
 
     @property
     def _caches(self) -> bool:
@@ -162,7 +158,7 @@ class Here:
             before, states = self._held, self.states()
             self._remade = self._remade or (batches > 0 and _differ(before, self._held))
         else:
-            states = {"drawers": list(map(read_generator, self._held)), "glance": self._numbers.glance()}
+            states = {"drawers": list(map(rng.read_generator, self._held)), "glance": self._numbers.glance()}
         self._looked.append(states)
 
     def ahead_of_last(self) -> dict[str, Any]:
@@ -172,13 +168,16 @@ class Here:
             return then
         self._held = self.drawers
         drawers = [] if _differ(held, self._held) else then["drawers"]  # None: it is said that they begin anew.
-        return {"drawers": encoded(drawers), "numbers": self._numbers.read_then(then["glance"], caches=self._caches)}
+        return {
+            "drawers": rng.encoded(drawers),
+            "numbers": self._numbers.read_then(then["glance"], caches=self._caches),
+        }
 
     def set_back(self, state: Mapping[str, Any]) -> bool:
         """Set what `states` gave, which is in ``state``; False: generators begin anew."""
         drawers, saved = self.drawers, state.get("drawers", [])
         self._numbers.write(state.get("numbers", {}))
-        done = [set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
+        done = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
         return "drawers" not in state or (len(drawers) == len(saved) and all(done))
 
 
@@ -193,16 +192,9 @@ def _references(values: list[Any]) -> list[int]:
 
 def states_of(generators: list[Any]) -> bytes:
     """What tells whether the global generators or these are drawn from; no tensor is compared."""
-    own = [state for generator in generators for state in read_generator(generator).values()]
+    own = [state for generator in generators for state in rng.read_generator(generator).values()]
     own = [state.numpy() if isinstance(state, torch.Tensor) else state for state in own]  # pickled, it has its address
     return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
-
-
-def _loads_batches(dataset: Any) -> bool:
-    # A Subset does if its dataset does, whatever it says.
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
 
 
 def _seed(digest: bytes, generators: list[Any]) -> None:
@@ -213,4 +205,4 @@ def _seed(digest: bytes, generators: list[Any]) -> None:
     torch.default_generator.manual_seed(seed)
     for number, generator in enumerate(generators, 1):
         own = int.from_bytes(hashlib.sha256(digest + bytes([number % 256])).digest()[:8], "little")
-        GENERATORS[str(generator_kind(generator))][3](generator, own)
+        rng.GENERATORS[str(rng.generator_kind(generator))][3](generator, own)

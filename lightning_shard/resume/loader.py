@@ -15,7 +15,7 @@ from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
 from lightning_shard.resume.draws import LOOKS, DrawingDataset, Here, states_of
-from lightning_shard.resume.samplers import Generators, IndexSource, Snapshot, States
+from lightning_shard.resume.samplers import Generators, IndexSource, States
 from lightning_shard.resume.shape import DelegatingLoader
 
 
@@ -116,12 +116,12 @@ class ResumableLoader(DelegatingLoader):
         """
         if self._pending is not None:
             return dict(self._pending)
-        run = self._run or self._new_run((None, [], {}), None, seeded=True)
+        run = self._run or self._new_run({"rng": None, "generators": [], "attributes": {}}, None, seeded=True)
         left, ahead = run.shape.batches_left(run.start), self._ahead(run)
         done = run.batches - ahead
         ended = self._run is not None and (run.ended or (left is not None and done >= left))
         sampler = self._epoch_sampler()
-        generators_now, attributes_now = self._generators.states()
+        now = self._generators.snapshot(common=False)
         return {
             **run.begun,
             "kind": run.shape.kind,
@@ -134,8 +134,7 @@ class ResumableLoader(DelegatingLoader):
             "batch_size": run.shape.batch_size,
             "seed": getattr(sampler, "seed", None),
             "shuffle": getattr(sampler, "shuffle", None),
-            "generators_now": generators_now,
-            "attributes_now": attributes_now,
+            **{f"{name}_now": state for name, state in now.items()},
             "states": self._states.saved(ahead),
             "interleaved": self._source.interleaved,
             "fetched_from": self._fetched_from if ahead else None,
@@ -155,10 +154,10 @@ class ResumableLoader(DelegatingLoader):
                 set_epoch(state["epoch"])
         elif state.get("states") and state["rng"] is not None:
             with rng.undrawn(device=False):
-                self._generators.restore(_snapshot(state))
+                self._generators.restore(state)
                 self._states.finish(state["states"], self._source.full)
         attributes = state.get("attributes_now", {})
-        self._generators.set_states(state["generators_now"], attributes)
+        self._generators.restore({"generators": state["generators_now"], "attributes": attributes})
         begun_anew = not self._here.set_back(state)
         # Of an epoch that is drawn again what changed in it is lost too: it may be drawn more than once.
         begun = state.get("attributes", {}) if shapes.is_midway(state) else {}
@@ -172,7 +171,6 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def drawers(self) -> list[Any]:
-        """As of `Here`."""
         return self._here.drawers
 
     def _ahead(self, run: _Run) -> int:
@@ -237,9 +235,7 @@ class ResumableLoader(DelegatingLoader):
         run.ended = True
 
     def _fetched(self, batches: Iterator[Any], fetched_from: dict[str, Any] | None) -> Iterator[Any]:
-        """``batches``, the first of which is drawn from ``fetched_from``, if that is given, as when it was fetched
-        ahead, and without a trace.
-        """
+        """``batches``, the first of them, as it was fetched ahead, from ``fetched_from``, and without a trace."""
         end = object()
         for number in itertools.count():
             # The first one has the draws of the order.
@@ -259,12 +255,11 @@ class ResumableLoader(DelegatingLoader):
                 return
             yield batch
 
-    def _new_run(self, generators: tuple[Any, ...], draws: tuple[int, int, int] | None, *, seeded: bool) -> _Run:
+    def _new_run(self, generators: dict[str, Any], draws: tuple[int, int, int] | None, *, seeded: bool) -> _Run:
         """``generators``: at the start. ``draws``: what random numbers of samples are seeded by: seed, epoch, iteration
         in the epoch. ``seeded``: whether the iterator draws a seed for its workers (persistent ones draw one once).
         """
-        begun = dict(zip(("rng", "generators", "attributes"), generators, strict=True))
-        return _Run(self._shape, {"epoch": self._epoch, "seeded": seeded, "draws": draws, **begun})
+        return _Run(self._shape, {"epoch": self._epoch, "seeded": seeded, "draws": draws, **generators})
 
     def _begin(self) -> tuple[_Run, Iterator[Any]]:
         loaded, self._pending = self._pending, None
@@ -277,7 +272,7 @@ class ResumableLoader(DelegatingLoader):
         creates = not keeps_workers or inner._iterator is None
         now = generators.snapshot()
         if resumed:
-            generators.restore(_snapshot(resumed))
+            generators.restore(resumed)
             seeded = bool(resumed["seeded"])
         else:
             # In an uninterrupted run the persistent workers of a finished epoch would still be there.
@@ -293,7 +288,7 @@ class ResumableLoader(DelegatingLoader):
             batches = iter(inner)
         if resumed:
             # The generators that are the loader's own go on from the epoch's start.
-            rng.set_rng_state(now[0])
+            rng.set_rng_state(now["rng"])
         self._run = run
         return run, batches
 
@@ -311,25 +306,20 @@ class ResumableLoader(DelegatingLoader):
 
     def _rest(self, state: dict[str, Any]) -> Iterator[Any]:
         """Indices (batches of them) from the position of `state` on; the stock loader's draws come first."""
-        full, start = self._source.full, state["samples"]
-        if self._inner.batch_sampler is not None and state["kind"] != "batches":
-            return self._rest_in_batches(state)
-        if state["kind"] == "distributed":
-            return iter(self._rest_of_rank(state))
-        begun = {"seed": state["seed"], "shuffle": state["shuffle"]}
-        nested = self._epoch_sampler()
-        if isinstance(nested, DistributedSampler) and begun != {name: getattr(nested, name) for name in begun}:
-            return itertools.islice(_iterate_with(full, nested, begun), start, None)
-        return self._states.skip(state.get("states", {}), full, start)
-
-    def _rest_in_batches(self, state: dict[str, Any]) -> Iterator[Any]:
         full: Any = self._source.full
+        in_batches = self._inner.batch_sampler is not None and state["kind"] != "batches"
 
-        def rest() -> Iterable[int]:
+        def rest() -> Iterable[Any]:
             if state["kind"] == "distributed":
                 return self._rest_of_rank(state)
-            return self._states.skip(state.get("states", {}), self.sampler, state["samples"])
+            items, nested, start = self.sampler if in_batches else full, self._epoch_sampler(), state["samples"]
+            begun = {"seed": state["seed"], "shuffle": state["shuffle"]}
+            if isinstance(nested, DistributedSampler) and begun != {name: getattr(nested, name) for name in begun}:
+                return itertools.islice(_iterate_with(items, nested, begun), start, None)
+            return self._states.skip(state.get("states", {}), items, start)
 
+        if not in_batches:
+            return iter(rest())
         # torch's own iterator draws nothing before the first ``next``, torchdata's draws when it is made.
         made = [] if inspect.isgeneratorfunction(type(full).__iter__) else [rest()]
 
@@ -380,11 +370,6 @@ class ResumableLoader(DelegatingLoader):
         """What holds the epoch's number: the sampler, or the one under a batch sampler."""
         nested = getattr(self.batch_sampler, "sampler", None)
         return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)
-
-
-def _snapshot(state: dict[str, Any]) -> Snapshot:
-    """Of the generators at the start of the epoch of ``state``."""
-    return state["rng"], state["generators"], state.get("attributes", {})
 
 
 def _iterate_with(batches: Iterable[Any], sampler: Any, settings: dict[str, Any]) -> Iterator[Any]:

@@ -4,7 +4,7 @@ ranks.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -136,8 +136,15 @@ def _merge(metric: Metric, parts: list[dict[str, Any]]) -> None:
         # merge_state takes the incoming state for the mean of `count - 1` updates. Ranks have equal weight where
         # torchmetrics computes a mean across them, so that they are counted here.
         set_update_count(metric, position)
-        _merge_state(metric, before)
-        _write_extra(metric, _merged_extra(metric, extra, part["extra"]))
+        own_way = type(metric).merge_state is not Metric.merge_state
+        if own_way or (metric.full_state_update is False and not metric.dist_sync_on_step):
+            metric.merge_state(before)
+        else:
+            # merge_state refuses metrics whose updates need the whole state, because it is made for merging batches;
+            # ranks are merged by the same reductions for them too, as compute does across ranks.
+            metric._reduce_states(before)
+        merges = {name: merge for name, (_, merge) in _extra_of(metric).items()}
+        _write_extra(metric, {name: merge(extra[name], part["extra"][name]) for name, merge in merges.items()})
     set_update_count(metric, sum(part["count"] for part in parts))
 
 
@@ -158,32 +165,27 @@ def _why_not_mergeable(metric: Metric, saved: list[dict[str, Any]]) -> str | Non
     return None
 
 
-# Beside the states: attributes of torchmetrics' own wrappers
+_EXTRA: dict[type[Metric], dict[str, tuple[str, Callable[[Any, Any], Any]]]] = {
+    Running: {"seen": ("_num_vals_seen", max)},  # The windows are merged slot by slot; ranks update in step.
+    MinMaxMetric: {"min": ("min_val", torch.minimum), "max": ("max_val", torch.maximum)},
+}
+"""Beside the states: attributes of torchmetrics' own wrappers, under the name that is saved, and how ranks' merge."""
+
+
+def _extra_of(metric: Metric) -> dict[str, tuple[str, Callable[[Any, Any], Any]]]:
+    return next((extra for kind, extra in _EXTRA.items() if isinstance(metric, kind)), {})
 
 
 def _read_extra(metric: Metric) -> dict[str, Any]:
-    if isinstance(metric, Running):
-        return {"seen": metric._num_vals_seen}
-    if isinstance(metric, MinMaxMetric):
-        return {"min": metric.min_val, "max": metric.max_val}
-    return {}
+    extra = {name: getattr(metric, attribute) for name, (attribute, _) in _extra_of(metric).items()}
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in extra.items()}
 
 
 def _write_extra(metric: Metric, extra: Mapping[str, Any]) -> None:
-    if isinstance(metric, Running) and "seen" in extra:
-        metric._num_vals_seen = extra["seen"]
-    elif isinstance(metric, MinMaxMetric) and "min" in extra:
-        metric.min_val, metric.max_val = extra["min"].to(metric.device), extra["max"].to(metric.device)
-
-
-def _merged_extra(metric: Metric, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(metric, Running):
-        # The windows are merged slot by slot; ranks update in step.
-        return {"seen": max(one["seen"], other["seen"])}
-    if isinstance(metric, MinMaxMetric):
-        low, high = (x["min"].cpu() for x in (one, other)), (x["max"].cpu() for x in (one, other))
-        return {"min": torch.minimum(*low), "max": torch.maximum(*high)}
-    return {}
+    for name, (attribute, _) in _extra_of(metric).items():
+        if name in extra:
+            value = extra[name]
+            setattr(metric, attribute, value.to(metric.device) if isinstance(value, Tensor) else value)
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -207,13 +209,3 @@ def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
 
 def set_update_count(metric: Metric, count: int) -> None:
     metric._update_count = count
-
-
-def _merge_state(metric: Metric, incoming: dict[str, Any]) -> None:
-    own_way = type(metric).merge_state is not Metric.merge_state
-    if own_way or (metric.full_state_update is False and not metric.dist_sync_on_step):
-        metric.merge_state(incoming)
-    else:
-        # merge_state refuses metrics whose updates need the whole state, because it is made for merging batches;
-        # ranks are merged by the same reductions for them too, as compute does across ranks.
-        metric._reduce_states(incoming)

@@ -25,13 +25,7 @@ _MOST_OBJECTS, _OF_EACH = 10_000, 100
 _MOST_SUMMED = 1 << 20  # Numbers of a tensor, above which it is not looked into.
 _LIBRARIES = {
     *sys.stdlib_module_names,
-    "torch",
-    "torchdata",
-    "numpy",
-    "deepspeed",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_shard",
+    *("torch", "torchdata", "numpy", "deepspeed", "lightning", "pytorch_lightning", "lightning_shard"),
 }
 _OF_MODULES = vars(nn.Module()).keys()
 
@@ -83,13 +77,10 @@ def _parts_of(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
 
 def attributes(owner: Any) -> dict[str, Any]:
     """Those that an object itself has, with or without a ``__dict__``."""
-    slots = [name for cls in type(owner).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+    declared = [vars(cls).get("__slots__", ()) for cls in type(owner).__mro__]
+    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     held = {name: getattr(owner, name) for name in slots if name != "__dict__" and hasattr(owner, name)}
     return held | getattr(owner, "__dict__", {})
-
-
-def _names(slots: Any) -> Any:
-    return [slots] if isinstance(slots, str) else slots
 
 
 def class_attributes(owner: Any) -> dict[str, Any]:
@@ -173,7 +164,6 @@ def small_values(owner: Any) -> dict[str, Any]:
 
 
 def set_values(owner: Any, values: Mapping[str, Any]) -> None:
-    """Give ``owner`` the attributes that `small_values` gave."""
     for name, value in values.items():
         setattr(owner, name, rng.decoded(copy.deepcopy(value["value"])))
 
@@ -200,15 +190,6 @@ def _in_words(path: str, value: Any) -> dict[str, str]:
 
 def _of_library(owner: Any) -> bool:
     return type(owner).__module__.partition(".")[0] in _LIBRARIES
-
-
-def generator_states(generators: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: rng.generator_state(generator) for name, generator in generators.items()}
-
-
-def load_generator_states(generators: Mapping[str, Any], states: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Set what `generator_states` gave; the names of generators that are not there, or of another kind."""
-    return [name for name, state in states.items() if not rng.set_generator_state(generators.get(name), state)]
 
 
 _SCALARS = (bool, int, float, str, type(None), np.generic)

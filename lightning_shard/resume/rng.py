@@ -47,9 +47,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def undrawn(*, device: bool = True) -> Generator[None, None, None]:
-    """Whatever is drawn inside, the generators that :func:`rng_state` names are the same afterwards, under fake tensors
-    too.
-    """
+    """Whatever is drawn inside, the generators of :func:`rng_state` are the same afterwards, under fake tensors too."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with fork_rng(device=device):

@@ -9,7 +9,7 @@ import itertools
 import pickle
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -60,7 +60,7 @@ class Attributes:
         values["lost"] += [path for path, digest in self._digests().items() if digest != self._others.get(path)]
         return values
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write(self, values: Mapping[str, Any]) -> None:
         """Set what `read` gave, and what it found unchanged to the values of the beginning."""
         for path, owner, name, value in self._found():
             if path in values or path in values.get("lost", ()):
@@ -251,9 +251,6 @@ class States:
             self.write(saved["now"])
 
 
-Snapshot = tuple[dict[str, Any], list[Any], dict[str, Any]]
-
-
 class Generators:
     """What a loader's order can depend on: random number generators, and further attributes of its samplers."""
 
@@ -263,22 +260,17 @@ class Generators:
         self._own = list(unique.values())
         self._attributes = Attributes(samplers, dataset)
 
-    def states(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """Of the loader's and its samplers' own, not of the global ones."""
-        return [generator.get_state() for generator in self._own], self._attributes.read()
+    def snapshot(self, *, common: bool = True) -> dict[str, Any]:
+        """The states of the loader's and its samplers' own, and if ``common`` of the global ones (CPU)."""
+        own = {"generators": [one.get_state() for one in self._own], "attributes": self._attributes.read()}
+        return {"rng": rng.rng_state(device=False), **own} if common else own
 
-    def set_states(self, states: list[torch.Tensor], attributes: dict[str, Any]) -> None:
-        for generator, state in zip(self._own, states, strict=False):
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        if "rng" in snapshot:
+            rng.set_rng_state(snapshot["rng"])
+        for generator, state in zip(self._own, snapshot["generators"], strict=False):
             generator.set_state(state)
-        self._attributes.write(attributes)
-
-    def snapshot(self) -> Snapshot:
-        """The global generators' state (CPU) and the loader's own."""
-        return rng.rng_state(device=False), *self.states()
-
-    def restore(self, snapshot: Snapshot) -> None:
-        rng.set_rng_state(snapshot[0])
-        self.set_states(*snapshot[1:])
+        self._attributes.write(snapshot.get("attributes", {}))
 
 
 class IndexSource(Delegating):
@@ -316,7 +308,7 @@ class IndexSource(Delegating):
         torch asks twice for workers, then draws their seed; `unseeded`: without a trace, as if they were still there.
         """
         latest: list[_Peekable] = []
-        after: list[Snapshot] = []
+        after: list[dict[str, Any]] = []
 
         def planned() -> Iterator[Any]:
             if not (unseeded and latest):
@@ -326,20 +318,16 @@ class IndexSource(Delegating):
                 after.append(generators.snapshot())
             return latest[-1]
 
-        def settle() -> None:
-            """Draw now what was not drawn yet."""
-            latest[-1].prime()
-            for snapshot in after:
-                generators.restore(snapshot)
-
         self._planned = planned
         try:
             batches = iter(loader)
             if not latest:
                 # A subclass whose __iter__ is a generator has not come to the sampler yet.
                 batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
-            if latest:
-                settle()
+            if latest:  # Draw now what was not drawn yet.
+                latest[-1].prime()
+                for snapshot in after:
+                    generators.restore(snapshot)
         finally:
             self._planned = None
         return batches

@@ -32,9 +32,7 @@ def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, 
 
 
 def global_order(sampler: DistributedSampler[Any]) -> list[int]:
-    """The epoch's order of all ranks together, without padding or cutting: asked of the sampler, or a subclass that
-    keeps to its attributes, as the only replica of a world of one.
-    """
+    """The epoch's order of all ranks, not padded or cut, from the sampler, or a subclass, as a world of one."""
     single = copy.copy(sampler)
     single.num_replicas, single.rank = 1, 0
     # Typed through the dataset protocol, which has no length there.

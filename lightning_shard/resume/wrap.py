@@ -223,8 +223,10 @@ def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Ite
 def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
     """The `loader`, without a length, whose iterators are :func:`agreed`, with its attributes and state."""
     # A state is looked for in the class.
-    bases = [_Stateful] * has_state(loader) + [_Agreeing] + [DelegatingLoader] * isinstance(loader, DataLoader)
-    return type("AgreeingLoader", tuple(bases), {})(loader, what)
+    names = ("state_dict", "load_state_dict") if has_state(loader) else ()
+    state = {name: staticmethod(getattr(loader, name)) for name in names}
+    bases = [_Agreeing] + [DelegatingLoader] * isinstance(loader, DataLoader)
+    return type("AgreeingLoader", tuple(bases), state)(loader, what)
 
 
 class _Agreeing(Delegating):
@@ -236,14 +238,6 @@ class _Agreeing(Delegating):
 
     def __iter__(self) -> Iterator[Any]:
         return agreed(iter(self._inner), what=self._what)
-
-
-class _Stateful(Delegating):
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state)
 
 
 def _ranks(ranks: list[int]) -> str:

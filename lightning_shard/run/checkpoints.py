@@ -33,8 +33,7 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.reachable import set_values
-from lightning_shard.run.averaging import Averaging
-from lightning_shard.run.buffers import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers
+from lightning_shard.run.averaging import OWN, OWN_AVERAGES, Averaging, buffer_state, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
@@ -74,7 +73,7 @@ class Checkpoints(CheckpointIO):
 
     def attach(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, root: str) -> None:
         """Save and load a module that ``engine`` prepared; in the folder ``root`` what others wrote is converted."""
-        self._module, self._engine, self._policy, self._ledger = module, engine, policy, ledger
+        self.module, self._engine, self._policy, self._ledger = module, engine, policy, ledger
         self._offered = OfferedState(module)
         self._root = root
         self.averaging: Averaging | None = None
@@ -82,7 +81,7 @@ class Checkpoints(CheckpointIO):
 
     def all_is_set_up(self) -> None:
         """Keep what tells later which buffers have changed, as in the sanity check, which a resumed run leaves out."""
-        self.known = known_buffers(self._module)
+        self.known = known_buffers(self.module)
         self._values = own_values(self._engine.tensors.optimizers())
 
     def _changed_values(self) -> list[dict[str, Any]]:
@@ -107,9 +106,9 @@ class Checkpoints(CheckpointIO):
             if form == "hf":
                 Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
         if trainer.checkpoint_callbacks:
-            check_savable(self._engine.tensors.optimizers(), fqns(self._module))
-            owners = {"hyper_parameters": self._module, "datamodule_hyper_parameters": vars(trainer).get("datamodule")}
-            if not is_overridden("on_save_checkpoint", self._module):  # which may convert them
+            check_savable(self._engine.tensors.optimizers(), fqns(self.module))
+            owners = {"hyper_parameters": self.module, "datamodule_hyper_parameters": vars(trainer).get("datamodule")}
+            if not is_overridden("on_save_checkpoint", self.module):  # which may convert them
                 state = {key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()}
                 encode_trainer_state({**state, "callbacks": _first_states(trainer)}, stock=stock)
 
@@ -140,7 +139,7 @@ class Checkpoints(CheckpointIO):
         """
         target = Ranks.of().broadcast(os.fspath(path))
         where = location(target, storage_options)
-        mine = own_buffers(self._module)
+        mine = own_buffers(self.module)
         if own and (ACCUMULATION in own or not self._engine.shares_buffers):
             own = {OWN: mine, **own}  # of a rank's own batches; in a validation those before it
         self.synchronize()
@@ -155,7 +154,7 @@ class Checkpoints(CheckpointIO):
         if with_optimizers:
             self._engine.before_saving()
             self._ledger.before_saving()
-        gradients = self._gradients((own or {}).get(ACCUMULATION), target)
+        gradients, measured = self._gradients((own or {}).get(ACCUMULATION), target), self._ledger.measured()
 
         def collect() -> Contents:
             tensors = self._engine.tensors
@@ -166,18 +165,18 @@ class Checkpoints(CheckpointIO):
                     "test of its own has begun. Save before it, to go on training from the checkpoint."
                 )
             return training_state(
-                module=self._module,
+                module=self.module,
                 optimizers=optimizers,
                 masters=tensors.masters(),
                 averages=None if averaging is None else averaging.tensors(),
                 gradients=gradients,
                 trainer_state=checkpoint,
                 own_state=own
-                and {**buffer_state(self._module, self.known, averaging), _VALUES: self._changed_values(), **own},
+                and {**buffer_state(self.module, self.known, averaging), _VALUES: self._changed_values(), **own},
                 facts=Facts(
                     engine=self._engine.name,
                     policy=self._policy.text(),
-                    ledger=self._ledger.to_json(),
+                    ledger=measured.to_json() if measured else {},
                     run=dict(run or {}) if with_optimizers else {},
                     frozen=left,
                 ),
@@ -189,10 +188,10 @@ class Checkpoints(CheckpointIO):
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
         with nullcontext() if averaging is None else averaging.out_of_module((own or {}).get(OWN_AVERAGES, {})):
             if own and OWN in own:
-                restore_buffers(self._module, own[OWN])
+                restore_buffers(self.module, own[OWN])
                 self.synchronize_buffers()
             self.saver.save(where, collect, background=background and self._training, wanted=self._skeleton)
-        restore_buffers(self._module, mine)  # A save changes no run.
+        restore_buffers(self.module, mine)  # A save changes no run.
 
     def _gradients(self, step: Mapping[str, Any] | None, target: str) -> Mapping[str, Accumulated]:
         """The gradients of a ``step`` in the middle of which a checkpoint is saved; None: between steps."""
@@ -213,8 +212,8 @@ class Checkpoints(CheckpointIO):
         return {} if why else gradients
 
     def _skeleton(self) -> Skeleton:
-        trainer = getattr(self._module, "trainer", None)
-        return skeleton(self._module, [self._module, *filter(None, [getattr(trainer, "datamodule", None)])])
+        trainer = getattr(self.module, "trainer", None)
+        return skeleton(self.module, [self.module, *filter(None, [getattr(trainer, "datamodule", None)])])
 
     def synchronize(self) -> None:
         """Put what is stepped in place, and rank 0's buffers on every rank. All ranks call it."""
@@ -224,11 +223,11 @@ class Checkpoints(CheckpointIO):
     def synchronize_buffers(self) -> None:
         """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
         self._settle()
-        broadcast_from_rank_0(dict.fromkeys(b for *_, b in persistent_buffers(self._module) if b is not None))
+        broadcast_from_rank_0(dict.fromkeys(b for *_, b in persistent_buffers(self.module) if b is not None))
 
     def _frozen(self, leave_out: set[str]) -> dict[str, Any]:
         """FQN to live tensor of each parameter that is not trained."""
-        names = sharded_names(self._module)
+        names = sharded_names(self.module)
         live = live_tensors(names, self._engine.tensors.masters())
         parameters = {fqn for fqn, t in names.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
         return {fqn: tensor for fqn, tensor in live.items() if fqn in parameters - leave_out}
@@ -275,7 +274,7 @@ class Checkpoints(CheckpointIO):
         self._loading.directory.path = location(given)  # which errors name
         state = load.with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
         self._loading = replace(self._loading, trainer_state=state)
-        return {**state, "state_dict": self._loading.state_dict() if _follows_names(self._module) else {}}
+        return {**state, "state_dict": self._loading.state_dict() if _follows_names(self.module) else {}}
 
     def _convert(self, path: StrPath) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
@@ -288,7 +287,7 @@ class Checkpoints(CheckpointIO):
 
         def read() -> Contents:
             # A stock file lacks the names.
-            return open_any(path, lambda: ModuleNames.of(self._module, live), optimizers=optimizers)
+            return open_any(path, lambda: ModuleNames.of(self.module, live), optimizers=optimizers)
 
         stored = ranks.agree(f"opening {path}", read)
         self._converted = target
@@ -327,12 +326,12 @@ class Checkpoints(CheckpointIO):
         if hooked is not None and state.get(layout.OPTIMIZER_STATES):
             optimizers = optimizers and bool(hooked.get(layout.OPTIMIZER_STATES))
         try:
-            if hooked is not None and _follows_names(self._module):
+            if hooked is not None and _follows_names(self.module):
                 given = hooked["state_dict"]
-                edited, strict = follow_names(self._module, self._loading.manifest, given, strict=strict)
+                edited, strict = follow_names(self.module, self._loading.manifest, given, strict=strict)
             report = load.load_training_state(
                 self._loading,
-                module=self._module,
+                module=self.module,
                 optimizers=tensors.optimizers() if optimizers else [],
                 masters=tensors.masters(),
                 averages=None if self.averaging is None else self.averaging.tensors(),
@@ -364,7 +363,7 @@ class Checkpoints(CheckpointIO):
         """Read those of `accumulated`, times ``factor``, to be added to. All ranks call it."""
         assert self.accumulated is not None
         self._engine.before_reading()
-        load_gradients(self.accumulated, self._module, self._engine.accumulated, factor=factor)
+        load_gradients(self.accumulated, self.module, self._engine.accumulated, factor=factor)
         self.accumulated = None
 
 

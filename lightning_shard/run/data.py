@@ -21,9 +21,9 @@ from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
-from lightning_shard.resume.reachable import generator_states, kept_values, load_generator_states
+from lightning_shard.resume.reachable import kept_values
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.buffers import OWN, buffers_before_validation, restore_buffers, set_buffers
+from lightning_shard.run.averaging import OWN, buffers_before_validation, restore_buffers, set_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
@@ -37,9 +37,7 @@ def evaluating() -> Generator[None, None, None]:
 
 
 def checked(loader: Any, stage: Stage) -> Any:
-    """``loader``, once all ranks have the same number of batches (else DataError); without a length it ends on all
-    together. All ranks call it.
-    """
+    """``loader``, which has the same number of batches on all ranks (else DataError), or ends on all together."""
     length = sized_len(loader)
     what = f"{stage} dataloader"
     if length is None:
@@ -151,9 +149,7 @@ class Data:
         loops.settle_validation(replacements, trainer)
 
     def start_of_training(self, replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
-        """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them,
-        and with the gradients of ``checkpoints``. All ranks call it.
-        """
+        """Go on with what a resumed run had, after all that draws from or resets it. All ranks call it."""
         resumed, self._resumed = self._resumed, None
         module = trainer.lightning_module
         self._kept = _kept_values(trainer)
@@ -178,7 +174,8 @@ class Data:
             set_buffers(module, checkpoints.averaging, own, trainer.strategy.root_device)
             if len(ranks) == size:
                 restore_buffers(module, own.get(OWN, {}))
-            if lost := load_generator_states(loaders.generators(trainer), own.get("generators", {})):
+            here, saved = loaders.generators(trainer), own.get("generators", {})
+            if lost := [name for name in saved if not rng.set_generator_state(here.get(name), saved[name])]:
                 rank_zero_warn(
                     "Generators of the checkpoint that the module, the datamodule and callbacks do not have any more: "
                     f"{', '.join(lost)}."
@@ -259,7 +256,7 @@ def changed_by_validation(trainer: Trainer, checkpoints: Checkpoints) -> dict[st
 
 
 def _changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:
-    states = generator_states(loaders.generators(trainer))
+    states = {name: rng.generator_state(generator) for name, generator in loaders.generators(trainer).items()}
     return {"rng": rng.rng_state(), "generators": states, "metrics": metric_states(trainer.lightning_module)}
 
 

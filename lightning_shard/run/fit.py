@@ -30,7 +30,7 @@ from lightning_shard.precision.casting import widen_statistics
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.full_tensors import FullTensors
+from lightning_shard.run.full_tensors import read_full
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import roll_back
 from lightning_shard.run.preemption import Preemption, RunIdentity, checkpoint_folders
@@ -107,9 +107,7 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
 
 
 def lay_out_tensors(module: LightningModule) -> None:
-    """Lay out every parameter row by row: kernels round by the layout of their operands, and shards have no other.
-    Running statistics that were loaded in 16 bits become fp32.
-    """
+    """Lay out every parameter row by row, as in shards: kernels round by it. Statistics in 16 bits become fp32."""
     widen_statistics(module)
     for parameter in (p for p in module.parameters() if p.layout == torch.strided and not is_lazy(p)):
         # `is_contiguous` looks at no dim of size 1, and kernels do.
@@ -131,9 +129,7 @@ def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> Non
 
 
 def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:
-    """``optimizers``, whose classes, groups and hyperparameters must be the same on all ranks, or a ConfigurationError
-    on each names what differs. All ranks call it.
-    """
+    """``optimizers``, all ranks call it; a ConfigurationError on each names settings that differ between ranks."""
     own = _hyperparameters(optimizers)
     ranks = Ranks.of()
     digests = ranks.gather(hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()[:16])
@@ -219,8 +215,8 @@ def settle_fit(
 ) -> None:
     """In a fit let errors through, log sharded tensors in full, validate at one time, save between steps."""
     module = trainer.lightning_module
-    tensors = FullTensors(module, engine, checkpoints, device=trainer.strategy.root_device)
-    full_gradient_norms(replacements, module, partial(tensors.read, kind="gradient"))
+    device = trainer.strategy.root_device
+    full_gradient_norms(replacements, module, partial(read_full, engine, checkpoints, kind="gradient", device=device))
     callbacks.count_sharded_parameters(replacements, trainer)
     callbacks.let_errors_through(replacements, trainer)
     if not engine.follows_freezing:

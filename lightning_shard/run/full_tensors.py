@@ -41,7 +41,7 @@ def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor |
     Raises:
         ConfigurationError: another strategy, or no such parameter, with the nearest names.
     """
-    return _tensors(trainer).read(fqn, kind)
+    return read_full(*_in_run(trainer), fqn, kind, device=trainer.strategy.root_device)
 
 
 def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "parameter") -> None:
@@ -56,60 +56,54 @@ def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "para
     Raises:
         ConfigurationError: as for `full_tensor`; a gradient or slot that is not there; another shape.
     """
-    _tensors(trainer).write(fqn, value, kind)
+    write_full(*_in_run(trainer), fqn, value, kind)
 
 
-def _tensors(trainer: Trainer) -> "FullTensors":
+def _in_run(trainer: Trainer) -> tuple[Engine, Checkpoints]:
     strategy = trainer.strategy
     if not isinstance(checkpoints := getattr(strategy, "checkpoints", None), Checkpoints):
         raise ConfigurationError(
             f"the Trainer's strategy is {type(strategy).__name__}, but full tensors are read from a strategy of "
             "lightning_shard, such as shard_fsdp."
         )
-    engine: Engine = strategy.engine  # type: ignore[attr-defined]
-    return FullTensors(trainer.lightning_module, engine, checkpoints, device=strategy.root_device)
+    return strategy.engine, checkpoints  # type: ignore[attr-defined]
 
 
-class FullTensors:
-    """Gathers and scatters the tensors of a run. All ranks call each method."""
+def read_full(
+    engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str = "parameter", *, device: torch.device
+) -> Tensor | None:
+    live = _live(engine, checkpoints, fqn, kind)
+    return None if live is None else gather_full(live, device=device)
 
-    def __init__(self, module: nn.Module, engine: Engine, checkpoints: Checkpoints, *, device: torch.device) -> None:
-        self._module, self._engine, self._checkpoints = module, engine, checkpoints
-        self._device = device
 
-    def read(self, fqn: str, kind: str = "parameter") -> Tensor | None:
-        """See `lightning_shard.full_tensor`."""
-        live = self._live(fqn, kind)
-        return None if live is None else gather_full(live, device=self._device)
+def write_full(engine: Engine, checkpoints: Checkpoints, fqn: str, value: Tensor, kind: str = "parameter") -> None:
+    live = _live(engine, checkpoints, fqn, kind)
+    if live is None:
+        raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
+    if tuple(live.shape) != tuple(value.shape):
+        raise ConfigurationError(
+            f"the new {kind} of {fqn} has shape {tuple(value.shape)}, but must have {tuple(live.shape)}: all ranks "
+            "give the full tensor."
+        )
+    scatter_full(value, live)
+    if kind == "parameter":
+        engine.publish()
 
-    def write(self, fqn: str, value: Tensor, kind: str = "parameter") -> None:
-        """See `lightning_shard.set_full_tensor`."""
-        live = self._live(fqn, kind)
-        if live is None:
-            raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
-        if tuple(live.shape) != tuple(value.shape):
-            raise ConfigurationError(
-                f"the new {kind} of {fqn} has shape {tuple(value.shape)}, but must have {tuple(live.shape)}: all ranks "
-                "give the full tensor."
-            )
-        scatter_full(value, live)
-        if kind == "parameter":
-            self._engine.publish()
 
-    def _live(self, fqn: str, kind: str) -> LiveTensor | None:
-        if kind == "parameter":
-            self._checkpoints.synchronize()
-        word = {"grad": "gradient", "param": "parameter"}.get(kind.removesuffix("s"))
-        if word or kind in ("gradients", "parameters"):
-            raise ConfigurationError(f"kind is {kind!r}, but must be {word or kind[:-1]!r}, or the name of a slot.")
-        names, tensors = fqns(self._module), self._engine.tensors
-        name = names.canonical(fqn)
-        if kind == "parameter":
-            return tensors.masters().get(name, names.tensors[name])
-        if kind == "gradient":
-            return tensors.gradient(name, names.tensors[name])
-        self._engine.before_saving()
-        return optimizer_slot(tensors.optimizers(), names, name, kind)
+def _live(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) -> LiveTensor | None:
+    if kind == "parameter":
+        checkpoints.synchronize()
+    word = {"grad": "gradient", "param": "parameter"}.get(kind.removesuffix("s"))
+    if word or kind in ("gradients", "parameters"):
+        raise ConfigurationError(f"kind is {kind!r}, but must be {word or kind[:-1]!r}, or the name of a slot.")
+    names, tensors = fqns(checkpoints.module), engine.tensors
+    name = names.canonical(fqn)
+    if kind == "parameter":
+        return tensors.masters().get(name, names.tensors[name])
+    if kind == "gradient":
+        return tensors.gradient(name, names.tensors[name])
+    engine.before_saving()
+    return optimizer_slot(tensors.optimizers(), names, name, kind)
 
 
 M = TypeVar("M", bound=LightningModule)

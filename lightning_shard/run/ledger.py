@@ -62,10 +62,6 @@ class RunLedger:
         """What was measured, complete after the first optimizer step; None where nothing was fitted."""
         return None
 
-    def to_json(self) -> dict[str, Any]:
-        """The same in plain JSON values."""
-        return {}
-
 
 class FitLedger(RunLedger):
     def __init__(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, *, aligned: bool) -> None:
@@ -166,6 +162,3 @@ class FitLedger(RunLedger):
 
     def measured(self) -> Ledger | None:
         return self._recorder.ledger()
-
-    def to_json(self) -> dict[str, Any]:
-        return self._recorder.ledger().to_json()

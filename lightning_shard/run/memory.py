@@ -47,7 +47,6 @@ class Memory:
         return StepMeter(self._module, self.resident, self._engine.tensors.unsharded, device=self._device)
 
     def note_module(self) -> None:
-        """Before sharding: keep what `predicted` is to start from."""
         sharded = any(map(is_sharded, self._module.parameters()))
         self._facts = None if sharded else facts_of(self._module, self._engine)
 
@@ -68,9 +67,7 @@ class Memory:
         return Training(model=model, policy=self._run.policy, optimizer=optimizer, micro_batches=count)
 
     def largest_batch(self, module: nn.Module, step: Step, optimizers: Sequence[Optimizer], limit: int) -> int | None:
-        """The largest batch that fits into ``limit`` bytes of a device, by arithmetic; None: not known. ``module``: a
-        `meta_copy` from before sharding. ConfigurationError: ``step`` can't be traced.
-        """
+        """The largest batch that fits into ``limit`` bytes, by arithmetic, or None. ``module``: a `meta_copy`."""
         mode = fake_mode()
         make_fake(module, mode)
         step = replace(step, units=self._engine.units(module))

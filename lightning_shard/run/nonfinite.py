@@ -21,7 +21,7 @@ from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import CheckpointError, ConfigurationError, DataError
 from lightning_shard.ranks import Ranks, warn_on_first_rank
 from lightning_shard.resume.rng import set_rng_state
-from lightning_shard.run.buffers import set_buffers
+from lightning_shard.run.averaging import set_buffers
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.tensors.clipping import all_finite
 from lightning_shard.tensors.flat import FlatTensor
@@ -110,10 +110,7 @@ class NonFiniteWatch:
         self._in_a_row += 1
         what = f"the loss is inf or NaN on {losses:.0f} of {dist.get_world_size()} ranks"
         what = what if losses else "gradients are inf or NaN, while the losses are finite"
-        self._answer(f"In step {step} {what}.{self._where(outputs)}")
-        return True
-
-    def _answer(self, what: str) -> None:
+        what = f"In step {step} {what}.{self._where(outputs)}"
         action, limit = self._config.action, self._config.limit
         if action == "raise":
             advice = " nonfinite: {action: raise, find_module: true} names the module." * (not self._config.find_module)
@@ -124,6 +121,7 @@ class NonFiniteWatch:
         self.rollback_due = what if action == "rollback" else None
         if action == "skip":
             warn_on_first_rank(f"{what} The step is skipped.")
+        return True
 
     def _where(self, outputs: Iterable[tuple[str, Tensor]]) -> str:
         """The first module, or parameter, of each rank, in words."""

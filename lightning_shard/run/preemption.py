@@ -154,9 +154,10 @@ class Preemption:
     """Notes signals and the time limit, and saves and ends the run once all ranks know of one."""
 
     def __init__(self, config: preemption.PreemptionConfig, checkpoints: Checkpoints) -> None:
-        self._config, self._checkpoints = config, checkpoints
+        self._config, self._checkpoints, self.signals = config, checkpoints, config.signals
         self._identity = RunIdentity()
-        self._flag: preemption.SignalFlag | None = None
+        self._flag = preemption.SignalFlag()
+        self.give_signals_back = self._flag.restore
         self._limit: preemption.TimeLimit | None = None
         self._agreement: preemption.Agreement | None = None
         self._agreed = 0
@@ -168,21 +169,10 @@ class Preemption:
 
     # Beginning and end
 
-    @property
-    def signals(self) -> tuple[str, ...]:
-        return self._config.signals
-
     def take_over_signals(self) -> None:
         self._agreement = None
-        self._flag = preemption.SignalFlag()
         self._flag.take_over(self.signals)
         preemption.release_signals()
-
-    def give_signals_back(self) -> None:
-        """Put back the handlers that were there; may be called again."""
-        if self._flag is not None:
-            self._flag.restore()
-            self._flag = None
 
     def start(self, identity: RunIdentity) -> None:
         """Begin to look after every batch whether to stop. All ranks call it when training starts."""
@@ -196,7 +186,9 @@ class Preemption:
         self._agreement = preemption.Agreement(ranks.group)
         # It is asked how much time the job has.
         self._limit = self._read_limit() if ranks.is_first else None
-        self._killed_after = preemption.torchrun_seconds(os.environ)
+        # How long torchrun leaves its processes after SIGTERM (torch/distributed/launcher/api.py).
+        seconds = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+        self._killed_after = seconds if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def finish(self) -> None:
         """At the end of training: leave no reduction running, and no checkpoint of a run that has ended."""
@@ -253,7 +245,7 @@ class Preemption:
         self._last_look = now
         self._looks += 1
         if not self._agreed and self._looks % self._config.every_n_steps == 0:
-            own = 0 if self._flag is None else self._flag.received
+            own = self._flag.received
             # Two looks: the one at which all ranks know is the one after.
             reserve = 2 * self._config.every_n_steps * max(self._gaps) + self._checkpoints.saver.reserve_seconds
             # By then the first steps, which compile, are no longer among those that count.

@@ -1,6 +1,4 @@
-"""The processes of a run: who started them, where they meet, their process group and mesh, and what they exchange; and
-their watch over each other.
-"""
+"""The processes of a run: launch, meeting point, process group, mesh, and their watch over each other."""
 
 import atexit
 import logging
@@ -10,8 +8,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -19,15 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard._lightning import Replacements, loops, processes
@@ -50,7 +43,6 @@ class Processes:
     def __init__(
         self, mesh: MeshConfig, timeout_seconds: float, init_timeout_seconds: float, backend: str | None
     ) -> None:
-        """Nothing is connected before `connect`."""
         self._axes, self._init_timeout_seconds, self._backend = mesh, init_timeout_seconds, backend
         self.timeout = timedelta(seconds=timeout_seconds)  # Of collectives.
         self._mesh: DeviceMesh | None = None
@@ -85,7 +77,22 @@ class Processes:
         world = environment.world_size()
         processes.refuse_smaller_group(world)
         if not dist.is_initialized() and world > 1:
-            store, at = self._meet(environment, launch, os.environ, settings, root)
+            os.environ.update(meeting_point(read_job(os.environ), launch, os.environ))
+            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launch.launcher == "torchrun"
+            at = Rendezvous(
+                address=environment.main_address,
+                port=environment.main_port,
+                rank=environment.global_rank(),
+                world_size=world,
+                # torchrun counts no restart where nodes come or go, and keeps the store.
+                agent=f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{world}" if agent else None,
+            )
+            store = connect(at, self._init_timeout_seconds)
+            writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
+            facts = {"node": socket.gethostname(), "versions": library_versions(), "settings": dict(settings)}
+            folder = Path(str(root)) if writes else None
+            for warning in compare(store, at, facts, self._init_timeout_seconds, folder):
+                rank_zero_warn(warning)
             prepare_gloo(at.address, os.environ, gpu=device.type != "cpu")
             store.set_timeout(self.timeout)
             processes.init_process_group(environment, backend, store=store, **options)
@@ -101,33 +108,6 @@ class Processes:
         shape = resolve_mesh(self._axes, world_size=world, processes_per_node=per_node)
         self._mesh = build_mesh(shape, device_type=self._device.type, timeout=self.timeout)
         return self._mesh
-
-    def _meet(
-        self,
-        environment: ClusterEnvironment,
-        launch: Launch,
-        environ: MutableMapping[str, str],
-        settings: Mapping[str, str],
-        root: str | None,
-    ) -> tuple[Store, Rendezvous]:
-        """Connect and compare all ranks; the store that the process group is made over, and where it is."""
-        environ.update(meeting_point(read_job(environ), launch, environ))
-        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launch.launcher == "torchrun"
-        at = Rendezvous(
-            address=environment.main_address,
-            port=environment.main_port,
-            rank=environment.global_rank(),
-            world_size=environment.world_size(),
-            # torchrun counts no restart where nodes come or go, and keeps the store.
-            agent=f"{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{environment.world_size()}" if agent else None,
-        )
-        store = connect(at, self._init_timeout_seconds)
-        writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
-        facts = {"node": socket.gethostname(), "versions": library_versions(), "settings": dict(settings)}
-        folder = Path(str(root)) if writes else None
-        for warning in compare(store, at, facts, self._init_timeout_seconds, folder):
-            rank_zero_warn(warning)
-        return store, at
 
     def barrier(self) -> None:
         if dist.is_initialized():
@@ -155,7 +135,6 @@ def device_of(devices: Sequence[torch.device], local_rank: int) -> torch.device:
 
 
 def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu: bool) -> Launch:
-    """What the Trainer counts on."""
     kinds = ((SLURMEnvironment, "slurm"), (TorchElasticEnvironment, "torchrun"), (LightningEnvironment, "lightning"))
     launcher = next((name for kind, name in kinds if isinstance(environment, kind)), type(environment).__name__)
     return Launch(nodes=nodes, devices=devices, launcher=launcher, gpu=gpu)
@@ -213,7 +192,8 @@ class RunWatch:
     def mark_messages(self, rank: int, size: int) -> None:
         """Have this process' log lines and warnings say which rank they are of, until the run ends."""
         self._marked.close()
-        self._marked.callback(install_prefix(rank_prefix(rank, size, socket.gethostname())))
+        if size > 1 and rank > 0:  # The lines of rank 0 are those of the run.
+            self._marked.enter_context(prefixed(f"[rank {rank} on {socket.gethostname()}] "))
 
     def record_into(self, folder: Path | None) -> None:
         """Have torch's own record of collectives in ``folder`` too; ahead of the process group."""
@@ -273,15 +253,9 @@ def _say_nothing_of(outcome: BaseException) -> None:
     sys.excepthook = hook
 
 
-def rank_prefix(rank: int, world_size: int, node: str) -> str:
-    """What stands before the lines of ``rank``: nothing on rank 0, whose lines are those of the run."""
-    return f"[rank {rank} on {node}] " if world_size > 1 and rank > 0 else ""
-
-
-def install_prefix(prefix: str) -> Callable[[], None]:
-    """Put ``prefix`` before this process' log messages and warnings, not before prints; the result undoes it."""
-    if not prefix:
-        return lambda: None
+@contextmanager
+def prefixed(prefix: str) -> Generator[None, None, None]:
+    """In it ``prefix`` stands before this process' log messages and warnings, not before prints."""
     make, show = logging.getLogRecordFactory(), warnings.formatwarning
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -294,12 +268,9 @@ def install_prefix(prefix: str) -> Callable[[], None]:
 
     logging.setLogRecordFactory(record)
     warnings.formatwarning = text
-
-    def undo() -> None:
-        # Whoever wrapped them later goes on.
-        if logging.getLogRecordFactory() is record:
-            logging.setLogRecordFactory(make)
-        if warnings.formatwarning is text:
-            warnings.formatwarning = show
-
-    return undo
+    yield
+    # Whoever wrapped them later goes on.
+    if logging.getLogRecordFactory() is record:
+        logging.setLogRecordFactory(make)
+    if warnings.formatwarning is text:
+        warnings.formatwarning = show

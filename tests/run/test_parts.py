@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from lightning_shard.run import (
     RunWatch,
 )
 from lightning_shard.run.data import checked
-from lightning_shard.run.full_tensors import FullTensors
-from lightning_shard.run.processes import launch_of
+from lightning_shard.run.full_tensors import read_full
+from lightning_shard.run.processes import launch_of, next_run
 from tests.harness import free_port, run_distributed
 
 CPU = torch.device("cpu")
@@ -87,15 +88,15 @@ def _saved_and_loaded(folder: str) -> tuple[list[bool], list[bool]]:
     for engine, module in zip(engines, (first, second), strict=True):
         checkpoints = Checkpoints()
         checkpoints.attach(module, engine, policy_from("32-true", aligned=True), RunLedger(), root=folder)
-        full.append((checkpoints, FullTensors(module, engine, checkpoints, device=CPU)))
+        full.append((checkpoints, partial(read_full, engine, checkpoints, device=CPU)))
     writer, reader = full
     names = [name for name, _ in net().named_parameters()]
 
     def equal() -> list[bool]:
-        return [torch.equal(writer[1].read(name), reader[1].read(name)) for name in names]  # type: ignore[arg-type]
+        return [torch.equal(writer[1](name), reader[1](name)) for name in names]  # type: ignore[arg-type]
 
     with pytest.raises(ConfigurationError, match="kind is 'grad', but must be 'gradient'"):
-        reader[1].read(names[0], "grad")
+        reader[1](names[0], "grad")
     different = equal()
     state = {"state_dict": writer[0].state_dict(), "optimizer_states": [{}], "loops": {}}
     writer[0].save_checkpoint(state, f"{folder}/part.ckpt", run={"name": "x", "step": 1, "time": 0.0})
@@ -103,7 +104,7 @@ def _saved_and_loaded(folder: str) -> tuple[list[bool], list[bool]]:
     assert "optimizer_states" in loaded
     step(engines[1], second, batch)  # slots that loading fills
     reader[0].load_tensors(optimizers=True, strict=True)
-    slots = [torch.equal(writer[1].read(n, "exp_avg"), reader[1].read(n, "exp_avg")) for n in names]  # type: ignore[arg-type]
+    slots = [torch.equal(writer[1](n, "exp_avg"), reader[1](n, "exp_avg")) for n in names]  # type: ignore[arg-type]
     return different, equal() + slots
 
 
@@ -175,8 +176,11 @@ def _met(kind: str) -> tuple[Any, ...]:
         environment.set_world_size(size)
         environment.set_global_rank(rank)
     launch = launch_of(environment, nodes=size, devices=1, gpu=False)
-    _store, place = Processes(MeshConfig(), 60, 60, None)._meet(environment, launch, os.environ, {}, None)
-    dist.barrier()
+    dist.destroy_process_group()
+    Processes(MeshConfig(), 60, 60, None).connect(environment, launch, CPU, settings={}, root=None)
+    met = next_run()
+    assert met is not None
+    place, _ = met
     return place.rank, place.world_size, place.port == box[0], place.agent
 
 
