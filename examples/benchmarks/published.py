@@ -110,7 +110,7 @@ def predict(run: Published) -> Predicted:
     largest = None if run.largest is None else largest_batches(run, model, training)
     step = None if device is None else seconds(run, training, trace, device)
     needs = device_memory(points, training, run.engine, trace)
-    ends = needs.low / GIB, needs.high / GIB
+    ends = needs.ends[0] / GIB, needs.ends[1] / GIB
     return Predicted(tensors=tensors, expandable=expandable, default=default, ends=ends, largest=largest, step=step)
 
 

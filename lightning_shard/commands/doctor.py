@@ -6,6 +6,7 @@ import socket
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -65,48 +66,44 @@ def parser() -> argparse.ArgumentParser:
 
 def rendezvous_of(environ: Mapping[str, str]) -> tuple[Rendezvous, int]:
     """Where this process meets the others, and its local rank; a process alone where no launcher is seen."""
-    if "RANK" in environ:
-        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        at = Rendezvous(
-            address=environ["MASTER_ADDR"],
-            port=int(environ["MASTER_PORT"]),
-            rank=int(environ["RANK"]),
-            world_size=int(environ["WORLD_SIZE"]),
-            agent=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else None,
-        )
-        return at, int(environ.get("LOCAL_RANK", "0"))
-    job = read_job(environ)
-    if job is None or not job.uses_srun:
-        return Rendezvous(address="127.0.0.1", port=0, rank=0, world_size=1), 0
-    meet = {**meeting_point(job, Launch(nodes=1, devices=1, launcher="slurm", gpu=False), environ), **environ}
-    assert job.rank is not None
+    if "RANK" not in environ:
+        job = read_job(environ)
+        if job is None or not job.uses_srun:
+            return Rendezvous(address="127.0.0.1", port=0, rank=0, world_size=1), 0
+        meet = meeting_point(job, Launch(nodes=1, devices=1, launcher="slurm", gpu=False), environ)
+        local = environ.get("SLURM_LOCALID", "0")
+        own = {"RANK": str(job.rank), "WORLD_SIZE": str(job.tasks or 1), "LOCAL_RANK": local}
+        environ = {**meet, **environ, **own}
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     at = Rendezvous(
-        address=meet["MASTER_ADDR"], port=int(meet["MASTER_PORT"]), rank=job.rank, world_size=job.tasks or 1
+        address=environ["MASTER_ADDR"],
+        port=int(environ["MASTER_PORT"]),
+        rank=int(environ["RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        agent=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else None,
     )
-    return at, int(environ.get("SLURM_LOCALID", "0"))
+    return at, int(environ.get("LOCAL_RANK", "0"))
 
 
-def examine(
-    at: Rendezvous, local_rank: int, *, folder: Path | None, seconds: float, megabytes: int | None, backend: str | None
-) -> tuple[list[Rank], list[str]]:
+def examine(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tuple[list[Rank], list[str]]:
     """Compare and measure; returns what every rank says, and rank 0's warnings. Every rank calls it.
     ConfigurationError: the ranks can't meet, or differ.
     """
-    found = accelerator() if backend != "gloo" else None
+    seconds, found = options.seconds, accelerator() if options.backend != "gloo" else None
     gpu = found is not None
     device = torch.device("cpu") if found is None else torch.device(found.type, local_rank % visible())
     own = Rank(node=socket.gethostname(), device=name_of(device), versions=library_versions())
     if at.world_size == 1:
         return [replace(own, sums=True, reached=_reached(device))], []
     store = connect(at, seconds)
-    warnings = compare(store, at, {"node": own.node, "versions": own.versions}, seconds, folder)
+    warnings = compare(store, at, {"node": own.node, "versions": own.versions}, seconds, options.folder)
     store.set_timeout(timedelta(seconds=seconds))
     prepare_gloo(at.address, os.environ, gpu=gpu)
     if gpu:
         # Collectives and objects go over the current device, which is the first one in every process.
         torch.accelerator.set_device_index(device)
     dist.init_process_group(
-        backend or dist.get_default_backend_for_device(device),
+        options.backend or dist.get_default_backend_for_device(device),
         store=store,
         rank=at.rank,
         world_size=at.world_size,
@@ -116,7 +113,7 @@ def examine(
     try:
         own = replace(own, sums=_adds_up(device), link=_link(device), reached=_reached(device))
         nodes = [rank.node for rank in _gather_over_gloo(own, seconds)]
-        inside, between = _gathers(device, megabytes or (256 if gpu else _PAIR_MEGABYTES), nodes)
+        inside, between = _gathers(device, options.megabytes or (256 if gpu else _PAIR_MEGABYTES), nodes)
         return _gather_over_gloo(replace(own, inside=inside, between=between), seconds), warnings
     finally:
         dist.destroy_process_group()
@@ -184,12 +181,12 @@ def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tupl
 
 def _reached(device: torch.device) -> dict[str, float]:
     """What a device reaches alone, as `lightning_shard.planning.operators.Device` has it."""
-    size, count, small = (8192, 1 << 28, 1000) if device.type != "cpu" else (1024, 1 << 27, 1000)
+    size, count = (8192, 1 << 28) if device.type != "cpu" else (1024, 1 << 27)
     data, tiny = torch.zeros(count, dtype=torch.uint8, device=device), torch.zeros(8, device=device)
     host = torch.zeros(count, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
     def launches() -> None:
-        for _ in range(small):
+        for _ in range(1000):
             tiny.add_(1)
 
     def fastest(act: Callable[[], object]) -> float:
@@ -201,7 +198,7 @@ def _reached(device: torch.device) -> dict[str, float]:
         found[name] = 2 * size**3 / fastest(partial(torch.mm, matrix, matrix))
     found["memory"] = 2 * count / fastest(data.clone)
     found["host"] = count / fastest(partial(data.copy_, host, non_blocking=True))
-    return {**found, "launch": fastest(launches) / small}
+    return {**found, "launch": fastest(launches) / 1000}
 
 
 def _seconds(device: torch.device, act: Callable[[], object]) -> float:
@@ -219,17 +216,16 @@ def _seconds(device: torch.device, act: Callable[[], object]) -> float:
 
 def table(ranks: Sequence[Rank]) -> str:
     """A line for each node: its ranks, devices, versions, and the links inside and to the next node."""
-    header = ("node", "ranks", "devices", "python", "torch", "lightning", "inside GB/s", "to next node GB/s")
-    rows: list[tuple[str, ...]] = [header]
-    links = _links(ranks)
+    libraries = ("python", "torch", "lightning")
+    rows: list[tuple[str, ...]] = [("node", "ranks", "devices", *libraries, "inside GB/s", "to next node GB/s")]
     for node in dict.fromkeys(rank.node for rank in ranks):
         own = [i for i, rank in enumerate(ranks) if rank.node == node]
-        devices = dict.fromkeys(ranks[i].device for i in own)
-        shown = ", ".join(f"{sum(ranks[i].device == d for i in own)} {d}" for d in devices)
-        versions = [ranks[own[0]].versions.get(name, "-") for name in ("python", "torch", "lightning")]
-        speeds = [[kind[i] for i in own if i in kind] for kind in links.values()]
-        slowest = [f"{min(each):.2f}" if each else "-" for each in speeds]
-        rows.append((node, _span(own), shown, *versions, *slowest))
+        consecutive = len(own) > 1 and own[-1] - own[0] == len(own) - 1
+        span = f"{own[0]}-{own[-1]}" if consecutive else ",".join(map(str, own))
+        devices = ", ".join(f"{n} {device}" for device, n in Counter(ranks[i].device for i in own).items())
+        versions = [ranks[own[0]].versions.get(name, "-") for name in libraries]
+        speeds = [[kind[i] for i in own if i in kind] for kind in _links(ranks).values()]
+        rows.append((node, span, devices, *versions, *(f"{min(each):.2f}" if each else "-" for each in speeds)))
     return columns(rows)
 
 
@@ -250,21 +246,21 @@ def odd(ranks: Sequence[Rank]) -> list[str]:
         ("device", [rank.device for rank in ranks]),
         ("number of ranks on its node", [sum(r.node == rank.node for r in ranks) for rank in ranks]),
     ):
-        usual = statistics.mode(values)
-        nodes = dict.fromkeys(ranks[i].node for i, value in enumerate(values) if value != usual)
-        for node in nodes:
-            other = next(value for i, value in enumerate(values) if ranks[i].node == node and value != usual)
-            found.append(f"{node}: {what} is {other}, elsewhere {usual}")
+        usual, others = statistics.mode(values), dict[str, object]()
+        for rank, value in zip(ranks, values, strict=True):
+            if value != usual:
+                others.setdefault(rank.node, value)
+        found += [f"{node}: {what} is {other}, elsewhere {usual}" for node, other in others.items()]
     return found
 
 
 def slowest(ranks: Sequence[Rank]) -> Links:
     """The speeds that the slowest rank saw in all-gathers."""
-    inside = [1e9 * rank.inside for rank in ranks if rank.inside]
-    between = [1e9 * rank.between for rank in ranks if rank.between]
-    worst = {name: max if name == "launch" else min for name in ranks[0].reached}
-    device = {name: of(rank.reached[name] for rank in ranks) for name, of in worst.items()}
-    return Links(intra_node=min(inside, default=None), inter_node=min(between, default=None), device=device)
+    inside = min((1e9 * rank.inside for rank in ranks if rank.inside), default=None)
+    between = min((1e9 * rank.between for rank in ranks if rank.between), default=None)
+    seen = {name: [rank.reached[name] for rank in ranks] for name in ranks[0].reached}
+    device = {name: max(values) if name == "launch" else min(values) for name, values in seen.items()}
+    return Links(intra_node=inside, inter_node=between, device=device)
 
 
 def _links(ranks: Sequence[Rank]) -> dict[str, dict[int, float]]:
@@ -277,20 +273,13 @@ def _links(ranks: Sequence[Rank]) -> dict[str, dict[int, float]]:
     return links
 
 
-def _span(numbers: Sequence[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    consecutive = len(numbers) > 1 and list(numbers) == list(range(first, last + 1))
-    return f"{first}-{last}" if consecutive else ",".join(map(str, numbers))
-
-
 def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """Run it; the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ."""
     options = parser().parse_args(arguments)
     at, local_rank = rendezvous_of(os.environ if environ is None else environ)
     try:
         refuse_to_replace(options.output if at.rank == 0 else None, options.force)
-        given = {name: getattr(options, name) for name in ("folder", "seconds", "megabytes", "backend")}
-        ranks, warnings = examine(at, local_rank, **given)
+        ranks, warnings = examine(at, local_rank, options)
     except ConfigurationError as error:
         # What all are told is said once; what one rank alone has met begins with its number.
         if at.rank == 0 or str(error).startswith("["):

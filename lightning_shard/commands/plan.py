@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from lightning_shard._lightning import callbacks
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace, write_output
 from lightning_shard.commands.plan_inputs import Inputs
-from lightning_shard.errors import ConfigurationError, ShardError
-from lightning_shard.mesh import MeshConfig
+from lightning_shard.errors import ConfigurationError, ShardError, raise_problems
 from lightning_shard.meters.peaks import Peaks, find_peaks, peak_flops
 from lightning_shard.planning import report
 from lightning_shard.planning.memory_trace import batch_size_of, resized
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nodes", type=int, help="nodes of the run (default: the configuration's num_nodes)")
     add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
-    size, speed, peak = _argument(parse_bytes), _argument(parse_speed), _argument(parse_flops)
+    size, speed, peak = (partial(_argument, parse) for parse in (parse_bytes, parse_speed, parse_flops))
     add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
     add("--reserve", type=size, metavar="SIZE", help="of it, left to what is not of this run (default: nothing)")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
@@ -65,6 +65,14 @@ def parser() -> argparse.ArgumentParser:
     add("--picture", type=Path, metavar="FILE", help="draw the bytes by kind into a file (needs matplotlib)")
     add("--no-trace", action="store_true", help="do not run the step: an estimate without activations")
     return parser
+
+
+def _argument(parse: Callable[[str], float], text: str) -> float:
+    """What argparse is given, with what is wrong with it."""
+    try:
+        return parse(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -105,7 +113,7 @@ def parsed(arguments: Sequence[str]) -> Plan:
         raise ConfigurationError(
             f"{rest[0]} stands behind options: a model is the first word, as in plan {rest[0]} ..."
         )
-    check(options)
+    raise_problems(_problems(options))
     refuse_to_replace(options.output, options.force)
     if model is not None:
         rest = [*_hugging_face(model, options), *rest]
@@ -132,26 +140,22 @@ def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
     return [f"--{key}={value}" for key, value in given.items() if value is not None]
 
 
-def check(options: argparse.Namespace) -> None:
-    """Refuse numbers that can't be, by a ConfigurationError with the value and the rule."""
+def _problems(options: argparse.Namespace) -> Iterator[str]:
+    """Numbers that can't be."""
     if options.search and not (options.device_name or options.device_peak or options.links):
-        raise ConfigurationError("--search compares times: say the device by --device-name H100 or --device-peak.")
+        yield "--search compares times: say the device by --device-name H100 or --device-peak"
     for name in ("nodes", "devices", "batch_size", "seq_len", "global_batch"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is {value}, but must be 1 or more.")
+        if (value := getattr(options, name)) is not None and value < 1:
+            yield f"--{name.replace('_', '-')} is {value}, but must be 1 or more"
     if options.efficiency is not None and not 0 < options.efficiency <= 1:
-        raise ConfigurationError(f"--efficiency is {options.efficiency:g}, but is a part of the peak: 0 < it <= 1.")
+        yield f"--efficiency is {options.efficiency:g}, but is a part of the peak: 0 < it <= 1"
     if options.device_peak is not None and options.device_name is not None:
-        raise ConfigurationError("--device-peak and --device-name both say the peak: give one of them.")
-    given = [f"--{n}-node" for n in ("intra", "inter") if getattr(options, f"{n}_node") is not None]
-    if options.links is not None and given:
-        raise ConfigurationError(
-            f"--links {options.links} and {' and '.join(given)} both say how fast links are: give the file, or the "
-            "speeds."
-        )
+        yield "--device-peak and --device-name both say the peak: give one of them"
+    speeds = " and ".join(f"--{n}-node" for n in ("intra", "inter") if getattr(options, f"{n}_node") is not None)
+    if options.links is not None and speeds:
+        yield f"--links {options.links} and {speeds} both say how fast links are: give the file, or the speeds"
     if options.reserve is not None and options.reserve >= options.device_memory:
-        raise ConfigurationError("--reserve leaves nothing of --device-memory: give less.")
+        yield "--reserve leaves nothing of --device-memory: give less"
 
 
 def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Plan:
@@ -161,14 +165,12 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
     configured = planner.row(replace(own, checkpointing=strategy.activation_checkpointing), confirm=True)
     if configured.refused:
         raise ConfigurationError(configured.refused)
-    rows = [replace(configured, name="as configured")]
     parts = [_title(planner, inputs, configured), report.by_kind(configured.points), report.fit(configured, memory)]
     parts.append(report.traffic(configured.sent, nodes))
     parts += [report.timing(configured.time)] if configured.time else []
-    best = None
+    rows, best = [replace(configured, name="as configured")], None
     if options.compare:
-        others = _candidates(planner, inputs)
-        rows += [planner.row(each) if isinstance(each, Candidate) else each for each in others]
+        rows += [planner.row(each) if isinstance(each, Candidate) else each for each in _candidates(planner, inputs)]
         parts.append(report.comparison(rows, memory))
         best, reason = recommend(rows[1:], memory=memory, nodes=nodes)
         parts.append(f"recommendation: {reason}")
@@ -188,14 +190,12 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
     return Plan(configured=configured, memory=memory, others=tuple(rows[1:]), best=best, text=text)
 
 
-def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, float]) -> Device | None:
+def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, Any]) -> Device | None:
     """What doctor measured of a device, else what the options say; None: neither."""
     if measured:
-        rates: Any = measured
         # Without a name products lose nothing to tiles: the processors are not known.
-        known = find_peaks(options.device_name or "")
-        device = replace(Device(products=1.0, single=1.0, memory=1.0, processors=1), **rates)
-        return device if known is None else replace(device, attention=known.attention, processors=known.processors)
+        known = find_peaks(options.device_name or "") or Peaks(half=1.0, tf32=None, single=1.0, processors=1)
+        return Device(**{**measured, "attention": known.attention, "processors": known.processors})
     if options.device_name is None and options.device_peak is None:
         return None
     dtype = inputs.strategy.policy.products
@@ -285,7 +285,7 @@ def _candidates(planner: Planner, inputs: Inputs, *, meshes: bool = False) -> It
             continue
         for own in _meshes(inputs.nodes) if meshes and "mesh" in preset.init_args else [{}]:
             try:
-                strategy = registry.build(name, **{**own, **({"mesh": MeshConfig(**own["mesh"])} if own else {})})
+                strategy = registry.build(name, **own)
                 strategy.precision_plugin = inputs.strategy.precision_plugin
                 candidate = _candidate(inputs, name, strategy, **own)
                 planner.engine(candidate)
@@ -337,8 +337,7 @@ def _title(planner: Planner, inputs: Inputs, row: Row) -> str:
     nodes, precision = inputs.nodes, inputs.strategy.precision_plugin.precision
     numel = sum(parameter.numel() for parameter in inputs.module.parameters())
     batch = "" if planner.batch is None else f", batch {batch_size_of(planner.batch)} per device"
-    if inputs.micro_batches > 1:
-        batch += f" x {inputs.micro_batches} accumulated"
+    batch += f" x {inputs.micro_batches} accumulated" * (inputs.micro_batches > 1)
     return (
         f"{row.title}, {precision}, {nodes.nodes} x {nodes.devices} devices{batch}: {numel:,} parameters, "
         f"{show_bytes(planner.memory)} per device to use"
@@ -362,15 +361,3 @@ def _form_yaml(form: Form, inputs: Inputs) -> str:
         holder["batch_size"] = form.batch
     text = yaml.safe_dump(content, sort_keys=False).rstrip()
     return text if holders else f"# The DataLoader's batch_size has to be {form.batch}.\n{text}"
-
-
-def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """``parse`` as argparse takes it."""
-
-    def typed(text: str) -> float:
-        try:
-            return parse(text)
-        except ConfigurationError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return typed

@@ -8,121 +8,98 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_shard.cluster.slurm import parse_time
 from lightning_shard.commands import config_files, given
-from lightning_shard.commands.options import (
-    KEYS,
-    OptionsParser,
-    actions,
-    add_output,
-    as_bytes,
-    options_parser,
-    refuse_to_replace,
-    write_output,
-)
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.commands import options as common
+from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.text import did_you_mean
 
 _SIGNAL = "USR1"  # SLURM sends it before the time limit.
 _BESIDE = os.path.dirname(sys.executable)  # where the programs of this environment are
-
-
 _OWN = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "array", "signal", "job-name")
 """Options of sbatch that this command gives; given again they would say something else than the program is told."""
 
 _SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "a": "array", "J": "job-name"}
 
 
-def check(options: argparse.Namespace) -> None:
-    """Refuse what SLURM or Lightning would take for something else."""
+def _problems(options: argparse.Namespace) -> Iterator[str]:
+    """What SLURM or Lightning would take for something else."""
     for name, least in (("devices", 1), ("signal_seconds", 1), ("cpus_per_task", 1), ("max_restarts", 0)):
         if (value := getattr(options, name)) is not None and value < least:
-            raise ConfigurationError(f"{name} is {value}, but must be {least} or more.")
+            yield f"{name} is {value}, but must be {least} or more"
     counts = re.fullmatch(r"([1-9]\d*)(?:-(\d+))?", options.nodes)
     if counts is None or int(counts[2] or counts[1]) < int(counts[1]):
-        raise ConfigurationError(f"nodes is {options.nodes}, but must be 1 or more, or a range such as 2-4.")
+        yield f"nodes is {options.nodes}, but must be 1 or more, or a range such as 2-4"
     if options.name in ("bash", "interactive"):
-        raise ConfigurationError(f"name is {options.name!r}, which Lightning takes for a shell. Choose another.")
-    _check_time(options)
+        yield f"name is {options.name!r}, which Lightning takes for a shell. Choose another"
+    limit = 0.0 if options.time is None else parse_time(options.time)
+    if limit is None:
+        yield f"time is {options.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS"
+    elif 0 < limit <= options.signal_seconds + 60:  # SLURM signals up to a minute early, and counts no limit as 0.
+        yield (
+            f"time is {options.time}, but the signal to save comes signal_seconds ({options.signal_seconds} s) before "
+            "its end, or a minute earlier: the job would be stopped as it starts, again and again. Give more time, or "
+            "fewer --signal-seconds"
+        )
     for name in ("name", "array", "logs", "partition", "account"):
         value = getattr(options, name)
         if value is not None and not (value.strip() and value.isprintable()):
-            raise ConfigurationError(f"{name} is {value!r}, but must be one line without tabs, and not empty.")
+            yield f"{name} is {value!r}, but must be one line without tabs, and not empty"
     if re.search(r"[%\\]", options.logs):
-        raise ConfigurationError(
-            f"logs is {options.logs!r}, but must be a folder that is there before the job starts: in a path of logs "
-            "SLURM reads % and \\ as its own."
-        )
+        told = "must be a folder that is there before the job starts: in a path of logs SLURM reads % and \\ as its own"
+        yield f"logs is {options.logs!r}, but {told}"
     if "/" in options.name:
-        raise ConfigurationError(f"name is {options.name!r}, but the log is named by it: it must have no slash.")
-    for option in options.sbatch:
-        _check_sbatch(option)
+        yield f"name is {options.name!r}, but the log is named by it: it must have no slash"
     if options.max_restarts and options.launcher != "torchrun":
-        raise ConfigurationError(
-            f"max_restarts is {options.max_restarts}, but only the launcher torchrun starts processes again: choose "
-            "it, or leave restarts to SLURM's queue."
-        )
+        what = "only the launcher torchrun starts processes again: choose it, or leave restarts to SLURM's queue"
+        yield f"max_restarts is {options.max_restarts}, but {what}"
+    for setting in options.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", setting, re.DOTALL):
+            yield f"--env {setting!r} must have the form NAME=VALUE, the name in plain letters"
 
 
-def _check_sbatch(option: str) -> None:
+def _problem_of(option: str) -> str:
+    """What is wrong with an option of sbatch, or ``""``."""
     words = []
     with contextlib.suppress(ValueError):  # quotes that are not closed
         words = shlex.split(option)
     if not option.startswith("-") or not option.isprintable() or not words:
-        raise ConfigurationError(f"sbatch option {option!r} must be one that sbatch has, such as --qos=high.")
+        return f"sbatch option {option!r} must be one that sbatch has, such as --qos=high"
     name = words[0].partition("=")[0].lstrip("-")
     name = name if option.startswith("--") else _SHORT.get(name[:1], name)
     if name in _OWN:
-        raise ConfigurationError(f"sbatch option {option!r}: `lightning-shard slurm` sets {name} by its own options.")
+        return f"sbatch option {option!r}: `lightning-shard slurm` sets {name} by its own options"
     single = len(words) == 1 or (len(words) == 2 and "=" not in words[0] and not words[1].startswith("-"))
-    if not single or shlex.split(option, comments=True) != words:
-        raise ConfigurationError(
-            f"sbatch option {option!r} is no single option, as sbatch reads it: give each with an --sbatch of its own, "
-            "and a value with spaces or # in quotes: --sbatch='--comment=\"a b\"'."
-        )
-
-
-def _check_time(options: argparse.Namespace) -> None:
-    if options.time is None:
-        return
-    limit = parse_time(options.time)
-    if limit is None:
-        raise ConfigurationError(f"time is {options.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS.")
-    # SLURM signals up to a minute early, and counts no limit as 0.
-    if 0 < limit <= options.signal_seconds + 60:
-        raise ConfigurationError(
-            f"time is {options.time}, but the signal to save comes signal_seconds ({options.signal_seconds} s) before "
-            "its end, or a minute earlier: the job would be stopped as it starts, again and again. Give more time, or "
-            "fewer --signal-seconds."
-        )
+    if single and shlex.split(option, comments=True) == words:
+        return ""
+    each = "give each with an --sbatch of its own, and a value with spaces or # in quotes: --sbatch='--comment=\"a b\"'"
+    return f"sbatch option {option!r} is no single option, as sbatch reads it: {each}"
 
 
 def script(options: argparse.Namespace, command: Sequence[str]) -> str:
     """The batch script of ``command``: program and arguments of one process, without a launcher."""
-    check(options)
+    raise_problems([*_problems(options), *filter(None, map(_problem_of, options.sbatch))])
     torchrun = options.launcher == "torchrun"
     cpus = (options.cpus_per_task or 0) * (options.devices if torchrun else 1)
     tasks = f"--ntasks-per-node={1 if torchrun else options.devices}"
     # sbatch takes one task on each node for the number of all tasks, and so the fewest nodes of a range.
     later = "-" in options.nodes and tasks.endswith("=1")
+    named = {name: getattr(options, name) for name in ("time", "array", "partition", "account")}
     lines: list[str | None] = [
         f"--job-name={_quoted(options.name)}",
         f"--nodes={options.nodes}",
         None if later else tasks,
         None if options.cpu else f"--gpus-per-node={options.devices}",
         f"--cpus-per-task={cpus}" if cpus else None,
-        f"--time={options.time}" if options.time else None,
-        f"--array={_quoted(options.array)}" if options.array else None,
+        *(f"--{name}={_quoted(value)}" if value else None for name, value in named.items()),
         # To the processes, not to this script; the run saves itself and goes back into the queue.
         f"--signal={_SIGNAL}@{options.signal_seconds}",
         "--no-requeue" if options.no_requeue else "--requeue",
         "--open-mode=append",
         f"--output={_quoted(options.logs)}/%x-{'%A_%a' if options.array else '%j'}.log",
-        f"--partition={_quoted(options.partition)}" if options.partition else None,
-        f"--account={_quoted(options.account)}" if options.account else None,
         *options.sbatch,
     ]
     text = ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines if line is not None), ""]
@@ -130,11 +107,20 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
     text += ["set -eo pipefail", *options.setup]
     if cpus:
         text.append(f"export SRUN_CPUS_PER_TASK={cpus}  # srun does not take it from sbatch since SLURM 22.05")
-    text += [f"export {name}={shlex.quote(value)}" for name, value in _environment(options).items()]
+    # Under sbatch --export=NONE the steps would see none of these.
+    environment: dict[str, str] = {"PYTHONUNBUFFERED": "1", "SLURM_EXPORT_ENV": "ALL"}
+    environment |= {"NCCL_DEBUG": options.nccl_debug} if options.nccl_debug else {}
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if options.socket_interface else ():
+        environment[name] = options.socket_interface
+    environment |= dict(setting.split("=", 1) for setting in options.env)
+    text += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     # A task that fails ends the step, so that the job ends with it.
     srun = "srun --kill-on-bad-exit=1" + f" {tasks}" * later
     if not torchrun:
         return "\n".join([*text, "", f"{srun} {_joined(command)}"]) + "\n"
+    program = os.path.basename(command[0])  # as torchrun takes it: a script, or -m and a module
+    command = ["-m", "lightning_shard", *command[1:]] if program == "lightning-shard" else command
+    command = command[1:] if program.startswith("python") else command
     text += [
         "",
         # torchrun kills after that time; half a minute by itself, in which a long step and a save have no room.
@@ -148,7 +134,7 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
         '    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID" \\',
         # torchrun's own agents are what SLURM signals; they pass the signal on.
         f"    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIG{_SIGNAL} \\",
-        f"    {_as_module(command)}",
+        f"    {_joined(command)}",
     ]
     return "\n".join(text) + "\n"
 
@@ -171,13 +157,6 @@ def _joined(command: Sequence[str]) -> str:
     return " ".join(f'"{word}"' if word == number else shlex.quote(word) for word in command)
 
 
-def _as_module(command: Sequence[str]) -> str:
-    """The command as torchrun takes it: a script, or ``-m`` and a module."""
-    if command[0].rpartition("/")[2] == "lightning-shard":
-        return _joined(["-m", "lightning_shard", *command[1:]])
-    return _joined(command[1:] if command[0].rpartition("/")[2].startswith("python") else command)
-
-
 _DESCRIPTION = """\
 Write a SLURM batch script of a run to stdout or --output; with --submit, submit it. Options that are not named here are
 those of the command: lightning-shard slurm --nodes 2 --devices 4 --config run.yaml --trainer.max_steps 1000
@@ -187,8 +166,8 @@ limit and when it is preempted, and goes back into the queue then.
 """
 
 
-def parser() -> OptionsParser:
-    parser = options_parser("slurm", _DESCRIPTION)
+def parser() -> common.OptionsParser:
+    parser = common.options_parser("slurm", _DESCRIPTION)
     add = parser.add_argument
     add("--nodes", default="1", help="nodes of the job, or the fewest and the most that it may have: 2-4 (default: 1)")
     add("--devices", type=int, default=1, help="devices, and so processes, on each node (default: 1)")
@@ -210,7 +189,7 @@ def parser() -> OptionsParser:
     add("--socket-interface", metavar="NAME", help="network interface of NCCL and gloo, such as ib0")
     add("--setup", action="append", default=[], metavar="LINE", help="line to run before, such as 'module load cuda'")
     add("--command", default="fit", choices=["fit", "validate", "test", "predict"], help="what to run (default: fit)")
-    add_output(parser, "file to write the script to (default: stdout)")
+    common.add_output(parser, "file to write the script to (default: stdout)")
     add("--submit", action="store_true", help="submit it with sbatch")
     return parser
 
@@ -229,33 +208,15 @@ def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     if options.cpu:
         command.append("--trainer.accelerator=cpu")
     # Where a configuration says from what a run starts, only a run that was stopped goes on from its own.
-    texts = "\n".join(map(_text, config_files(rest)))
+    files = [Path(file) for file in config_files(rest) if Path(file).is_file()]
+    texts = "\n".join(file.read_text(errors="replace") for file in files)
     said = re.search(r"^ckpt_path: *(?!null\b|~)[^\s#]", texts, re.MULTILINE)
     if options.command == "fit" and not said and "--ckpt_path" not in dict(given(rest)):
         command.append("--ckpt_path=auto")
     return command
 
 
-def _text(file: str) -> str:
-    return Path(file).read_text(errors="replace") if Path(file).is_file() else ""
-
-
-def _environment(options: argparse.Namespace) -> dict[str, str]:
-    # Under sbatch --export=NONE the steps would see none of these.
-    environment = {"PYTHONUNBUFFERED": "1", "SLURM_EXPORT_ENV": "ALL"}
-    if options.nccl_debug:
-        environment["NCCL_DEBUG"] = options.nccl_debug
-    if options.socket_interface:
-        environment |= {"NCCL_SOCKET_IFNAME": options.socket_interface, "GLOO_SOCKET_IFNAME": options.socket_interface}
-    for setting in options.env:
-        name, equals, value = setting.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigurationError(f"--env {setting!r} must have the form NAME=VALUE, the name in plain letters.")
-        environment[name] = value
-    return environment
-
-
-_KEYS = ("config", *KEYS, "verbose", "return_predictions", "print_config", "traceback")
+_KEYS = ("config", *common.KEYS, "verbose", "return_predictions", "print_config", "traceback")
 """Options of the command, or what stands before their first dot."""
 
 
@@ -267,10 +228,11 @@ def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
     for file in configs:
         if not Path(file or "-").is_file():
             raise ConfigurationError(f"--config {file}: there is no such file (from {Path.cwd()}).")
-        if match := re.search(r"^[^#\n]*\baccelerator: *[\"']?(\w+)", _text(file), re.MULTILINE):
+        text = Path(file).read_text(errors="replace")
+        if match := re.search(r"^[^#\n]*\baccelerator: *[\"']?(\w+)", text, re.MULTILINE):
             accelerators.append((f"--config {file}", match[1]))
     known = [f"--{key}" for key in _KEYS]
-    own = [option for action in actions(parser()) for option in action.option_strings]
+    own = [option for action in common.actions(parser()) for option in action.option_strings]
     takes_value = False
     for word, (name, value) in zip(rest, given(rest), strict=True):
         if name == "--trainer.accelerator":
@@ -295,18 +257,17 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(arguments)
     check_rest(options.command, rest, cpu=options.cpu)
     text = script(options, command_of(options, rest))
-    refuse_to_replace(options.output, options.force)
-    if options.output is not None or options.submit:
-        # SLURM makes no folders, and a job whose log can't be written fails without a word.
-        os.makedirs(options.logs, exist_ok=True)
     if options.output is not None:
-        write_output(options.output, text, options.force)
+        common.write_output(options.output, text, options.force)
     elif not options.submit:
         sys.stdout.flush()
-        sys.stdout.buffer.write(as_bytes(text))
+        sys.stdout.buffer.write(common.as_bytes(text))
         sys.stdout.flush()
+        return 0
+    # SLURM makes no folders, and a job whose log can't be written fails without a word.
+    os.makedirs(options.logs, exist_ok=True)
     if not options.submit:
         return 0
     if shutil.which("sbatch") is None:
         raise ConfigurationError("--submit needs sbatch, which is not on this machine: run it on a login node.")
-    return subprocess.run(["sbatch"], input=as_bytes(text), check=False).returncode
+    return subprocess.run(["sbatch"], input=common.as_bytes(text), check=False).returncode

@@ -4,6 +4,7 @@ engine. Settings that depend on each other are in ``dependent_settings.py``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_shard.migrate.neutral import Effect, Engine, Field, satisfied, unsupported
@@ -15,15 +16,13 @@ CLASSES: Mapping[Engine, str] = {
 }
 
 
-Answer = Field | None
-"""What an engine answers to a setting, as one of its fields would; None: it has the same, under the same name."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    ddp: Answer = None
-    fsdp: Answer = None
-    deepspeed: Answer = None
+    """What engines answer to a setting, as their fields would; None: one has the same, under the same name."""
+
+    ddp: Field | None = None
+    fsdp: Field | None = None
+    deepspeed: Field | None = None
     kind: str = "any"  # Of the values that this package's own YAML has: a key of `KINDS`.
 
 
@@ -34,27 +33,18 @@ def find(name: str) -> Row:
     return TABLE.get(name) or CONFIG.get(key) or CONFIG.get(key.partition(".")[0]) or other
 
 
-_ANYWAY = "it is so anyway"
-_NOTHING_GATHERED = satisfied("nothing is sharded, so there is nothing to gather", "any")
+def _without(
+    engines: str, kind: str, effect: Effect, reason: str, nearest: str = "", *idle: Any,
+    note: str = "it is so anyway", ddp: Field | None = None,
+) -> Row:  # fmt: skip
+    """No counterpart on ``engines``; ``idle``: values that ask for nothing, with ``note`` as the reason."""
+    none: Any = unsupported(reason, nearest, "any", *idle, effect=effect, note=note)
+    return replace(Row(kind=kind, ddp=ddp), **dict.fromkeys(engines.split(), none))
 
 
-def _none(effect: Effect, reason: str, nearest: str = "", *idle: Any, note: str = _ANYWAY) -> Field:
-    """No counterpart; ``idle``: values that ask for nothing, with ``note`` as the reason."""
-    return replace(unsupported(reason, nearest, "any", *idle, effect=effect), note=note)
-
-
-def _ddp_only(kind: str, *none: Any) -> Row:
-    return Row(kind=kind, fsdp=_none(*none), deepspeed=_none(*none))
-
-
-def _zero_only(kind: str, *none: Any, **note: Any) -> Row:
-    return Row(kind=kind, ddp=_none(*none, **note), fsdp=_none(*none, **note))
-
-
-def _not_zero(kind: str, *none: Any, ddp: Answer = _NOTHING_GATHERED, **note: Any) -> Row:
-    return Row(kind=kind, ddp=ddp, deepspeed=_none(*none, **note))
-
-
+_ddp_only, _zero_only = partial(_without, "fsdp deepspeed"), partial(_without, "ddp fsdp")
+_not_zero = partial(_without, "deepspeed", ddp=satisfied("nothing is sharded, so there is nothing to gather"))
+_NO_FSDP = satisfied("FSDP is not the engine")
 _STEP_PRECISION = "ShardPrecision(reduce=...)"
 _BUCKET = "a collective is over a shard unit, not over a number of elements"
 _FSDP_UNITS = "units: a number of parameters, or class names"
@@ -69,16 +59,16 @@ _FSDP2_COMMUNICATION = _not_zero(
 )  # fmt: skip
 _BUCKET_DEFAULTS = "DeepSpeed's, or stock Lightning's, default"
 _BUCKETS = _zero_only("any", "speed", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, note=_BUCKET_DEFAULTS)
+_PINNED = "host memory is pinned on CUDA, and on CPU there is nothing to copy"
 
 
-def _files(group: str, **defaults: Any) -> dict[str, Row]:
+def _files(group: str, what: str, **defaults: Any) -> dict[str, Row]:
     """Rows of a group of offload; ``defaults``: DeepSpeed's of those that are of files alone."""
-    pinned = "host memory is pinned on CUDA, and on CPU there is nothing to copy"
-    what = "state" if group == "offload_optimizer" else "parameters"
-    rows = {"pin_memory": _zero_only("bool", "memory", "", "", True, False, note=pinned)}
+    rows = {f"{group}.pin_memory": _zero_only("bool", "memory", "", "", True, False, note=_PINNED)}
     for name, idle in {"nvme_path": "", **defaults}.items():
-        rows[name] = _zero_only(type(idle).__name__, "memory", f"only ZeRO-3 keeps {what} in files", "", idle)
-    return {f"{group}.{name}": row for name, row in rows.items()}
+        reason = f"only ZeRO-3 keeps {what} in files"
+        rows[f"{group}.{name}"] = _zero_only(type(idle).__name__, "memory", reason, "", idle)
+    return rows
 
 
 _OF_ALL = {
@@ -112,7 +102,7 @@ TABLE: Mapping[str, Row] = {
     "forward_methods": Row(
         kind="names",
         ddp=unsupported("shard_ddp has no such argument", "run the model by forward"),
-        deepspeed=satisfied("any method may run the model", "any"),
+        deepspeed=satisfied("any method may run the model"),
     ),
     # DDP's.
     "find_unused_parameters": _not_zero(
@@ -130,11 +120,12 @@ TABLE: Mapping[str, Row] = {
     "start_method": _not_zero(
         "str", "speed", "the other processes run the script again", "popen", "popen", ddp=None
     ),
+    "fsdp_version": Row(fsdp=satisfied("the engine is FSDP2 always"), ddp=_NO_FSDP, deepspeed=_NO_FSDP),
     # DeepSpeed's.
-    **_files("offload_optimizer", buffer_count=4),
+    **_files("offload_optimizer", "state", buffer_count=4),
     "offload_optimizer.fast_init": _zero_only("bool", "speed", "only ZeRO-3 keeps state in files", "", False),
     "offload_optimizer.ratio": _zero_only("float", "memory", "FSDP offloads all or nothing", "", 1, 1.0),
-    **_files("offload_parameters", buffer_count=5, buffer_size=100_000_000, max_in_cpu=1_000_000_000),
+    **_files("offload_parameters", "parameters", buffer_count=5, buffer_size=10**8, max_in_cpu=10**9),
     "buckets.reduce": _BUCKETS,
     "buckets.allgather": _BUCKETS,
     "buckets.overlap_comm": _zero_only(
@@ -169,24 +160,25 @@ TABLE: Mapping[str, Row] = {
     ),
     "stage3.module_granularity_threshold": _zero_only("int", "speed", "FSDP gathers by unit", _FSDP_UNITS, 0),
     "stage3.leaf_modules": _zero_only("names", "speed", "FSDP gathers by unit", "units with these classes"),
-    **{
-        f"zero_plus_plus.quantized_{what}": _zero_only("bool", "numbers", reason, near, False)
-        for what, reason, near in (
-            ("weights", "parameters are gathered in the compute dtype", ""),
-            ("nontrainable_weights", "frozen parameters keep their dtype", ""),
-            ("gradients", "gradients are reduced in fp32 or 16 bits", _STEP_PRECISION),
-        )
-    },
+    "zero_plus_plus.quantized_weights": _zero_only(
+        "bool", "numbers", "parameters are gathered in the compute dtype", "", False
+    ),
+    "zero_plus_plus.quantized_nontrainable_weights": _zero_only(
+        "bool", "numbers", "frozen parameters keep their dtype", "", False
+    ),
+    "zero_plus_plus.quantized_gradients": _zero_only(
+        "bool", "numbers", "gradients are reduced in fp32 or 16 bits", _STEP_PRECISION, False
+    ),
 }  # fmt: skip
 """Setting to its answers; those of DeepSpeed's further keys are in `CONFIG`."""
 
-_EXPORT = satisfied("every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`", "any")
+_EXPORT = satisfied("every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`")
 _CHECKPOINTING = unsupported(
     "the strategy does not call deepspeed.checkpointing.configure",
     "activation_checkpointing: units; or that call in configure_model", effect="memory",
 )  # fmt: skip
-_LOGS = satisfied("DeepSpeed's own prints; the Trainer logs by log_every_n_steps", "any")
-_BATCH_SIZE = satisfied("the batch size is the dataloader's: give it there", "any")
+_LOGS = satisfied("DeepSpeed's own prints; the Trainer logs by log_every_n_steps")
+_BATCH_SIZE = satisfied("the batch size is the dataloader's: give it there")
 _ANY_OPTIMIZER = _zero_only("any", "speed", "any optimizer runs", "", True, False)
 
 CONFIG: Mapping[str, Row] = {

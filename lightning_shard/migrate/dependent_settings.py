@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.reading import put
 from lightning_shard.migrate.counterparts import CLASSES
-from lightning_shard.migrate.neutral import LEVELS, MESH, Asked, Became, Effect, Engine, Reading
+from lightning_shard.migrate.neutral import LEVELS, MESH, Effect, Engine, Line, Reading
 
 
 @dataclass(kw_only=True)
@@ -21,7 +21,7 @@ class Target:
     trainer: dict[str, Any] = field(default_factory=dict)  # Settings of the Trainer's.
     top: dict[str, Any] = field(default_factory=dict)  # Keys beside ``trainer``.
     fixed: frozenset[str]  # Arguments of a name that the user gave.
-    rows: list[Became] = field(default_factory=list)
+    rows: list[Line] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -29,56 +29,44 @@ class Target:
         """ZeRO's, of a DeepSpeed target."""
         return int(self.arguments.get("stage", 2))
 
-    def set(self, asked: Asked, path: str, value: Any, note: str = "") -> None:
+    def set(self, asked: Line, path: str, value: Any, note: str = "") -> None:
         """Write a setting at a path that begins with ``strategy.`` or ``trainer.``."""
         root, _, rest = path.partition(".")
         content = self.arguments if root == "strategy" else self.trainer
         put(content, rest, copy.deepcopy(value))
         self.note(asked, path, value, note)
 
-    def note(self, asked: Asked, path: str, value: Any, note: str = "") -> None:
+    def note(self, asked: Line, path: str, value: Any, note: str = "") -> None:
         """Add a line to the table without writing anything."""
-        text = "; ".join(part for part in (asked.note, note) if part)
-        self.rows.append(Became(asked.field, asked.given, text, path, value))
+        self.rows.append(asked._replace(name=path, value=value, note="; ".join(filter(None, (asked.note, note)))))
 
-    def hold(self, asked: Asked, note: str) -> None:
+    def hold(self, asked: Line, note: str) -> None:
         """Add a line for a setting that the engine has without being told; ``note`` says why."""
         self.note(asked, "", None, note)
 
-    def lose(self, asked: Asked, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
+    def lose(self, asked: Line, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
         self.reading.lose(asked.field, asked.given, reason, nearest, effect)
-
-
-def level_of(engine: Engine, arguments: Mapping[str, Any]) -> str:
-    """What a strategy's arguments shard, in words."""
-    if engine == "ddp":
-        return "everything on every process"
-    if engine == "deepspeed":
-        stage = int(arguments.get("stage", 2))
-        return f"stage {stage}: {LEVELS[stage]} sharded" if stage else "stage 0: nothing sharded"
-    kept = arguments.get("reshard_after_forward") is False
-    return "parameters kept gathered after forward" if kept else "parameters sharded"
 
 
 _AS_TOLD = "as --to says"
 
 
-def _engine(target: Target, asked: Asked) -> None:
+def _engine(target: Target, asked: Line) -> None:
     other = not target.told and target.engine != target.reading.engine
     note = "DeepSpeed stage 0 would reduce gradients in 16 bits, which is refused here" * other
     target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2], note)
 
 
-def _fsdp_version(target: Target, asked: Asked) -> None:
-    target.hold(asked, "the engine is FSDP2 always" if target.engine == "fsdp" else "FSDP is not the engine")
-
-
-def _shard(target: Target, asked: Asked) -> None:
-    level = LEVELS.index(asked.value)
+def _shard(target: Target, asked: Line) -> None:
+    level, stage = LEVELS.index(asked.value), target.stage
     if target.told:
-        fsdp = "gradients" if target.arguments.get("reshard_after_forward") is False else "parameters"
-        wanted = {"ddp": 0, "deepspeed": target.stage, "fsdp": LEVELS.index(fsdp)}[target.engine]
-        target.note(asked, "strategy", level_of(target.engine, target.arguments), _AS_TOLD * (wanted != level))
+        kept = target.arguments.get("reshard_after_forward") is False
+        done, shown = {
+            "ddp": (0, "everything on every process"),
+            "fsdp": (2, "parameters kept gathered after forward") if kept else (3, "parameters sharded"),
+            "deepspeed": (stage, f"stage {stage}: {LEVELS[stage] if stage else 'nothing'} sharded"),
+        }[target.engine]
+        target.note(asked, "strategy", shown, _AS_TOLD * (done != level))
     elif target.engine == "deepspeed":
         target.set(asked, "strategy.stage", level)
     elif target.engine == "ddp":
@@ -93,7 +81,7 @@ def _shard(target: Target, asked: Asked) -> None:
         target.note(asked, "strategy.reshard_after_forward", "the default")
 
 
-def _mesh(target: Target, asked: Asked) -> None:
+def _mesh(target: Target, asked: Line) -> None:
     copies = asked.value["replicate"]
     if target.engine == "fsdp" and asked.value == MESH:
         target.note(asked, "strategy.mesh", "the default")
@@ -108,7 +96,7 @@ def _mesh(target: Target, asked: Asked) -> None:
         target.lose(asked, f"{reason}the parameters", "--to shard_fsdp_hybrid", "speed")
 
 
-def _reshard_ranks(target: Target, asked: Asked) -> None:
+def _reshard_ranks(target: Target, asked: Line) -> None:
     if target.engine == "fsdp" and "reshard_after_forward" in target.fixed:
         target.note(asked, "strategy.reshard_after_forward", target.arguments["reshard_after_forward"], _AS_TOLD)
     elif target.engine == "fsdp":
@@ -123,7 +111,7 @@ def _reshard_ranks(target: Target, asked: Asked) -> None:
 _TOGETHER = "FSDP offloads parameters, gradients and optimizer state together, or nothing"
 
 
-def _cpu_offload(target: Target, asked: Asked) -> None:
+def _cpu_offload(target: Target, asked: Line) -> None:
     if asked.value is False:
         target.reading.rest(asked.field, asked.given)
     elif target.engine == "fsdp":
@@ -135,7 +123,7 @@ def _cpu_offload(target: Target, asked: Asked) -> None:
             _zero_offload(target, asked, group, "cpu")
 
 
-def _offload(target: Target, asked: Asked) -> None:
+def _offload(target: Target, asked: Line) -> None:
     group, device = asked.name.partition(".")[0], asked.value
     if target.engine == "deepspeed":
         _zero_offload(target, asked, group, device)
@@ -155,7 +143,7 @@ def _offload(target: Target, asked: Asked) -> None:
             target.lose(asked, _TOGETHER, "--to shard_fsdp_offload, which offloads all", "memory")
 
 
-def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None:
+def _zero_offload(target: Target, asked: Line, group: str, device: str) -> None:
     """Write where a group is resident, unless the name that the user gave says it."""
     least = 3 if group == "offload_parameters" or device == "nvme" else 1
     if target.stage < least and target.told:
@@ -171,26 +159,29 @@ def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None
         target.set(asked, f"strategy.{group}.device", device)
 
 
-def _activation_checkpointing(target: Target, asked: Asked) -> None:
-    units = target.reading.value("units", "auto")
+_NO_UNITS = "every repeated block, as there are no units"
+
+
+def _activation_checkpointing(target: Target, asked: Line) -> None:
+    units = "auto" if target.engine == "fsdp" else target.reading.value("units", "auto")
     value, note = asked.value, ""
-    if target.engine != "fsdp" and value == "units" and isinstance(units, list) and units:
+    if value == "units" and isinstance(units, list) and units:
         value, note = units, "the classes that were shard units"
-    elif target.engine != "fsdp" and value in ("units", "selective") and units != "auto":
-        note = "every repeated block, as there are no units"
+    elif value in ("units", "selective") and units != "auto":
+        note = _NO_UNITS
     target.set(asked, "strategy.activation_checkpointing", value, note)
 
 
-def _compile(target: Target, asked: Asked) -> None:
+def _compile(target: Target, asked: Line) -> None:
     if target.engine == "deepspeed" and target.stage == 3 and asked.value:
         reason = "stage 3 gathers inside of the blocks, and a graph would end at every layer"
         target.lose(asked, reason, "--to shard_fsdp, or shard_deepspeed_stage_2", "speed")
     else:
         others = target.engine != "fsdp" and asked.value and target.reading.value("units", "auto") != "auto"
-        target.set(asked, "strategy.compile", asked.value, "every repeated block, as there are no units" * others)
+        target.set(asked, "strategy.compile", asked.value, _NO_UNITS * others)
 
 
-def _accumulate_sync(target: Target, asked: Asked) -> None:
+def _accumulate_sync(target: Target, asked: Line) -> None:
     own = "boundary" if target.stage < 2 else "micro_batch"
     if target.engine != "deepspeed":
         target.set(asked, "strategy.accumulate_sync", asked.value)
@@ -201,28 +192,26 @@ def _accumulate_sync(target: Target, asked: Asked) -> None:
         target.lose(asked, f"stage {target.stage} reduces accumulated gradients by {own}", stages)
 
 
-def _accumulate(target: Target, asked: Asked) -> None:
+def _accumulate(target: Target, asked: Line) -> None:
     reading, note = target.reading, ""
-    if int(asked.value) > 1 and reading.engine is not None and reading.value("accumulate_sync") is None:
+
+    def reduced(engine: Engine | None, stage: int, aligned: bool) -> str:
+        """When an engine, of whichever package, reduces gradients that are accumulated."""
+        at_boundary = not aligned if engine == "ddp" else engine == "deepspeed" and stage < 2
+        return "once at the boundary" if at_boundary else "after each micro-batch"
+
+    if int(asked.value) > 1 and reading.value("accumulate_sync") is None:
         aligned = bool(reading.value("aligned"))
-        level = LEVELS.index(reading.value("shard", "gradients"))
-        before = _reduced(reading.engine, level, aligned)
-        after = _reduced(target.engine, target.stage, bool(target.arguments.get("aligned")) or aligned)
+        before = reduced(reading.engine, LEVELS.index(reading.value("shard", "gradients")), aligned)
+        after = reduced(target.engine, target.stage, bool(target.arguments.get("aligned")) or aligned)
         if before != after:
             note = f"gradients are reduced {after}, and were {before}: other fp32 roundings"
-            note += "; see accumulate_sync" if target.engine != "deepspeed" else ""
+            note += "; see accumulate_sync" * (target.engine != "deepspeed")
     target.set(asked, asked.name, asked.value, note)
 
 
-def _reduced(engine: Engine, stage: int, aligned: bool) -> str:
-    """When an engine, of whichever package, reduces gradients that are accumulated."""
-    at_boundary = not aligned if engine == "ddp" else engine == "deepspeed" and stage < 2
-    return "once at the boundary" if at_boundary else "after each micro-batch"
-
-
-def _precision(target: Target, asked: Asked) -> None:
-    own = target.engine == "deepspeed" and target.stage == 0
-    if own and asked.value != "32-true":
+def _precision(target: Target, asked: Line) -> None:
+    if target.engine == "deepspeed" and target.stage == 0 and asked.value != "32-true":
         target.problems.append(
             f"{asked.field} is {asked.given}, but DeepSpeed stage 0 sums and reduces gradients in 16 bits then, and is "
             "refused: use --to shard_ddp, which replicates everything as well"
@@ -230,16 +219,15 @@ def _precision(target: Target, asked: Asked) -> None:
     target.set(asked, "trainer.precision", asked.value)
 
 
-def _override(target: Target, asked: Asked) -> None:
+def _override(target: Target, asked: Line) -> None:
     """``reduce``, ``output`` and ``loss_scale``: of `ShardPrecision`, which replaces ``precision``."""
     precision = target.reading.value("precision")
+    reduces_in_fp32 = str(precision or "32-true").endswith(("mixed", "32-true"))
     if asked.name == "loss_scale" and not str(precision).startswith("16"):
         target.hold(asked, "there is a loss scale in fp16 alone")
     elif asked.name == "reduce" and target.engine == "deepspeed":
         target.set(asked, "strategy.communication_data_type", asked.value)
-    elif (
-        asked.name == "reduce" and asked.value == "fp32" and str(precision or "32-true").endswith(("mixed", "32-true"))
-    ):
+    elif asked.name == "reduce" and asked.value == "fp32" and reduces_in_fp32:
         target.hold(asked, "gradients are reduced in fp32")
     elif precision is None:
         target.lose(asked, "it goes with a precision, and the source names none", "ShardPrecision")
@@ -247,7 +235,7 @@ def _override(target: Target, asked: Asked) -> None:
         target.set(asked, f"trainer.plugins.{asked.name}", asked.value, "of ShardPrecision, in place of precision")
 
 
-def _checkpoint_form(target: Target, asked: Asked) -> None:
+def _checkpoint_form(target: Target, asked: Line) -> None:
     carried = target.reading.carried.get("trainer", {})
     if asked.value == "local":
         target.lose(asked, "no rank saves its shards alone", "the portable directory, which every engine reads")
@@ -285,7 +273,7 @@ _OPTIMIZERS = {"adam": ("AdamW", _ADAM), "adamw": ("AdamW", _ADAM), "sgd": ("SGD
 """DeepSpeed's ``type`` to torch's optimizer, with DeepSpeed's defaults; its Adam decays weights as AdamW does."""
 
 
-def _built_by_deepspeed(target: Target, asked: Asked) -> None:
+def _built_by_deepspeed(target: Target, asked: Line) -> None:
     """``optimizer`` and ``scheduler`` of a DeepSpeed file, which other engines take from the module or the YAML."""
     name = asked.name.partition(".")[2]
     kind, given = str(asked.value.get("type")).lower(), dict(asked.value.get("params") or {})
@@ -309,7 +297,7 @@ def _built_by_deepspeed(target: Target, asked: Asked) -> None:
         target.note(asked, name, target.top[name]["class_path"], "in the YAML, which LightningCLI gives to the module")
 
 
-def _divided(target: Target, asked: Asked) -> None:
+def _divided(target: Target, asked: Line) -> None:
     """Whether gradients are divided before they are summed, or after it: the same mean."""
     scattered = target.arguments.get("buckets", {}).get("reduce_scatter") is not False
     if target.engine == "deepspeed" and not (target.stage > 1 and scattered):
@@ -318,9 +306,8 @@ def _divided(target: Target, asked: Asked) -> None:
         target.hold(asked, "the mean is the same, but for its last digits; they are averaged in fp32 where masters are")
 
 
-SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
+SPECIAL: Mapping[str, Callable[[Target, Line], None]] = {
     "engine": _engine,
-    "fsdp_version": _fsdp_version,
     "shard": _shard,
     "mesh": _mesh,
     "reshard_ranks": _reshard_ranks,

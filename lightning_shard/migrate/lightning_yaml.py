@@ -10,17 +10,7 @@ from lightning_shard.migrate import neutral
 from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import RENAMED, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import STRATEGIES, precision_of, read_stock
-from lightning_shard.migrate.neutral import (
-    MESH,
-    READ_ELSEWHERE,
-    Engine,
-    Field,
-    Reading,
-    nearest,
-    setting,
-    shown,
-    unsupported,
-)
+from lightning_shard.migrate.neutral import MESH, READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown
 from lightning_shard.precision.policy import SHORT_FORMS
 from lightning_shard.precision.words import PRECISIONS
 
@@ -48,20 +38,19 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-_AXIS = unsupported("the mesh has no such axis", "torchtitan or Megatron-Core", "int", 1, 0)
+_NO_AXIS = "the mesh has no such axis", "torchtitan or Megatron-Core"
+_GRANULARITY = {"selective": "selective", "full": "units"}
 NEMO: Mapping[str, Field] = {
     **neutral.each(
-        _AXIS,
+        neutral.unsupported(*_NO_AXIS, "int", 1, 0),
         "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
         "context_parallel_size expert_model_parallel_size",
     ),
-    "sequence_parallel": unsupported("the mesh has no such axis", "torchtitan or Megatron-Core", "bool", False),
-    "fsdp": unsupported("the engine is the strategy's", "--to shard_fsdp", "bool", False),
+    "sequence_parallel": neutral.unsupported(*_NO_AXIS, "bool", False),
+    "fsdp": neutral.unsupported("the engine is the strategy's", "--to shard_fsdp", "bool", False),
     "micro_batch_size": setting("config.train_micro_batch_size_per_gpu", "int"),
     "global_batch_size": setting("config.train_batch_size", "int"),
-    "activations_checkpoint_granularity": setting(
-        "activation_checkpointing", "str", words={"selective": "selective", "full": "units"}
-    ),
+    "activations_checkpoint_granularity": setting("activation_checkpointing", "str", words=_GRANULARITY),
 }
 """Of ``model`` in NeMo's files, whose strategy and accumulation its scripts make of them."""
 
@@ -94,11 +83,10 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     """Add to ``reading`` what a Lightning YAML asks for; what is no strategy is carried over as it is."""
     if "exp_manager" in content and isinstance(content.get("trainer"), Mapping):
         content = _nemo(reading, content)
-    for key in content:
-        near = nearest(str(key), known.top_keys) if key not in known.top_keys else ""
-        if near:
+    for key in [key for key in content if key not in known.top_keys]:
+        if near := nearest(str(key), known.top_keys):
             reading.problems.append(f"{key} is no key of `lightning-shard fit`{near}")
-        elif key not in known.top_keys:
+        else:
             reading.meet(str(key), content[key], "carried over; it is no key of `lightning-shard fit`")
     section = content.get("trainer") or {}
     if not isinstance(section, Mapping):
@@ -112,21 +100,18 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
         reading.problems.append(
             f"trainer.accelerator is {shown(accelerator)!r}, but the engines run on CPUs and GPUs: set it to gpu or cpu"
         )
-    strategy = trainer.pop("strategy", None)
-    given_before = reading.engine
-    if given_before is not None:
+    strategy, kind = trainer.pop("strategy", None), None
+    if reading.engine is None:
+        kind = _strategy(reading, "auto" if strategy is None else strategy, strategy is not None, known)
+    else:
         # "auto" leaves it to whoever says it.
-        strategy = None if strategy == "auto" else strategy
         for key in _SHOWN:
             if trainer.get(key) == "auto" and reading.value(f"trainer.{key}") is not None:
                 del trainer[key]
-    if strategy is not None and given_before is not None:
-        reading.problems.append(
-            f"trainer.strategy is {shown(strategy)!r}, but another file says the strategy too: remove one of the two"
-        )
-    kind = None
-    if strategy is not None or given_before is None:
-        kind = _strategy(reading, "auto" if strategy is None else strategy, strategy is not None, known)
+        if strategy not in (None, "auto"):
+            reading.problems.append(
+                f"trainer.strategy is {shown(strategy)!r}, but another file says the strategy too: remove one of them"
+            )
     _precision(reading, trainer, kind)
     for key in _SHOWN:
         if trainer.get(key) is not None:
@@ -134,8 +119,7 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
             reading.ask(f"trainer.{key}", trainer[key], f"trainer.{key}", trainer[key], note)
     if kind == "SingleDeviceStrategy" and trainer.get("devices") is None:
         reading.ask("trainer.devices", 1, "trainer.strategy", strategy)
-    content = {**content, "trainer": trainer}
-    reading.carried = copy.deepcopy(content)
+    reading.carried = copy.deepcopy({**content, "trainer": trainer})
 
 
 _NOT_HERE = ("hpu", "tpu", "ipu", "hpu_parallel")
@@ -152,8 +136,8 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
     """Read ``trainer.strategy`` of either kind; the name of its class."""
     field = "trainer.strategy"
     if isinstance(strategy, Mapping):
-        path, arguments = strategy.get("class_path"), dict(strategy.get("init_args") or {})
-        arguments |= strategy.get("dict_kwargs") or {}
+        path = strategy.get("class_path")
+        arguments = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
         if not isinstance(path, str):
             reading.problems.append(f"{field} has no class_path; write a name, or class_path and init_args")
             return None
@@ -190,9 +174,8 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
 
 
 def _precision(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
-    given = trainer.pop("precision", None)
     _plugins(reading, trainer, kind)
-    if given is None:
+    if (given := trainer.pop("precision", None)) is None:
         return
     precision = SHORT_FORMS.get(str(given), str(given))
     if precision in PRECISIONS:
@@ -210,14 +193,16 @@ def _precision(reading: Reading, trainer: dict[str, Any], kind: str | None) -> N
 _STOCK_PRECISION = ("MixedPrecision", "HalfPrecision", "FSDPPrecision", "DeepSpeedPrecision", "Precision")
 
 
+_OWN_SCALE = neutral.unsupported("the loss scale is this package's own", "ShardPrecision(loss_scale=...)")
+
+
 def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
     """Take the precision out of ``trainer.plugins``; other plugins stay."""
-    given = trainer.get("plugins")
+    given, kept = trainer.get("plugins"), []
     plugins = given if isinstance(given, list) else [given] if given is not None else []
-    kept = []
     for plugin in plugins:
-        path = plugin.get("class_path") if isinstance(plugin, Mapping) else plugin
-        arguments = dict(plugin.get("init_args") or {}) if isinstance(plugin, Mapping) else {}
+        described = plugin if isinstance(plugin, Mapping) else {"class_path": plugin}
+        path, arguments = described.get("class_path"), dict(described.get("init_args") or {})
         name = str(path).rpartition(".")[2]
         if name == "ShardPrecision":
             for key, value in {"precision": "32-true", **arguments}.items():
@@ -227,16 +212,13 @@ def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> Non
             became, note = precision_of(kind, str(arguments.pop("precision")))
             reading.ask("precision", became, "trainer.plugins", path, note)
             arguments.pop("device", None)
-            for key, value in arguments.items():
-                if value is not None:
-                    near = "ShardPrecision(loss_scale=...)"
-                    reading.lose(f"trainer.plugins.{key}", value, "the loss scale is this package's own", near)
+            lost = {key: value for key, value in arguments.items() if value is not None}
+            reading.read_fields("trainer.plugins", dict.fromkeys(lost, _OWN_SCALE), lost)
         else:
             kept.append(plugin)
     if len(kept) != len(plugins):
         trainer.pop("plugins")
-        if kept:
-            trainer["plugins"] = kept
+        trainer |= {"plugins": kept} if kept else {}
 
 
 OWN_ENGINES: Mapping[str, Engine] = {path.rpartition(".")[2]: engine for engine, path in CLASSES.items()}
@@ -262,12 +244,8 @@ SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
 
 def arguments_of(engine: Engine) -> dict[str, Field]:
     """Every argument of an engine's strategy, groups with dots."""
-    fields = {
-        name: setting(name, row.kind)
-        for name, row in TABLE.items()
-        if getattr(row, engine) is None and not name.startswith("trainer.")
-    }
-    return {**fields, **SPECIAL[engine]}
+    own = [name for name, row in TABLE.items() if getattr(row, engine) is None and not name.startswith("trainer.")]
+    return {**{name: setting(name, TABLE[name].kind) for name in own}, **SPECIAL[engine]}
 
 
 def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], path: str) -> None:
@@ -299,7 +277,7 @@ def _flat(arguments: Mapping[str, Any], groups: set[str]) -> dict[str, Any]:
     for key, value in arguments.items():
         if key in groups and isinstance(value, Mapping):
             # An empty mapping is a group with its defaults, such as offload to the host.
-            value = {**({"device": "cpu"} if key.startswith("offload_") else {}), **value}
+            flat |= {f"{key}.device": "cpu"} if key.startswith("offload_") else {}
             flat |= {f"{key}.{inner}": item for inner, item in value.items()}
         else:
             flat[key] = value

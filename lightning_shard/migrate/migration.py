@@ -17,7 +17,7 @@ from lightning_shard.migrate.counterparts import CLASSES, find
 from lightning_shard.migrate.deepspeed_json import check_batches, read_deepspeed
 from lightning_shard.migrate.dependent_settings import Target
 from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
-from lightning_shard.migrate.neutral import Asked, Became, Engine, Reading, shown
+from lightning_shard.migrate.neutral import Engine, Line, Reading, shown
 from lightning_shard.migrate.training_arguments import FIELDS, read_training_arguments
 from lightning_shard.text import columns
 
@@ -145,9 +145,9 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
     return target
 
 
-def _once(reading: Reading, problems: list[str]) -> list[Asked]:
+def _once(reading: Reading, problems: list[str]) -> list[Line]:
     """The settings in the order in which the engine needs them, once each; a default gives way to what a file says."""
-    said: dict[str, Asked] = {}
+    said: dict[str, Line] = {}
     for asked in reading.asked:
         before = said.get(asked.name)
         if before is not None and before.value != asked.value and None not in (before.given, asked.given):
@@ -168,7 +168,7 @@ _FIRST = (
 """Settings on which others depend."""
 
 
-def _by_table(target: Target, asked: Asked) -> None:
+def _by_table(target: Target, asked: Line) -> None:
     in_fp32 = target.reading.value("precision", "32-true") == "32-true"
     answer = getattr(find(asked.name), target.engine)
     group = asked.name.partition(".")[0]
@@ -215,11 +215,11 @@ def table(target: Target) -> str:
     """Source field and value, target field and value, and a note; then lost fields, and what asked for nothing."""
     lines = [("source", "", "->", "target", "", "note")]
     for row in target.rows:
-        value = _cut(row.value) if row.target else ""
-        lines.append((row.field, _cut(row.given), "->", row.target or "(no setting)", value, row.note))
+        value = _cut(row.value) if row.name else ""
+        lines.append((row.field, _cut(row.given), "->", row.name or "(no setting)", value, row.note))
     lines += [(item.field, _cut(item.given), "->", "none", "", _why(item)) for item in target.reading.lost]
-    idle = target.reading.idle
-    return "\n".join([columns(lines), *([f"asking for nothing: {', '.join(idle)}"] if idle else [])])
+    idle = ", ".join(target.reading.idle)
+    return columns(lines) + f"\nasking for nothing: {idle}" * bool(idle)
 
 
 def _cut(value: Any) -> str:
@@ -227,11 +227,11 @@ def _cut(value: Any) -> str:
     return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 3]}..."
 
 
-def _why(item: Became) -> str:
+def _why(item: Line) -> str:
     return f"{item.note}; nearest: {item.nearest}" if item.nearest else item.note
 
 
-def refusal(lost: Sequence[Became]) -> str:
+def refusal(lost: Sequence[Line]) -> str:
     count = "1 field has" if len(lost) == 1 else f"{len(lost)} fields have"
     text = f"{count} no counterpart here, so that nothing was written:"
     for item in lost:

@@ -17,28 +17,18 @@ MESH = {axis.name: axis.default for axis in fields(MeshConfig)}
 """The mesh's axes to their sizes where nothing is said."""
 
 
-class Asked(NamedTuple):
-    """One thing that a field asks for."""
+class Line(NamedTuple):
+    """What a field of a source asks for, and then what became of it: a line of the table."""
 
-    name: str  # The setting, a key of `counterparts.TABLE`.
-    value: Any  # In the form that this package's YAML has it.
-    field: str  # The source's own field, with dots.
+    field: str  # With dots.
     given: Any  # The value as the source has it.
-    note: str = ""  # What differs in numbers, or why.
+    name: str = ""  # The setting, a key of `counterparts.TABLE`; once it is written, where, with dots; "": nowhere.
+    value: Any = None  # In the form that this package's YAML has it.
+    note: str = ""  # What differs in numbers, or why there is no counterpart.
+    nearest: str = ""  # What comes nearest to a counterpart.
 
 
 Effect = Literal["numbers", "memory", "speed"]  # What a field without a counterpart would have changed.
-
-
-class Became(NamedTuple):
-    """What became of a field: a line of the table."""
-
-    field: str
-    given: Any
-    note: str = ""  # Of a field without a counterpart: why.
-    target: str = ""  # Where it went, with dots; "" where it needs no setting.
-    value: Any = None
-    nearest: str = ""  # What comes nearest to a counterpart.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +55,9 @@ class Reading:
     """What came of reading one or several sources; readers add to it."""
 
     engine: Engine | None = None  # Whose settings ``asked`` are; None: the source names no strategy.
-    asked: list[Asked] = field(default_factory=list)
-    met: list[Became] = field(default_factory=list)  # Fields that need no setting.
-    lost: list[Became] = field(default_factory=list)
+    asked: list[Line] = field(default_factory=list)
+    met: list[Line] = field(default_factory=list)  # Fields that need no setting.
+    lost: list[Line] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)  # Fields that ask for nothing, such as ``debug false``.
     # Unknown keys, wrong types, contradictions: one sentence each, without its full stop.
     problems: list[str] = field(default_factory=list)
@@ -77,16 +67,16 @@ class Reading:
 
     def ask(self, name: str, value: Any, field: str, given: Any, note: str = "") -> None:
         """Add that a source's ``field`` becomes the setting ``name``."""
-        self.asked.append(Asked(name, value, field, given, note))
+        self.asked.append(Line(field, given, name, value, note))
 
     def meet(self, field: str, given: Any, note: str) -> None:
         """Add a field that needs no setting; ``note`` says why it holds without one."""
-        self.met.append(Became(field, given, note))
+        self.met.append(Line(field, given, note=note))
 
     def lose(self, field: str, given: Any, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
         """Add a field without a counterpart; one that changes no number is a line of the table, and no loss."""
         if effect == "numbers":
-            self.lost.append(Became(field, given, reason, nearest=nearest))
+            self.lost.append(Line(field, given, note=reason, nearest=nearest))
         else:
             self.meet(field, given, f"{effect} alone: {reason}" + f"; nearest: {nearest}" * bool(nearest))
 
@@ -100,11 +90,9 @@ class Reading:
 
     def read_fields(self, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> dict[str, Any]:
         """Add what the fields of a table ask for, but those that are read elsewhere; returns what their values mean."""
-        return {
-            name: self.read_field(f"{path}.{name}" if path else name, described, content.get(name))
-            for name, described in table.items()
-            if described != READ_ELSEWHERE
-        }
+        own = {name: described for name, described in table.items() if described != READ_ELSEWHERE}
+        prefix = f"{path}." if path else ""
+        return {name: self.read_field(prefix + name, own[name], content.get(name)) for name in own}
 
     def read_field(self, path: str, described: Field, value: Any) -> Any:
         """Add what one field asks for, and return what its value means; None: nothing, or a problem."""
@@ -167,24 +155,19 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-Words = Mapping[Any, Any] | None
-
-
-def setting(name: str, kind: str, *idle: Any, words: Words = None, note: str = "") -> Field:
+def setting(name: str, kind: str, *idle: Any, **more: Any) -> Field:
     """A field that becomes the neutral setting ``name``; ``idle``: values that ask for nothing."""
-    return Field(name=name, kind=kind, idle=idle, words=words or {}, note=note)
+    return Field(name=name, kind=kind, idle=idle, **more)
 
 
-def satisfied(met: str, kind: str, *idle: Any) -> Field:
+def satisfied(met: str, kind: str = "any", *idle: Any) -> Field:
     """A field whose values hold without a setting, and why."""
     return Field(met=met, kind=kind, idle=idle)
 
 
-def unsupported(
-    reason: str, nearest: str = "", kind: str = "any", *idle: Any, words: Words = None, effect: Effect = "numbers"
-) -> Field:
+def unsupported(reason: str, nearest: str = "", kind: str = "any", *idle: Any, **more: Any) -> Field:
     """A field without a counterpart, and what comes nearest; ``idle``: values that ask for nothing."""
-    return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, words=words or {}, effect=effect)
+    return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, **more)
 
 
 def nearest(word: str, choices: Collection[str]) -> str:
@@ -194,11 +177,6 @@ def nearest(word: str, choices: Collection[str]) -> str:
 def _same(one: Any, other: Any) -> bool:
     """Whether they are equal, as words in whatever case, and a number as the word for it."""
     return bool(one == other) or str(one).upper() == str(other).upper()
-
-
-def _bool(value: Any) -> bool:
-    is_word = isinstance(value, str) and value.strip().lower() in ("yes", "no")
-    return value.strip().lower() == "yes" if is_word else READERS["bool"](value)
 
 
 def _count(value: Any) -> int:
@@ -219,7 +197,7 @@ def _names(value: Any) -> list[str]:
 
 KINDS: Mapping[str, Callable[[Any], Any]] = {
     **READERS,  # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
-    "bool": _bool,
+    "bool": lambda value: READERS["bool"]({"yes": True, "no": False}.get(str(value).strip().lower(), value)),
     "count": _count,
     "str": lambda value: READERS["str"](value).strip(),
     "names": _names,

@@ -167,19 +167,17 @@ class DeviceMemory:
         return self.beside.get(BLOCKS, (0, 0))
 
     @property
-    def low(self) -> int:
-        return self.tensors + sum(low for low, _ in self.beside.values())
-
-    @property
-    def high(self) -> int:
-        return self.tensors + sum(high for _, high in self.beside.values())
+    def ends(self) -> Range:
+        """All of it, at least and at most."""
+        low, high = (sum(each[end] for each in self.beside.values()) for end in (0, 1))
+        return self.tensors + low, self.tensors + high
 
     def at(self, tensors: int) -> Range:
-        """`low` and `high` where tensors take so many bytes, as under another batch or number of devices."""
-        more = tensors - self.tensors
+        """`ends` where tensors take so many bytes, as under another batch or number of devices."""
+        more, (low, high) = tensors - self.tensors, self.ends
         least, most = (blocks / max(1, self.tensors) for blocks in self.blocks)
         rate = most if more < 0 or self.growth is None else self.growth
-        return self.low + more + round(min(least, rate) * more), self.high + more + round(rate * more)
+        return low + more + round(min(least, rate) * more), high + more + round(rate * more)
 
 
 BLOCKS = "blocks of torch's allocator"

@@ -5,6 +5,7 @@ engine here installs. What an engine holds beside it is arithmetic (`lightning_s
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -112,24 +113,20 @@ class _UnitHooks:
     """Tells where in a step each operation is, and frees the gradients of a unit once it has all of them."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], live: "LiveBytes") -> None:
-        self.live = live
+        self.live, self.backward = live, False
         self.inside: list[str] = []
-        self.backward = False
-        self.handles: list[Any] = []
         self.complete: list[str] = []
+        self.handles: list[Any] = []
+        for name, module in ((unit.names[0], module) for unit in units for module in unit.modules):
+            self.handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
+            self.handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
+        self.missing: dict[str, set[int]] = defaultdict(set)
+        self.parameters: dict[str, list[Tensor]] = defaultdict(list)
         unit_of = unit_names(units)
-        for unit in units:
-            for module in unit.modules:
-                self.handles += [
-                    module.register_forward_pre_hook(partial(self._enter, unit.names[0]), prepend=True),
-                    module.register_forward_hook(partial(self._leave, unit.names[0]), always_call=True),
-                ]
-        self.missing: dict[str, set[int]] = {}
-        self.parameters: dict[str, list[Tensor]] = {}
         for parameter in (p for p in root.parameters() if p.requires_grad):
             name = unit_of.get(id(parameter), "")
-            self.missing.setdefault(name, set()).add(id(parameter))
-            self.parameters.setdefault(name, []).append(parameter)
+            self.missing[name].add(id(parameter))
+            self.parameters[name].append(parameter)
             self.handles.append(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
 
     def _enter(self, unit: str, module: nn.Module, args: Any) -> None:
@@ -167,11 +164,8 @@ class _UnitHooks:
 
 def unit_names(units: Sequence[Unit]) -> dict[int, str]:
     """Parameters' ids to the name of the first shard unit that they are in."""
-    found: dict[int, str] = {}
-    for unit in units:
-        for parameter in (p for module in unit.modules for p in module.parameters()):
-            found.setdefault(id(parameter), unit.names[0])
-    return found
+    modules = [(unit.names[0], module) for unit in reversed(units) for module in unit.modules]
+    return {id(parameter): name for name, module in modules for parameter in module.parameters()}
 
 
 def cast_parameters(
@@ -190,9 +184,7 @@ def cast_parameters(
 
 def batch_size_of(batch: Any) -> int:
     """Samples of a batch: the length of the first tensor in it that has one."""
-    sizes: list[int] = []
-    tree_map(lambda t: sizes.append(t.shape[0]) if isinstance(t, Tensor) and t.ndim else None, batch)
-    return sizes[0] if sizes else 1
+    return next((t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), 1)
 
 
 def resized(batch: Any, size: int) -> Any:

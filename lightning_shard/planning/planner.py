@@ -64,9 +64,15 @@ class Planner:
             run = self.run(candidate)
         except ConfigurationError as error:
             return Row(name=candidate.name, checkpointing=candidate.checkpointing, refused=str(error))
-        if confirm and (note := padding_note(run.training, run.engine)):
-            self.notes.append(note)
-        largest = self._confirmed_batch(candidate, run) if confirm else largest_batch(run, self.memory)
+        largest = largest_batch(run, self.memory)
+        if confirm:
+            if note := padding_note(run.training, run.engine):
+                self.notes.append(note)
+            try:
+                largest = confirmed_batch(run, self.memory, partial(self._trace, candidate))
+            except ConfigurationError as error:
+                told = "the largest batch is on a line through two smaller ones: at a larger batch, "
+                self.notes.append(f"{told}{error}")
         return Row(
             name=candidate.name,
             checkpointing=candidate.checkpointing,
@@ -75,7 +81,7 @@ class Planner:
             cpu=self.cpu,
             traced=bool(run.traces),
             saved=run.training.saved // run.engine.ranks,
-            largest_batch=largest and by_own_batch(run, self.memory, largest),
+            largest_batch=largest and by_own_batch(run, self.memory, *largest),
             fewest=fewest_devices(run, lambda n: self.engine(candidate, n), self.nodes.devices, self.memory),
             sent=tuple(collectives(run.training, run.engine)),
             time=self.time(run, compiled=candidate.compiled),
@@ -90,14 +96,12 @@ class Planner:
             micro_batches=candidate.run.accumulate_grad_batches,
             manual=not getattr(self.module, "automatic_optimization", True),
         )
-        engine = self.engine(candidate)
-        traces = self._traced(candidate)
-        return Run(training=training, engine=engine, traces=traces, averages=self.averages, cpu=self.cpu)
+        run = Run(training=training, engine=self.engine(candidate), averages=self.averages, cpu=self.cpu)
+        return replace(run, traces=self._traced(candidate))
 
     def engine(self, candidate: Candidate, nodes: Nodes | None = None) -> EngineFacts:
         """The facts of an engine on the machines of the run, or on others; raises what a run would."""
-        nodes = nodes or self.nodes
-        run = replace(candidate.run, ranks=nodes.ranks, per_node=nodes.devices)
+        run = candidate.run if nodes is None else replace(candidate.run, ranks=nodes.ranks, per_node=nodes.devices)
         candidate.engine.check(run)
         return candidate.engine.facts(self.module, run)
 
@@ -128,22 +132,11 @@ class Planner:
 
     def _trace(self, candidate: Candidate, batch_size: int) -> Trace:
         assert self.training_step is not None
-        step = Step(
-            training_step=self.training_step,
-            batch=self.batch,
-            units=candidate.engine.units(self.module),
-            checkpointing=candidate.checkpointing,
-            device=None if self.rates is None else self.rates.device,
-        )
+        units, device = candidate.engine.units(self.module), None if self.rates is None else self.rates.device
+        step = Step(training_step=self.training_step, batch=self.batch, units=units, device=device)
+        step = replace(step, checkpointing=candidate.checkpointing)
         with fake.fake_world(self.nodes.ranks):
             return trace_step(self.module, step, candidate.run.policy, self.mode, batch_size=batch_size)
-
-    def _confirmed_batch(self, candidate: Candidate, run: "Run") -> Range | None:
-        try:
-            return confirmed_batch(run, self.memory, lambda size: self._trace(candidate, size))
-        except ConfigurationError as error:
-            self.notes.append(f"the largest batch is on a line through two smaller ones: at a larger batch, {error}")
-            return largest_batch(run, self.memory)
 
     def time(self, run: "Run", *, compiled: bool, batch: int | None = None) -> StepTime | None:
         """Of the run's batch, or of another; None: there is no trace, or the device is not known."""
@@ -244,10 +237,9 @@ def _least(holds: Callable[[int], bool], most: int) -> int | None:
     return bisect_left(range(high), True, lo=low + 1, key=holds)
 
 
-def by_own_batch(run: Run, memory: int, largest: Range) -> Range:
-    """``largest``, moved to the other side of the run's own batch where that is known to fit, or not to fit."""
-    own, (sure, may) = run.traces[0].batch_size, largest
-    told = verdict((run.needs.low, run.needs.high), memory)
+def by_own_batch(run: Run, memory: int, sure: int, may: int) -> Range:
+    """The largest batches, moved to the other side of the run's own where that is known to fit, or not to fit."""
+    own, told = run.traces[0].batch_size, verdict(run.needs.ends, memory)
     sure = max(sure, own) if told == "fits" else min(sure, own - 1)
     return sure, max(sure, min(may, own - 1) if told == "does not fit" else max(may, own))
 
@@ -275,7 +267,7 @@ def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> 
             trace = known.pop(size) if size in known else trace_at(size)
             run = replace(run, traces=(trace, *known.values()))
             own = replace(run, traces=run.traces[:1]).needs
-            known_needs[own.tensors], fits[size] = (own.low, own.high), own.high <= memory
+            known_needs[own.tensors], fits[size] = own.ends, own.ends[1] <= memory
         if fits[batch] and not fits[larger]:
             return batch, may
     if not fits:
@@ -348,19 +340,12 @@ def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: boo
         count = samples // batch
         own = replace(run, training=replace(run.training, micro_batches=count))
         device = run.needs.at(own.tensors(batch))
+        form = partial(Form, name=candidate.name, batch=batch, micro_batches=count, device=device)
         for compiled in (False, True) if compiles else (False,):
             time = planner.time(own, compiled=compiled, batch=batch)
             if time is not None and device[0] <= planner.memory:
                 given = {**candidate.init_args, **({"compile": True} if compiled else {})}
-                yield Form(
-                    name=candidate.name,
-                    init_args=given,
-                    batch=batch,
-                    micro_batches=count,
-                    time=time,
-                    device=device,
-                    sure=device[1] <= planner.memory,
-                )
+                yield form(init_args=given, time=time, sure=device[1] <= planner.memory)
 
 
 def ranked(found: Iterable[Form]) -> list[Form]:

@@ -47,21 +47,17 @@ class Row:
 
     def verdict(self, memory: int) -> str:
         """Whether ``memory`` bytes of a device are enough."""
-        found = verdict((self.needs.low, self.needs.high), memory)
+        found = verdict(self.needs.ends, memory)
         return found if self.traced or found == "does not fit" else "?"
 
     @property
-    def at(self) -> Point:
-        """Where a device holds most."""
-        return peak(self.points, cpu=self.cpu)
-
-    @property
     def most(self) -> MemoryAccount:
-        return self.at.account
+        """Where a device holds most."""
+        return peak(self.points, cpu=self.cpu).account
 
     @property
     def shown(self) -> str:
-        return show_range((self.needs.low, self.needs.high))
+        return show_range(self.needs.ends)
 
 
 def show_range(sizes: Range) -> str:
@@ -73,11 +69,12 @@ def fit(row: Row, memory: int) -> str:
     """Whether a row fits into ``memory`` bytes of a device, the largest batch that does, and the fewest devices."""
     told = row.verdict(memory)
     if row.traced:
-        lines = [f"{told}: {row.shown} at the peak, in the {row.at.name}, of {show_bytes(memory)}"]
+        at = peak(row.points, cpu=row.cpu).name
+        lines = [f"{told}: {row.shown} at the peak, in the {at}, of {show_bytes(memory)}"]
     else:
         told = told if told != "?" else "not known whether it fits"
         lines = [f"{told}: {row.shown} without activations, of {show_bytes(memory)}"]
-    beside = {"tensors": (row.needs.tensors,) * 2, **row.needs.beside, "all": (row.needs.low, row.needs.high)}
+    beside = {"tensors": (row.needs.tensors,) * 2, **row.needs.beside, "all": row.needs.ends}
     rows = [["of a device at the peak", "at least", "at most"]]
     rows += [[name, show_bytes(low), show_bytes(high)] for name, (low, high) in beside.items()]
     lines.append((ON_CPU if row.cpu else columns(rows, numbers=True)) + "\n")
@@ -102,38 +99,32 @@ def by_kind(points: Sequence[Point]) -> str:
     parts = ((START,), ("forward",), ("backward", "reduction", "end of"), ("optimizer", "step"))
     found = [[p for p in points if p.name.startswith(part)] for part in parts]
     shown = [peak(matching) for matching in found if matching] or points
-    rows = [["bytes of a device", *(p.name for p in shown)]]
-    for kind in KINDS:
-        if any(getattr(p.account.device, kind) for p in shown):
-            rows.append([kind, *(show_bytes(getattr(p.account.device, kind)) for p in shown)])
-    rows.append(["all", *(show_bytes(p.account.device.total) for p in shown)])
-    for place, title in (("host", "host memory, per device"), ("nvme", "NVMe, per device")):
-        totals = [getattr(p.account, place).total for p in shown]
-        if any(totals):
-            rows.append([title, *(show_bytes(total) for total in totals)])
-    return columns(rows, numbers=True)
+    rows = {kind: [getattr(p.account.device, kind) for p in shown] for kind in KINDS}
+    rows["all"] = [p.account.device.total for p in shown]
+    rows["host memory, per device"] = [p.account.host.total for p in shown]
+    rows["NVMe, per device"] = [p.account.nvme.total for p in shown]
+    table = [[title, *map(show_bytes, sizes)] for title, sizes in rows.items() if any(sizes) or title == "all"]
+    return columns([["bytes of a device", *(p.name for p in shown)], *table], numbers=True)
 
 
 def comparison(rows: Sequence[Row], memory: int) -> str:
     """A line for each engine: what its device holds at the peak, by kind, and whether that fits."""
-    kinds = [kind for kind in KINDS if any(getattr(r.most.device, kind) for r in rows if not r.refused)]
-    times = any(r.time for r in rows)
-    head = ["engine", *kinds, "tensors", "device", "host", "fits", "largest batch", "fewest devices"]
-    table = [[*head, *(["step", "bound by"] if times else [])]]
-    for row in rows:
-        if row.refused:
-            continue
+    planned = [row for row in rows if not row.refused]
+    kinds = [kind for kind in KINDS if any(getattr(row.most.device, kind) for row in planned)]
+    table = []
+    for row in planned:
         most = row.most
-        outside = most.host.total + most.nvme.total
-        cells = [row.title, *(show_bytes(getattr(most.device, kind)) for kind in kinds), show_bytes(most.device.total)]
-        cells += [row.shown, show_bytes(outside), row.verdict(memory)]
-        fewest = ("none" if each is None else str(each.ranks) for each in reversed(row.fewest))
-        cells += ["?" if row.largest_batch is None else _ends(*row.largest_batch), _ends(*fewest)]
-        if times:
-            cells += [show_seconds(row.time.expected), row.time.bound] if row.time else ["?", "?"]
+        cells = {"engine": row.title, **{kind: show_bytes(getattr(most.device, kind)) for kind in kinds}}
+        cells |= {"tensors": show_bytes(most.device.total), "device": row.shown}
+        cells |= {"host": show_bytes(most.host.total + most.nvme.total), "fits": row.verdict(memory)}
+        cells["largest batch"] = "?" if row.largest_batch is None else _ends(*row.largest_batch)
+        cells["fewest devices"] = _ends(*("none" if each is None else each.ranks for each in reversed(row.fewest)))
+        if any(other.time for other in planned):
+            time = row.time
+            cells |= {"step": show_seconds(time.expected) if time else "?", "bound by": time.bound if time else "?"}
         table.append(cells)
     refused = [f"not planned: {row.title}: {row.refused}" for row in rows if row.refused]
-    return "\n".join([columns(table, numbers=True), *refused])
+    return "\n".join([columns([[*table[0]], *([*cells.values()] for cells in table)], numbers=True), *refused])
 
 
 def _ends(first: object, last: object) -> str:
@@ -145,11 +136,10 @@ def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
         why = "there is one process" if nodes.ranks == 1 else "there are no parameters"
         return f"nothing crosses the network: {why}"
     rows = [["sent in a step", "axis", "ranks", "inside a node, per device", "between nodes, per node"]]
-    for c in sent:
-        inside, between = c.inside(nodes), c.between(nodes)
-        rows.append([f"{c.kind}, {c.what}", c.axis, str(c.ranks), show_bytes(inside), show_bytes(between)])
-    totals = [sum(c.inside(nodes) for c in sent), sum(c.between(nodes) for c in sent)]
-    rows.append(["all", "", "", *(show_bytes(total) for total in totals)])
+    bytes_of = [(c.inside(nodes), c.between(nodes)) for c in sent]
+    for c, sizes in zip(sent, bytes_of, strict=True):
+        rows.append([f"{c.kind}, {c.what}", c.axis, str(c.ranks), *map(show_bytes, sizes)])
+    rows.append(["all", "", "", *(show_bytes(sum(sizes)) for sizes in zip(*bytes_of, strict=True))])
     return columns(rows, numbers=True)
 
 
@@ -170,21 +160,18 @@ def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | 
     of = {verdict: [row for row in known if row.verdict(memory) == verdict] for verdict in ("fits", "?", "may fit")}
     fitting = next((rows for rows in of.values() if rows), [])
     if not fitting:
-        least = min(known, key=lambda row: row.needs.low)
-        fewest = least.fewest[0]
+        least = min(known, key=lambda row: row.needs.ends[0])
+        fewest, needs = least.fewest[0], show_bytes(least.needs.ends[0])
         more = "" if fewest is None else f", or {fewest.ranks} devices for {least.title}"
-        return None, (
-            f"nothing fits; {least.title} needs least, {show_bytes(least.needs.low)} per device: use a smaller "
-            f"batch{more}."
-        )
+        return None, f"nothing fits; {least.title} needs least, {needs} per device: use a smaller batch{more}."
     best = min(fitting, key=lambda row: _cost(row, nodes))
-    verb, fits = ("may fit",) * 2 if fitting is of["may fit"] else ("fit", "fits")
-    without = " without activations" if fitting is of["?"] else ""
+    fits = "may fit" if fitting is of["may fit"] else "fits"
+    without = " without activations" * (fitting is of["?"])
     reason = "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least"
     if best.time is not None:
         step = show_seconds(best.time.expected)
         reason = f"without offload where that is possible, its step is the shortest, about {step}"
-    told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {verb}), {reason}"
+    told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {fits.removesuffix('s')}), {reason}"
     return best, f"{best.title}, because {told}; it needs {best.shown} of {show_bytes(memory)} per device."
 
 
@@ -217,16 +204,14 @@ def draw(rows: Sequence[Row], memory: int, path: Path) -> None:
     figure = Figure(figsize=(10, 1.5 + 0.32 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    names = [row.title for row in rows]
-    places = range(len(rows))
-    left = [0.0] * len(rows)
+    places, left = range(len(rows)), [0.0] * len(rows)
     for kind in KINDS:
         sizes = [getattr(row.most.device, kind) / 1e9 for row in rows]
         if any(sizes):
             axes.barh(places, sizes, left=left, label=kind)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
     axes.axvline(memory / 1e9, color="black", linestyle="--", label="a device's memory")
-    axes.set_yticks(list(places), names)
+    axes.set_yticks(list(places), [row.title for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("GB on a device at the peak of a step")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -114,8 +114,8 @@ def test_a_step_by_hand() -> None:
     found = all_of(points, training, FSDPFacts(replicate=2, shard=2), trace)
     assert found.tensors == states.total + 20 * MiB
     assert list(found.beside) == [BLOCKS, "NCCL, 2 communicators", "cuBLAS workspaces", "CUDA context"]
-    assert found.low == 188 * MiB + 2 * NCCL[0] + CUBLAS[0] + CONTEXT[0]
-    assert found.high == 200 * MiB + 2 * NCCL[1] + CUBLAS[1] + CONTEXT[1]
+    assert found.ends[0] == 188 * MiB + 2 * NCCL[0] + CUBLAS[0] + CONTEXT[0]
+    assert found.ends[1] == 200 * MiB + 2 * NCCL[1] + CUBLAS[1] + CONTEXT[1]
 
 
 def test_communicators() -> None:

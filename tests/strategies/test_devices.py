@@ -129,7 +129,7 @@ def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: 
     monkeypatch.setattr(doctor, "_gathers", gathers)
     at = Rendezvous(address="127.0.0.1", port=free_port(), rank=2, world_size=4)
     with pytest.raises(KeyboardInterrupt):
-        doctor.examine(at, 2, folder=None, seconds=1.0, megabytes=None, backend=None)
+        doctor.examine(at, 2, doctor.parser().parse_args(["--seconds=1"]))
     assert seen == [torch.device("cuda", 2), (torch.device("cuda", 2), 256, 1)]
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # gloo was prepared
 
