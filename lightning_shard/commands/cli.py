@@ -145,13 +145,12 @@ class ShardCLI(ConfiguredCLI):
     def before_instantiate_classes(self) -> None:
         """Give ``16-mixed`` to a strategy of this package by the plugin: Lightning makes bf16 of the flag on CPU."""
         super().before_instantiate_classes()
-        trainer = self._run_config.get("trainer")
-        if trainer is None or str(trainer.get("precision")) not in _FP16_FLAGS or not _is_own(trainer.get("strategy")):
-            return
-        plugins = trainer.get("plugins") or []
-        own = Namespace(class_path="lightning_shard.ShardPrecision", init_args=Namespace(precision="16-mixed"))
-        trainer["plugins"] = [*(plugins if isinstance(plugins, list | tuple) else [plugins]), own]
-        trainer["precision"] = None
+        trainer = self._run_config.get("trainer") or Namespace()
+        if str(trainer.get("precision")) in ("16", "16-mixed") and _is_own(trainer.get("strategy")):
+            plugins = trainer.get("plugins") or []
+            own = Namespace(class_path="lightning_shard.ShardPrecision", init_args=Namespace(precision="16-mixed"))
+            trainer["plugins"] = [*(plugins if isinstance(plugins, list | tuple) else [plugins]), own]
+            trainer["precision"] = None
 
     def instantiate_classes(self) -> None:
         """Lightning's; what a constructor raises is kept by the parser, and a second run saves its configuration."""
@@ -199,7 +198,6 @@ class ShardCLI(ConfiguredCLI):
             print(f"resume with: {program} {shlex.join(['fit', *arguments[1:-1], loading[-1]])}")
 
 
-_FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them
 _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
@@ -269,12 +267,7 @@ def _shortest(path: str) -> str:
 
 def validate_arguments(fit: Sequence[str], ckpt_path: str) -> list[str]:
     """The arguments of ``fit`` with ``validate`` and the checkpoint in place of its own."""
-    arguments: list[str] = []
-    words = iter(fit)
-    for word in words:
-        if word == "--ckpt_path":
-            next(words, None)
-        elif not word.startswith("--ckpt_path="):
-            arguments.append(word)
+    pairs = zip(fit, ("", *fit), strict=False)
+    arguments = [word for word, before in pairs if "--ckpt_path" not in (word.partition("=")[0], before)]
     arguments[arguments.index("fit")] = "validate"
     return [*arguments, "--ckpt_path", ckpt_path]

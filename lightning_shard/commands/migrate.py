@@ -16,15 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
+from lightning_shard.commands import options as common
 from lightning_shard.commands.cli import check_trainer
-from lightning_shard.commands.options import (
-    KEYS,
-    UsageError,
-    add_output,
-    options_parser,
-    refuse_to_replace,
-    write_output,
-)
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate.lightning_strategies import STRATEGIES
@@ -49,24 +42,24 @@ _CARRIED = ("callbacks", "logger", "profiler")
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = options_parser("migrate", _DESCRIPTION)
+    parser = common.options_parser("migrate", _DESCRIPTION)
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="configuration to read")
     add("--to", metavar="NAME", help="strategy to write for, such as shard_fsdp (default: the engine of the file)")
     add("--lossy", action="store_true", help="go on without fields that have no counterpart; they become comments")
-    add_output(parser, "file to write (default: stdout)")
+    common.add_output(parser, "file to write (default: stdout)")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
-    refuse_to_replace(options.output, options.force)
+    common.refuse_to_replace(options.output, options.force)
     done = migrate(options.files, to=options.to, lossy=options.lossy, command=["migrate", *arguments])
     if options.output is None:
         print(done.table, file=sys.stderr, flush=True)
         print(done.yaml, end="")
     else:
-        write_output(options.output, done.yaml, options.force)
+        common.write_output(options.output, done.yaml, options.force)
         print(f"{done.table}\nwritten to {options.output}")
     return 0
 
@@ -130,7 +123,7 @@ def known() -> Known:
         if (kind := getattr(entry["strategy"], "__name__", "")) in STRATEGIES:
             arguments = {key: value for key, value in entry["init_params"].items() if value != "popen"}
             presets[name] = f"lightning.pytorch.strategies.{kind}", arguments
-    return Known(presets=presets, top_keys=KEYS, trainer_keys=list(inspect.signature(Trainer).parameters))
+    return Known(presets=presets, top_keys=common.KEYS, trainer_keys=list(inspect.signature(Trainer).parameters))
 
 
 def check(content: Mapping[str, Any]) -> None:
@@ -145,21 +138,13 @@ def check(content: Mapping[str, Any]) -> None:
         parsed = parser.parse_object({"trainer": trainer})
         check_trainer(parsed.trainer, runs=False)
         built = parser.instantiate_classes(parsed).trainer
-    except UsageError as error:
-        raise ConfigurationError(f"the result can't be used:\n{error}") from error
-    except ValueError as error:
-        failure = parser.failure or error
+    except (common.UsageError, ValueError) as error:
+        failure = error if isinstance(error, common.UsageError) else parser.failure or error
         raise ConfigurationError(f"the result can't be used:\n{failure}") from failure
-    _ask(built)
-
-
-def _ask(trainer: Any) -> None:
-    """Let the strategy check itself with the precision and the number of processes, as it does before a run."""
-    strategy = registry.build(trainer.strategy) if isinstance(trainer.strategy, str) else trainer.strategy
-    plugin = trainer.plugins[0] if trainer.plugins else ShardPrecision(trainer.precision or "32-true")
-    strategy.precision_plugin = plugin
-    strategy.num_nodes = trainer.num_nodes
-    devices = trainer.devices
+    # With the precision and the number of processes, as before a run.
+    strategy = registry.build(built.strategy) if isinstance(built.strategy, str) else built.strategy
+    strategy.precision_plugin = built.plugins[0] if built.plugins else ShardPrecision(built.precision or "32-true")
+    strategy.num_nodes, devices = built.num_nodes, built.devices
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
     if (count or 0) > _MOST_DEVICES:
         raise ConfigurationError(f"devices is {count}, but a node has at most {_MOST_DEVICES}.")

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -54,23 +54,19 @@ class ShardArgumentParser(LightningArgumentParser):
 
 def explain(message: str, keys: Collection[str]) -> str:
     """A parser's error in one message: the key, the value and what is allowed; ``keys``: all that the parser knows."""
-    unknown = re.match(r"unrecognized arguments: (.*)", message, re.DOTALL)
-    if unknown:
-        options = [word.partition("=")[0] for word in unknown[1].split() if word.startswith("--")]
-        stray = f"{unknown[1]}: options alone are taken; a configuration is given as --config FILE."
+    if found := re.match(r"unrecognized arguments: (.*)", message, re.DOTALL):
+        options = [word.partition("=")[0] for word in found[1].split() if word.startswith("--")]
+        stray = f"{found[1]}: options alone are taken; a configuration is given as --config FILE."
         return "\n".join(_unknown_key(option[2:], keys) for option in options) or stray
-    unknown = re.match(r"(?:Subcommand '\w+' does not accept option|Option) '([\w.]+)'", message)
-    if unknown:
-        return _unknown_key(unknown[1], keys)
-    missing = re.match(r"the following arguments are required: (.*)|Key \"([\w.]+)\" is required", message)
-    if missing:
-        names = (missing[1] or missing[2]).split(", ")
+    if found := re.match(r"(?:Subcommand '\w+' does not accept option|Option) '([\w.]+)'", message):
+        return _unknown_key(found[1], keys)
+    if found := re.match(r"the following arguments are required: (.*)|Key \"([\w.]+)\" is required", message):
+        names = (found[1] or found[2]).split(", ")
         return "\n".join(f"{name.partition('.')[2] or name}: is required and was not given." for name in names)
-    choices = re.match(r"expected \"(?:sub)?command\" to be one of \{(.*?)\}", message)
-    if choices:
-        return f"no command was given. Commands: {choices[1].replace(',', ', ')}."
-    if message.startswith("Unexpected config: "):
-        return f"{_shown(message.partition(': ')[2])} is no mapping of keys such as model, data and trainer."
+    if found := re.match(r"expected \"(?:sub)?command\" to be one of \{(.*?)\}", message):
+        return f"no command was given. Commands: {found[1].replace(',', ', ')}."
+    if found := re.match(r"Unexpected config: (.*)", message, re.DOTALL):
+        return f"{_shown(found[1])} is no mapping of keys such as model, data and trainer."
     return _explain_value(message) if message.startswith("Parser key") else message
 
 
@@ -99,10 +95,8 @@ def _unknown_key(key: str, keys: Collection[str]) -> str:
     group, _, name = key.rpartition(".")
     if group == "trainer" and name in _REMOVED:
         return f"{key}: Lightning 2 has no such key. In its place: {_REMOVED[name]}."
-    near = did_you_mean(key, keys)
-    if not near:
-        within = sorted(k for k in keys if k.startswith(f"{group}.")) if group else []
-        near = f" Keys of {group}: {', '.join(within)}." if within else ""
+    within = ", ".join(sorted(k for k in keys if group and k.startswith(f"{group}.")))
+    near = did_you_mean(key, keys) or f" Keys of {group}: {within}." * bool(within)
     return f"{key}: there is no such key.{near}"
 
 
@@ -133,8 +127,7 @@ def _explain_value(message: str) -> str:
         return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}{_near_attribute(text)}"
     if key == "trainer.precision" and given:
         return f"{key}: got {_shown(given)}; strategies of lightning_shard run {ALL}."
-    value = re.match(r"Expected an? (.*?)\.? Got value: (.*)", text)
-    if value:
+    if value := re.match(r"Expected an? (.*?)\.? Got value: (.*)", text):
         return f"{key}: got {_shown(value[2])}; allowed: {_readable(value[1])}"
     if tried is None:
         return f"{key}: {text}"
@@ -181,12 +174,10 @@ def _how_to_give(types: str, word: str) -> str:
     return f" (a class is given as class_path and init_args).{near}" if classes else ""
 
 
-def _with_subclasses(base: type) -> Iterator[str]:
+def _with_subclasses(base: type) -> list[str]:
     """Names of a class and of all below it that were imported."""
-    yield base.__name__
-    below: type
-    for below in type.__subclasses__(base):
-        yield from _with_subclasses(below)
+    below: list[type] = type.__subclasses__(base)
+    return [base.__name__, *(name for kind in below for name in _with_subclasses(kind))]
 
 
 @dataclass
@@ -233,12 +224,8 @@ def _branches(tree: str) -> list[tuple[tuple[_Scope, ...], str]]:
 
 def _key(path: Sequence[_Scope]) -> str:
     """The key as YAML has it; the fields of a dataclass stand in it without ``init_args``."""
-    names = [
-        "" if scope.kind == "union" else "init_args" if scope.kind == "class" else scope.name
-        for scope in path
-        if not (scope.kind == "class" and dataclasses.is_dataclass(imported(scope.name)))
-    ]
-    return ".".join(name for name in names if name)
+    keys = [scope for scope in path if scope.kind == "key" or not dataclasses.is_dataclass(imported(scope.name))]
+    return ".".join("init_args" if scope.kind == "class" else scope.name for scope in keys if scope.kind != "union")
 
 
 def _arguments(class_path: str) -> list[str]:

@@ -102,9 +102,7 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
 def _number(trainer: Mapping[str, Any], name: str) -> int:
     """A number of nodes or devices as the Trainer takes it: "auto" and -1 are what a machine has, here one."""
     given = trainer.get(name)
-    if isinstance(given, list | tuple):
-        return len(given)
-    text = str(given)
+    text = str(len(given) if isinstance(given, list | tuple) else given)
     return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
@@ -173,31 +171,22 @@ def _precision(trainer: Mapping[str, Any]) -> ShardPrecision:
 
 
 def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:
-    ranks = nodes.ranks
-    steps = trainer.get("max_steps") or -1
+    ranks, steps = nodes.ranks, trainer.get("max_steps") or -1
 
     def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return tensor.unsqueeze(0).repeat(ranks, *[1] * tensor.ndim)
 
     strategy = SimpleNamespace(all_gather=all_gather, world_size=ranks, global_rank=0, reduce=lambda t, *a, **k: t)
-    first = dict.fromkeys(("global_rank", "local_rank", "node_rank", "global_step", "current_epoch"), 0)
-    return _StandIn(
-        **first,
-        world_size=ranks,
-        num_nodes=nodes.nodes,
-        num_devices=nodes.devices,
-        is_global_zero=True,
-        max_steps=steps,
-        max_epochs=trainer.get("max_epochs"),
-        accumulate_grad_batches=int(trainer.get("accumulate_grad_batches") or 1),
-        gradient_clip_val=trainer.get("gradient_clip_val"),
-        estimated_stepping_batches=steps if steps > 0 else float("inf"),
-        training=True,
-        validating=False,
-        sanity_checking=False,
-        barebones=True,
-        strategy=strategy,
-    )
+    facts: dict[str, Any] = {
+        **dict.fromkeys(("global_rank", "local_rank", "node_rank", "global_step", "current_epoch"), 0),
+        **dict.fromkeys(("is_global_zero", "training", "barebones"), True),
+        **dict.fromkeys(("validating", "sanity_checking"), False),
+        **{key: trainer.get(key) for key in ("max_epochs", "gradient_clip_val")},
+        "accumulate_grad_batches": int(trainer.get("accumulate_grad_batches") or 1),
+        "max_steps": steps,
+        "estimated_stepping_batches": steps if steps > 0 else float("inf"),
+    }
+    return _StandIn(**facts, strategy=strategy, world_size=ranks, num_nodes=nodes.nodes, num_devices=nodes.devices)
 
 
 def first_batch(inputs: Inputs) -> Any:
@@ -278,8 +267,8 @@ def optimizers_of(inputs: Inputs) -> list[torch.optim.Optimizer]:
         found = found[0]
     given = found if isinstance(found, list | tuple) else [found]
     optimizers: list[Any] = [each.get("optimizer") if isinstance(each, Mapping) else each for each in given]
-    manual = not inputs.module.automatic_optimization
-    if not all(isinstance(each, torch.optim.Optimizer) for each in optimizers) or (len(optimizers) > 1 and not manual):
+    several = len(optimizers) > 1 and inputs.module.automatic_optimization
+    if several or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise ConfigurationError("configure_optimizers returns no optimizer, or several")
     return optimizers
 

@@ -149,10 +149,10 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
     _check_sections(reading, str(content.get("distributed_type", "NO")).upper(), sections)
     if engine == "fsdp" and sections["fsdp_config"]:
         read_fsdp(reading, sections["fsdp_config"])
-        read_mesh(reading, sections["parallelism_config"], content)
+        read_mesh(reading, sections["parallelism_config"], content.get("num_processes"))
     if engine == "deepspeed":
         _deepspeed(reading, sections["deepspeed_config"], content, path)
-        read_mesh(reading, sections["parallelism_config"], content)
+        read_mesh(reading, sections["parallelism_config"], content.get("num_processes"))
     _precision(reading, content)
     old = {"dynamo_backend": content["dynamo_backend"]} if "dynamo_backend" in content else {}
     _dynamo(reading, {**sections["dynamo_config"], **old})
@@ -165,18 +165,16 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
 def _engine(reading: Reading, content: Mapping[str, Any]) -> neutral.Engine | None:
     given = content.get("distributed_type")
     kind = str(given).upper()
-    if kind not in DISTRIBUTED:
+    engine = reading.engine = cast(neutral.Engine | None, DISTRIBUTED.get(kind))
+    if given is None:
+        types = ", ".join(DISTRIBUTED)
+        reading.problems.append(f"distributed_type is missing, but must be one of {types}, as Accelerate asks too")
+    elif kind in OTHER_DEVICES:
+        reading.problems.append(f"distributed_type is {given}, but the engines here run on CUDA devices and on CPUs")
+    elif engine is None:
         near = neutral.nearest(kind, [*DISTRIBUTED, *OTHER_DEVICES])
-        why = f"is {given!r}, which Accelerate does not have{near}"
-        if given is None:
-            why = f"is missing, but must be one of {', '.join(DISTRIBUTED)}, as Accelerate asks too"
-        elif kind in OTHER_DEVICES:
-            why = f"is {given}, but the engines here run on CUDA devices and on CPUs"
-        reading.problems.append(f"distributed_type {why}")
-        return None
-    engine = cast(neutral.Engine, DISTRIBUTED[kind])
-    reading.engine = engine
-    if kind in ("MEGATRON_LM", "TP"):
+        reading.problems.append(f"distributed_type is {given!r}, which Accelerate does not have{near}")
+    elif kind in ("MEGATRON_LM", "TP"):
         reading.lose("distributed_type", given, "there is no such engine here", "shard_fsdp")
     else:
         reading.ask("engine", engine, "distributed_type", given)
@@ -208,7 +206,7 @@ def _processes(reading: Reading, content: Mapping[str, Any], read: Mapping[str, 
     local, given = processes // machines, content.get("gpu_ids")
     ids = [part.strip() for part in str(given).split(",")] if given not in (None, "all") else []
     if not ids:
-        note = f"of each of the {processes // local} machines" if processes != local else ""
+        note = f"of each of the {machines} machines" if machines > 1 else ""
         reading.ask("trainer.devices", local, "num_processes", processes, note)
     elif not all(part.isdigit() for part in ids):
         reading.problems.append(f"gpu_ids is {given!r}, but must be all, or numbers with commas between them")
@@ -294,27 +292,26 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
         near = neutral.nearest(kind.lower(), [*map(str.lower, PRECISIONS), "fp8"])
         reading.problems.append(f"{field} is {given!r}, but must be one of no, fp16, bf16, fp8{near}")
     else:
-        engine = reading.engine
-        if engine == "deepspeed" and kind == "FP16":
+        if reading.engine == "deepspeed" and kind == "FP16":
             reading.meet(field, given, SCALE_NOTE)
-        note = NOTES[engine] if engine is not None else ""
+        note = "" if reading.engine is None else NOTES[reading.engine]
         loaded = "masters are fp32 also where the model was loaded in 16 bits, which Accelerate leaves so"
         reading.ask("precision", PRECISIONS[kind], field, given, note if kind != "NO" else loaded)
 
 
 def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
     content = reading.prefixed("dynamo_config", section, "dynamo_", DYNAMO, {})
-    backend = str(content.get("dynamo_backend") or "NO").upper()
-    for name, described in DYNAMO.items():
-        value = content.get(name)
-        if name == "dynamo_backend" and backend in OTHER_BACKENDS:
-            reading.lose(f"dynamo_config.{name}", value, "units are compiled by inductor alone", "compile: true")
-        elif backend != "NO" or name == "dynamo_backend":
-            reading.read_field(f"dynamo_config.{name}", described, value)
+    backend = content.get("dynamo_backend")
+    if str(backend).upper() in OTHER_BACKENDS:
+        where = "dynamo_config.dynamo_backend"
+        reading.lose(where, backend, "units are compiled by inductor alone", "compile: true")
+        del content["dynamo_backend"]
+    off = str(backend or "NO").upper() == "NO"
+    reading.read_fields("dynamo_config", DYNAMO, {"dynamo_backend": backend} if off else content)
 
 
-def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Add the mesh that a ``parallelism_config`` asks for; ``content``: of the file."""
+def read_mesh(reading: Reading, section: Mapping[str, Any], processes: Any = None) -> None:
+    """Add the mesh that a ``parallelism_config`` asks for, over so many processes."""
     prefix = "parallelism_config_"
     plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
     known = {key for name in PARALLELISM for key in (name, prefix + name)}
@@ -324,7 +321,6 @@ def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str
     if not sizes:
         return
     replicate, shard, product = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1), prod(sizes.values())
-    processes = content.get("num_processes")
     if isinstance(processes, int) and processes > 0 and product != processes:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
         reading.problems.append(

@@ -1,5 +1,6 @@
 """DeepSpeed files, read into the neutral form; what a key means is ``engines/zero/config``'s."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import cache
 from math import prod
@@ -50,11 +51,9 @@ def library_defaults() -> Mapping[str, Any]:
 
     own = DeepSpeedConfig({"train_batch_size": 1})
     found = {key: getattr(own, key) for key in TOP_LEVEL if hasattr(own, key) and not key.startswith("train_")}
-    for name, keys in (
-        ("activation_checkpointing", vars(own.activation_checkpointing_config)),
-        ("aio", own.aio_config),
-        ("flops_profiler", vars(own.flops_profiler_config)),
-    ):
+    for name in ("activation_checkpointing", "aio", "flops_profiler"):
+        section = getattr(own, f"{name}_config")
+        keys = section if isinstance(section, dict) else vars(section)
         found |= {f"{name}.{key}": value for key, value in keys.items()}
     return found | dict(_model_defaults(known_keys(), ""))
 
@@ -75,7 +74,8 @@ def read_deepspeed(
     """
     if reading.engine is None:
         reading.engine = "deepspeed"
-    content = _without_lost(reading, dict(content), prefix)
+    content = dict(copy.deepcopy(content))
+    _take_lost(reading, content, prefix)
     zero = {} if content.get(ZERO) is None else content[ZERO]
     given = zero.get("stage") if isinstance(zero, Mapping) else zero
     if given is None:
@@ -138,8 +138,8 @@ def _processes(reading: Reading) -> int | None:
     return local * int(nodes or 1) or None
 
 
-def _without_lost(reading: Reading, content: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The content without what has no counterpart here, which is noted, and what DeepSpeed itself does not read."""
+def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
+    """Take out what has no counterpart here, which is noted, and what DeepSpeed itself does not read."""
     known = [*known_keys().keys, *known_keys().aliases, *REMOVED, *FOREIGN]
     for key in [key for key in content if isinstance(key, str) and key not in known]:
         if not nearest(key, known):
@@ -150,48 +150,32 @@ def _without_lost(reading: Reading, content: dict[str, Any], prefix: str) -> dic
         on = str(content.pop("compile").get("disable", False)).lower() != "true"
         reading.ask("compile", on, f"{prefix}compile", dict(compiled), "the units are compiled with torch's defaults")
     for key, reason in {**REMOVED, **FOREIGN}.items():
-        if key in content:
-            value = content.pop(key)
-            if is_off(value, key):
-                reading.rest(f"{prefix}{key}", value)
-            else:
-                reading.lose(f"{prefix}{key}", value, reason)
-    zero = content.get(ZERO)
-    if isinstance(zero, Mapping):
-        content[ZERO] = zero = dict(zero)
-        for key, reason in REMOVED_ZERO.items():
-            value = zero.pop(key, None)
-            if not (is_off(value) or value == -1):
-                near = "shard_fsdp_hybrid" if "mics" in key else ""
-                reading.lose(f"{prefix}{ZERO}.{key}", value, reason.partition(":")[0], near)
+        if key in content and is_off(content[key], key):
+            reading.rest(f"{prefix}{key}", content.pop(key))
+        elif key in content:
+            reading.lose(f"{prefix}{key}", content.pop(key), reason)
+    zero, fp16 = (content[name] if isinstance(content.get(name), dict) else {} for name in (ZERO, "fp16"))
+    for key, reason in REMOVED_ZERO.items():
+        value = zero.pop(key, None)
+        if not (is_off(value) or value == -1):
+            near = "shard_fsdp_hybrid" if "mics" in key else ""
+            reading.lose(f"{prefix}{ZERO}.{key}", value, reason.partition(":")[0], near)
     for path, (refused, reason) in TRAINER_OWNED.items():
         section, _, key = path.rpartition(".")
         holder = content.get(section) if section else content
-        if isinstance(holder, Mapping) and str(holder.get(key)).lower() == str(refused).lower():
-            reading.lose(f"{prefix}{path}", holder[key], reason)
-            kept = {k: v for k, v in holder.items() if k != key}
-            content = {**content, section: kept} if section else kept
+        if isinstance(holder, dict) and str(holder.get(key)).lower() == str(refused).lower():
+            reading.lose(f"{prefix}{path}", holder.pop(key), reason)
     optimizer = content.get("optimizer")
     if isinstance(optimizer, Mapping) and str(optimizer.get("type")).lower() in ONE_BIT:
         reason = "DeepSpeed has removed the optimizers that compress what they communicate"
         reading.lose(f"{prefix}optimizer", content.pop("optimizer"), reason, "AdamW or Lamb in configure_optimizers")
-    return _without_static_scale(reading, content, prefix)
-
-
-def _without_static_scale(reading: Reading, content: dict[str, Any], prefix: str) -> dict[str, Any]:
-    fp16 = content.get("fp16")
-    if not isinstance(fp16, Mapping):
-        return content
-    fp16 = dict(fp16)
-    static = fp16.get("loss_scale")
-    if static not in (None, 0, AUTO, "0", 0.0) and str(fp16.get("enabled", True)).lower() != "false":
+    is_disabled = str(fp16.get("enabled", True)).lower() == "false"
+    if fp16.get("loss_scale") not in (None, 0, AUTO, "0", 0.0) and not is_disabled:
         near = "fp16.initial_scale_power, to begin at such a scale"
         reading.lose(f"{prefix}fp16.loss_scale", fp16.pop("loss_scale"), "the loss scale is dynamic", near)
     if str(fp16.get("consecutive_hysteresis")).lower() == "true":
-        value = fp16.pop("consecutive_hysteresis")
-        reason = "the hysteresis is refilled only when the scale grows"
+        value, reason = fp16.pop("consecutive_hysteresis"), "the hysteresis is refilled only when the scale grows"
         reading.lose(f"{prefix}fp16.consecutive_hysteresis", value, reason, "fp16.hysteresis")
-    return {**content, "fp16": fp16}
 
 
 def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
@@ -208,10 +192,10 @@ def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
 
 
 def _precision(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
-    fp16, bf16 = merged.get("fp16", {}), merged.get("bf16", {})
+    fp16 = merged.get("fp16", {})
     if fp16.get("auto_cast"):
         reading.meet(f"{prefix}fp16.auto_cast", True, "floating inputs are cast on every engine")
-    given = {name: section.get("enabled") for name, section in (("fp16", fp16), ("bf16", bf16)) if section}
+    given = {name: merged[name].get("enabled") for name in ("fp16", "bf16") if merged.get(name)}
     if on := next((name for name, enabled in given.items() if enabled is True), None):
         low = get(merged, f"{on}.{on}_master_weights_and_grads") is True
         became = f"{on.replace('fp16', '16')}-{'true' if low else 'mixed'}"
@@ -244,9 +228,7 @@ def scale_of(keys: Mapping[str, Any]) -> dict[str, Any]:
 _HANDLED = {
     *("bf16.enabled", "bf16.bf16_master_weights_and_grads", "fp16.enabled", "fp16.fp16_master_weights_and_grads"),
     *("fp16.auto_cast", "fp16.consecutive_hysteresis", *(f"fp16.{key}" for key in SCALE_KEYS)),
-    *(f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", f"{ZERO}.leaf_module"),
-    *("fp16", "bf16", *_TRAINERS),
-    *KEYS.values(),
+    *(f"{ZERO}.leaf_module", *_TRAINERS, *KEYS.values()),
 }
 
 
@@ -254,12 +236,10 @@ def _rest(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
     """Further keys: they stay in ``config`` under DeepSpeed."""
     flat: dict[str, Any] = {}
     for key, value in merged.items():
-        if key in (ZERO, "fp16", "bf16", "data_types"):
-            flat |= {f"{key}.{inner}": item for inner, item in value.items()}
-        else:
-            flat[key] = value
-    for section in ("offload_optimizer", "offload_param"):
-        flat |= {f"{ZERO}.{section}.{key}": value for key, value in merged[ZERO].get(section, {}).items()}
+        is_section = key in (ZERO, "fp16", "bf16", "data_types")
+        flat |= {f"{key}.{inner}": item for inner, item in value.items()} if is_section else {key: value}
+    for section in (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"):
+        flat |= {f"{section}.{key}": value for key, value in flat.pop(section, {}).items()}
     for path, value in flat.items():
         if path in _HANDLED:
             continue

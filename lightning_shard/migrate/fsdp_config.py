@@ -69,11 +69,10 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     read = reading.read_fields("fsdp_config", FSDP_2 if version == "2" else FSDP, content)
     _sharding(reading, content, version, read["fsdp_reshard_after_forward"] if version == "2" else None)
     _wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])
-    loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
-    if read[loading] and read[sync] is False:
+    if read["fsdp_cpu_ram_efficient_loading"] and read["fsdp_sync_module_states"] is False:
         reading.problems.append(
-            f"fsdp_config.{loading} is true with {sync} false, but the others then have no values; Accelerate refuses "
-            "it too"
+            "fsdp_config.fsdp_cpu_ram_efficient_loading is true with fsdp_sync_module_states false, but the others "
+            "then have no values; Accelerate refuses it too"
         )
 
 
@@ -92,56 +91,51 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level:
                 f"alone, and shards {done}: remove it, or set fsdp_version: 1"
             )
         return
-    found = {field: _strategy(reading, field, content[field]) for field in fields}
-    if None in found.values():
+    found = {field: _strategy(reading, f"fsdp_config.{field}", content[field]) for field in fields}
+    if None in found.values() or not fields:
         return
     if len(set(found.values())) > 1:
         both = " and ".join(f"{field} {shown(content[field])}" for field in fields)
         reading.problems.append(f"fsdp_config has {both}, which contradict each other: remove one")
         return
-    for field, strategy in list(found.items())[-1:]:
-        ignored = field == "fsdp_reshard_after_forward" and strategy != "FULL_SHARD"
-        note = "Accelerate 1.15 runs FULL_SHARD all the same: it reads fsdp_sharding_strategy" if ignored else ""
-        add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], str(strategy), note)
+    field, strategy = fields[-1], found[fields[-1]]
+    ignored = field == "fsdp_reshard_after_forward" and strategy != "FULL_SHARD"
+    note = "Accelerate 1.15 runs FULL_SHARD all the same: it reads fsdp_sharding_strategy" * ignored
+    add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], str(strategy), note)
 
 
-def _strategy(reading: Reading, field: str, value: Any) -> Any:
+def _strategy(reading: Reading, path: str, value: Any) -> Any:
     words: dict[Any, str] = {**dict(enumerate(STRATEGIES, 1)), **{name: name for name in STRATEGIES}}
     if isinstance(value, bool):
-        expected = ", ".join(STRATEGIES)
-        reading.problems.append(
-            f"fsdp_config.{field} is {shown(value)}, but must be one of {expected}: true and false go with "
-            "fsdp_version 2"
-        )
+        must = f"must be one of {', '.join(STRATEGIES)}: true and false go with fsdp_version 2"
+        reading.problems.append(f"{path} is {shown(value)}, but {must}")
         return None
-    return reading.read_field(f"fsdp_config.{field}", Field(words=words), value)
+    return reading.read_field(path, Field(words=words), value)
 
 
 def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, note: str = "") -> None:
     """Add what a ``ShardingStrategy`` of FSDP version 1 is here; stock Lightning has the same names."""
-    level = {"SHARD_GRAD_OP": "gradients", "HYBRID_SHARD_ZERO2": "gradients", "_HYBRID_SHARD_ZERO2": "gradients"}
-    reading.ask("shard", "none" if strategy == "NO_SHARD" else level.get(strategy, "parameters"), field, given, note)
-    if strategy.lstrip("_").startswith("HYBRID"):
+    others = {"NO_SHARD": "none", **dict.fromkeys(("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"), "gradients")}
+    reading.ask("shard", others.get(strategy.lstrip("_"), "parameters"), field, given, note)
+    if "HYBRID" in strategy:
         inside = "sharded inside a node, replicated across nodes"
         reading.ask("mesh", {"replicate": "auto", "shard": "auto"}, field, given, inside)
 
 
 def _wrapping(reading: Reading, content: Mapping[str, Any], names: Any, size: Any) -> None:
-    names_field, size_field = "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"
-    given = content.get("fsdp_auto_wrap_policy")
-    path = "fsdp_config.fsdp_auto_wrap_policy"
-    problems = len(reading.problems)
+    names_path, size_path = "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "fsdp_config.fsdp_min_num_params"
+    path, given = "fsdp_config.fsdp_auto_wrap_policy", content.get("fsdp_auto_wrap_policy")
     policy = reading.read_field(path, Field(kind="str", words=POLICIES), given)
     if policy == "classes" and names:
-        reading.ask("units", names, f"fsdp_config.{names_field}", content[names_field])
+        reading.ask("units", names, names_path, content["fsdp_transformer_layer_cls_to_wrap"])
     elif policy == "classes":
         reading.ask("units", "auto", path, given, "_no_split_modules, and repeated blocks where there are none")
     elif policy == "size" and size != 0:
-        reading.ask("units", size or 100_000_000, f"fsdp_config.{size_field}", size, "the model itself is a unit too")
+        reading.ask("units", size or 100_000_000, size_path, size, "the model itself is a unit too")
     elif policy in ("none", "size"):
         reading.ask("units", [], path, given, "the model is one unit")
-    elif len(reading.problems) == problems:
+    elif given is None:
         reading.meet(path, given, "Accelerate's default is NO_WRAP; here units: auto, which changes no number")
-    for field, value, owner in ((names_field, names, "classes"), (size_field, size, "size")):
+    for field, value, owner in ((names_path, names, "classes"), (size_path, size, "size")):
         if value is not None and policy != owner:
-            reading.meet(f"fsdp_config.{field}", value, f"Accelerate does not read it with {shown(given)} either")
+            reading.meet(field, value, f"Accelerate does not read it with {shown(given)} either")

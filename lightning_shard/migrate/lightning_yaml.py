@@ -109,9 +109,8 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
             if trainer.get(key) == "auto" and reading.value(f"trainer.{key}") is not None:
                 del trainer[key]
         if strategy not in (None, "auto"):
-            reading.problems.append(
-                f"trainer.strategy is {shown(strategy)!r}, but another file says the strategy too: remove one of them"
-            )
+            problem = "but another file says the strategy too: remove one of the two"
+            reading.problems.append(f"trainer.strategy is {shown(strategy)!r}, {problem}")
     _precision(reading, trainer, kind)
     for key in _SHOWN:
         if trainer.get(key) is not None:

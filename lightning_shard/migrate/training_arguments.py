@@ -61,7 +61,8 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     """Add to ``reading`` what a file of ``TrainingArguments`` asks for, and what is wrong with it."""
     # axolotl may have a fsdp_version alone, and bf16: auto for what has the instructions.
     content = {**content, "fsdp": content.get("fsdp") or ("full_shard" if content.get("fsdp_version") else None)}
-    deepspeed, options = content.get("deepspeed"), _options(content["fsdp"])
+    deepspeed, fsdp = content.get("deepspeed"), "full_shard" if content["fsdp"] is True else content["fsdp"] or ()
+    options = fsdp.split() if isinstance(fsdp, str) else list(map(str, fsdp))
     engine: Engine = "deepspeed" if deepspeed else "fsdp" if options else "ddp"
     reading.engine = engine
     field = "deepspeed" if deepspeed else "fsdp"
@@ -74,7 +75,7 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
         version = {"fsdp_version": content["fsdp_version"]} if content.get("fsdp_version") else {}
         _fsdp(reading, options, {**version, **read_config(content.get("fsdp_config") or {}, "fsdp_config")})
     if isinstance(content.get("parallelism_config"), Mapping):
-        read_mesh(reading, content["parallelism_config"], {})
+        read_mesh(reading, content["parallelism_config"])
     if (checkpointing := content.get("gradient_checkpointing")) in ("offload", "offload_disk"):  # axolotl's
         reading.lose("gradient_checkpointing", checkpointing, "checkpointed inputs stay on the device", effect="memory")
         content["gradient_checkpointing"] = True
@@ -96,18 +97,8 @@ def _precision(reading: Reading, content: Mapping[str, Any], engine: Engine) -> 
             given[name] = "bf16-true" if content[name] == "full" else precision
     if len(set(given.values())) > 1:
         reading.problems.append(f"{' and '.join(given)} are both true: set one of them")
-    for name, precision in list(given.items())[:1]:
-        note = NOTES[engine] if precision.endswith("mixed") else ""
-        reading.ask("precision", precision, name, content[name], note)
-    if not given:
-        reading.ask("precision", "32-true", "bf16, fp16", None)
-
-
-def _options(given: Any) -> list[str]:
-    """``"full_shard auto_wrap"`` and its other forms as words."""
-    if isinstance(given, bool):
-        return ["full_shard"] if given else []
-    return given.split() if isinstance(given, str) else [str(word) for word in given or ()]
+    name, precision = next(iter(given.items()), ("bf16, fp16", "32-true"))
+    reading.ask("precision", precision, name, content.get(name), NOTES[engine] * precision.endswith("mixed"))
 
 
 def _fsdp(reading: Reading, options: list[str], config: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from lightning_shard.planning.memory_trace import Segment, Trace
 from lightning_shard.planning.step_memory import START, Point, StepMemory, gradient_elements
 from lightning_shard.planning.traffic import Collective
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.text import show_bytes
 
 
 def _shard_elements(p: ParameterFacts, shards: int) -> int:
@@ -78,26 +79,28 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
     return StepMemory(step=account, waiting=waiting if training.micro_batches > 1 else 0)
 
 
-def start_of_fit(training: Training, engine: FSDPFacts) -> Point:
+def start_of_fit(training: Training, engine: FSDPFacts) -> list[Point]:
     """Units are sharded one by one: a rank has its shards and one full unit (`lightning_shard.engines.sharding`)."""
     resident = step_memory(training, engine).step
     full = max(sum(p.numel * p.dtype.itemsize for p in members) for members in training.model.units.values())
     kinds = KindBytes(parameters=resident.device.parameters, buffers=resident.device.buffers, gathered=full)
     host = KindBytes(parameters=resident.host.parameters)
-    return Point(name=START, account=MemoryAccount(device=kinds, host=host))
+    return [Point(name=START, account=MemoryAccount(device=kinds, host=host))]
 
 
-def padding(training: Training, engine: FSDPFacts) -> tuple[int, int, int]:
-    """Bytes of all units gathered, the same without padding, and the most shards with which it is at most a tenth. Dim
-    0 is cut into chunks as large as the first, one for each shard (``FSDPParam._init_sharded_param``).
+def padding_note(training: Training, engine: FSDPFacts) -> str:
+    """What padding costs, and the mesh that avoids it; "": less than a tenth. Dim 0 is cut into chunks as large as the
+    first, one for each shard (``FSDPParam._init_sharded_param``).
     """
-
-    def gathered(shards: int) -> int:
-        return _gathered_bytes(training.model.parameters, shards, training.policy.compute)
-
-    divisors = [s for s in range(1, engine.shard + 1) if engine.shard % s == 0]
-    fewer = max(s for s in divisors if gathered(s) <= 1.1 * gathered(1))
-    return gathered(engine.shard), gathered(1), fewer
+    divisors = [shards for shards in range(1, engine.shard + 1) if engine.shard % shards == 0]
+    gathered = {s: _gathered_bytes(training.model.parameters, s, training.policy.compute) for s in divisors}
+    fewer = max(shards for shards in divisors if gathered[shards] <= 1.1 * gathered[1])
+    told = (
+        f"FSDP2 pads dim 0 of each parameter to a multiple of its {engine.shard:,} shards: gathered, all units "
+        f"take {show_bytes(gathered[engine.shard])} in place of {show_bytes(gathered[1])}. Shard over fewer ranks and "
+        f"replicate: mesh: {{replicate: {engine.ranks // fewer}, shard: {fewer}}}"
+    )
+    return told if fewer < engine.shard else ""
 
 
 def step_points(training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:

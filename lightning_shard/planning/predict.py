@@ -14,7 +14,6 @@ from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_point, without_activations
 from lightning_shard.planning.traffic import Collective
-from lightning_shard.text import show_bytes
 
 # An engine's facts to the module that has its ``step_memory``, ``step_points``, ``start_of_fit`` and ``collectives``.
 ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFacts: fully_shard, DeepSpeedFacts: zero}
@@ -22,8 +21,7 @@ ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFac
 
 def step_memory(training: Training, engine: EngineFacts) -> StepMemory:
     """What the rank that needs most has resident in the optimizer's step, and what waits for it."""
-    found: StepMemory = ARITHMETIC[type(engine)].step_memory(training, engine)
-    return found
+    return ARITHMETIC[type(engine)].step_memory(training, engine)
 
 
 def step_points(training: Training, engine: EngineFacts, trace: Trace | None) -> list[Point]:
@@ -46,22 +44,7 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace | None) ->
 
 def start_points(training: Training, engine: EngineFacts) -> list[Point]:
     """The start of a fit, of engines that may have less in a step; of others nothing."""
-    start = ARITHMETIC[type(engine)].start_of_fit(training, engine)
-    return [] if start is None else [start]
-
-
-def padding_note(training: Training, engine: EngineFacts) -> str | None:
-    """What FSDP2's padding costs, and the mesh that avoids it; None: less than a tenth."""
-    if not isinstance(engine, FSDPFacts):
-        return None
-    padded, full, fewer = fully_shard.padding(training, engine)
-    if padded <= 1.1 * full:
-        return None
-    return (
-        f"FSDP2 pads dim 0 of each parameter to a multiple of its {engine.shard:,} shards: gathered, all units "
-        f"take {show_bytes(padded)} in place of {show_bytes(full)}. Shard over fewer ranks and replicate: "
-        f"mesh: {{replicate: {engine.ranks // fewer}, shard: {fewer}}}"
-    )
+    return ARITHMETIC[type(engine)].start_of_fit(training, engine)
 
 
 def collectives(training: Training, engine: EngineFacts) -> list[Collective]:

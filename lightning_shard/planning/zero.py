@@ -47,17 +47,15 @@ def step_memory(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     return _beside(memory, gradients + MemoryAccount(host=KindBytes(masters=copies)))
 
 
-def start_of_fit(training: Training, engine: DeepSpeedFacts) -> Point | None:
+def start_of_fit(training: Training, engine: DeepSpeedFacts) -> list[Point]:
     """Below stage 3 the full module comes onto the device in the dtypes that it was loaded in
-    (`engines.torch_ddp.prepare_replica`) before it is cast; None: in a step there is no less.
+    (`engines.torch_ddp.prepare_replica`) before it is cast; nothing: in a step there is no less.
     """
     model = training.model
     cast = compute_bytes(model.parameters, training.policy.compute)
     loaded = sum(p.numel * p.dtype.itemsize for p in model.parameters)
-    if engine.stage == 3 or loaded <= cast:
-        return None
     kinds = KindBytes(parameters=cast, gathered=loaded - cast, buffers=model.buffer_bytes)
-    return Point(name=START, account=MemoryAccount(device=kinds))
+    return [] if engine.stage == 3 or loaded <= cast else [Point(name=START, account=MemoryAccount(device=kinds))]
 
 
 def _beside(memory: ZeroMemory, other: MemoryAccount) -> ZeroMemory:

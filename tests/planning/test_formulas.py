@@ -13,12 +13,13 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount, most
-from lightning_shard.planning import fully_shard as fully_shard_bytes
 from lightning_shard.planning import predict
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training
-from lightning_shard.planning.predict import collectives, padding_note, start_points, step_memory, step_points
+from lightning_shard.planning.fully_shard import padding_note
+from lightning_shard.planning.predict import collectives, start_points, step_memory, step_points
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.tensors import fake
+from lightning_shard.text import show_bytes
 from tests.planning.support import BF16, FP32, model
 
 
@@ -122,10 +123,10 @@ def test_padding_of_dim_0(rows: int, ranks: int, padded: int, fewer: int) -> Non
         group = module._get_fsdp_state()._fsdp_param_group
         assert ranks * group.fsdp_params[0].padded_sharded_param_size[0] == padded
     training, engine = Training(model=model(rows), policy=FP32), FSDPFacts(replicate=1, shard=ranks)
-    assert fully_shard_bytes.padding(training, engine) == (padded * 40, rows * 40, fewer)
     note = padding_note(training, engine)
-    assert (note is None) == (padded <= 1.1 * rows)
-    assert note is None or f"mesh: {{replicate: {ranks // fewer}, shard: {fewer}}}" in note
+    assert bool(note) == (padded > 1.1 * rows)
+    assert not note or f"take {show_bytes(padded * 40)} in place of {show_bytes(rows * 40)}." in note
+    assert not note or f"mesh: {{replicate: {ranks // fewer}, shard: {fewer}}}" in note
 
 
 def test_every_engine_has_its_arithmetic() -> None:
