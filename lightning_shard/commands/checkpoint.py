@@ -58,7 +58,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _done(command: str, path: str, options: Mapping[str, Any]) -> str:
-    """Do it, and say what was done."""
     if command == "clean":
         from lightning_shard.checkpoint.files.commit import clean
 

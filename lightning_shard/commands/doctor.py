@@ -41,8 +41,6 @@ SLOW = 0.5  # A link of less than this part of the median of its kind is called 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What a rank says of itself and has measured."""
-
     node: str
     device: str
     versions: Mapping[str, str]
@@ -255,7 +253,6 @@ def odd(ranks: Sequence[Rank]) -> list[str]:
 
 
 def slowest(ranks: Sequence[Rank]) -> Links:
-    """The speeds that the slowest rank saw in all-gathers."""
     inside = min((1e9 * rank.inside for rank in ranks if rank.inside), default=None)
     between = min((1e9 * rank.between for rank in ranks if rank.between), default=None)
     seen = {name: [rank.reached[name] for rank in ranks] for name in ranks[0].reached}

@@ -89,14 +89,13 @@ def describe(environ: Mapping[str, str]) -> dict[str, Any]:
 def _never_run(gpus: bool, environ: Mapping[str, str]) -> list[str]:
     """What no test or measurement of this package covers; README.md, "Limits", says the same."""
     several = any(int(environ.get(name, "1")) > 1 for name in ("SLURM_JOB_NUM_NODES", "GROUP_WORLD_SIZE"))
+    here = f"{platform.system()} on {platform.machine()}"
     found = {
         "GPUs: NCCL, streams and pinned memory are tested by `pytest -m gpu` alone, and nothing is measured": gpus,
         "links between machines: several nodes were virtual ones on one machine": several,
-        f"{platform.system()} on {platform.machine()}: tests run on Linux on x86_64": (
-            (platform.system(), platform.machine()) != ("Linux", "x86_64")
-        ),
+        f"{here}: tests run on Linux on x86_64": here != "Linux on x86_64",
     }
-    return [text for text, here in found.items() if here]
+    return [text for text, holds in found.items() if holds]
 
 
 def _first_line(*command: str, line: int = 0) -> str | None:

@@ -5,7 +5,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from types import FrameType, TracebackType
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -73,7 +72,7 @@ def is_mistake(error: BaseException) -> bool:
     """
     if isinstance(error, UsageError | ShardError | MisconfigurationException):
         return True
-    frames = _frames(error.__traceback__)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     refused = isinstance(error, ValueError | ModuleNotFoundError | _OF_PATHS)
     if not frames or not (refused or isinstance(error, RuntimeError | TypeError)):
         return False
@@ -93,14 +92,9 @@ def is_mistake(error: BaseException) -> bool:
 
 def cause_of(error: Exception, failure: Exception | None) -> Exception:
     """What made the command fail: ``failure``, raised by a constructor, where jsonargparse reported it as its own."""
-    frames = _frames(error.__traceback__)
-    if failure is None or not isinstance(error, ValueError) or package_of(frames[-1]) != "jsonargparse":
-        return error
-    return failure
-
-
-def _frames(trace: TracebackType | None) -> list[FrameType]:
-    return [frame for frame, _ in traceback.walk_tb(trace)]
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    reported = isinstance(error, ValueError) and package_of(last) == "jsonargparse"
+    return error if failure is None or not reported else failure
 
 
 def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:

@@ -91,25 +91,23 @@ def main(arguments: Sequence[str]) -> int:
     gpus = visible()
     usual = ("quickstart", f"{gpus} gpu" if gpus else "2 cpu", "yes" if shutil.which("sbatch") else "no", "choose")
     found = _answers(options.answers, [*usual, "bf16-mixed" if gpus else "32-true"])
-    own = "/" not in found["train"] and found["train"] != "quickstart"
     form = f"{found['engine']} in {found['precision']}"
     needs = next((what for forms, what in _NEEDS.items() if re.fullmatch(forms, form)), None)
-    if not own and needs:
+    if needs and ("/" in found["train"] or found["train"] == "quickstart"):
         raise ConfigurationError(
             f"{form} needs {needs}; {found['train']} has torch's AdamW. "
             f"Take {found['engine']}_aligned, or {found['precision'].replace('true', 'mixed')}."
         )
     copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
     nodes, devices, accelerator = int(copies or 1), int(count), device or ("gpu" if gpus else "cpu")
-    written = shlex.quote(str(options.output))
-    launch = f"lightning-shard fit --config {written}"
+    config = f"--config {shlex.quote(str(options.output))}"
+    launch = f"lightning-shard fit {config}"
     if nodes > 1:
-        meeting = "--rdzv-backend c10d --rdzv-endpoint NODE:29500"
-        launch = f"torchrun --nnodes {nodes} --nproc-per-node {devices} {meeting} -m lightning_shard fit"
-        launch += f" --config {written}    # on each node; NODE is the name of one of them"
+        launch = f"torchrun --nnodes {nodes} --nproc-per-node {devices} --rdzv-backend c10d --rdzv-endpoint NODE:29500 "
+        launch += f"-m lightning_shard fit {config}    # on each node; NODE is the name of one of them"
     if found["slurm"] == "yes":
         cpu = " --cpu" * (accelerator == "cpu")
-        launch = f"lightning-shard slurm --nodes {nodes} --devices {devices}{cpu} --config {written} --submit"
+        launch = f"lightning-shard slurm --nodes {nodes} --devices {devices}{cpu} {config} --submit"
     values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
     values |= {"precision": found["precision"], "modules": _modules(found["train"])}
     strategy = {"reason": "The line to change.", "strategy": found["engine"]}
@@ -143,11 +141,10 @@ def _answers(given: Sequence[str], usual: Sequence[str]) -> dict[str, str]:
             answer = _typed(f"{question} [{default}] ") or default if asks else answers.get(name, default)
             # YAML reads an unquoted yes as true.
             answers[name] = ("yes" if answer else "no") if isinstance(answer, bool) else str(answer)
-            wrong = _wrong(name, answers[name])
-            if wrong and not asks:
-                raise ConfigurationError(wrong)
-            if not wrong:
+            if not (wrong := _wrong(name, answers[name])):
                 break
+            if not asks:
+                raise ConfigurationError(wrong)
             print(wrong)
     return answers
 

@@ -124,7 +124,11 @@ def _explain_value(message: str) -> str:
             has = " A class is given by class_path, and its arguments below init_args."
         return f"{key}.{option[1]}: {owner} has no such argument.{did_you_mean(option[1], arguments)}{has}"
     if owned:
-        return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}{_near_attribute(text)}"
+        if text.startswith("No module named"):
+            text += f", neither among what is installed nor in this folder, {os.getcwd()}"
+        elif missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
+            text += f".{did_you_mean(missing[2], dir(sys.modules[missing[1]]))}"
+        return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}"
     if key == "trainer.precision" and given:
         return f"{key}: got {_shown(given)}; strategies of lightning_shard run {ALL}."
     if value := re.match(r"Expected an? (.*?)\.? Got value: (.*)", text):
@@ -156,13 +160,6 @@ def _beside_class_path(given: str) -> str:
     return told if beside else ""
 
 
-def _near_attribute(text: str) -> str:
-    if text.startswith("No module named"):
-        return f", neither among what is installed nor in this folder, {os.getcwd()}"
-    missing = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text)
-    return f".{did_you_mean(missing[2], dir(sys.modules[missing[1]]))}" if missing else ""
-
-
 def _how_to_give(types: str, word: str) -> str:
     """How a value of these types is written in YAML; ``word``: what was taken for the name of a class."""
     found = {path: imported(path) for path in re.findall(r"[\w.]+\.[A-Z]\w+", types)}
@@ -175,7 +172,6 @@ def _how_to_give(types: str, word: str) -> str:
 
 
 def _with_subclasses(base: type) -> list[str]:
-    """Names of a class and of all below it that were imported."""
     below: list[type] = type.__subclasses__(base)
     return [base.__name__, *(name for kind in below for name in _with_subclasses(kind))]
 

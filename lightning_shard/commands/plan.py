@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,8 +119,6 @@ def parsed(arguments: Sequence[str]) -> Plan:
     if model is not None:
         rest = [*_hugging_face(model, options), *rest]
     measured = None if options.links is None else read_links(options.links)
-    if options.picture is not None:
-        report.require_matplotlib()
     # DeepSpeed's logger writes to what is stdout when it is imported.
     with contextlib.redirect_stdout(sys.stderr):
         return plan(options, plan_inputs.read(rest, nodes=options.nodes, devices=options.devices), measured)
@@ -141,7 +140,7 @@ def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
-    """Numbers that can't be."""
+    """What can't be."""
     if options.search and not (options.device_name or options.device_peak or options.links):
         yield "--search compares times: say the device by --device-name H100 or --device-peak"
     for name in ("nodes", "devices", "batch_size", "seq_len", "global_batch"):
@@ -156,6 +155,9 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"--links {options.links} and {speeds} both say how fast links are: give the file, or the speeds"
     if options.reserve is not None and options.reserve >= options.device_memory:
         yield "--reserve leaves nothing of --device-memory: give less"
+    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        install = "pip install 'lightning-shard[examples]'. Without --picture the plan is printed"
+        yield f"--picture needs matplotlib, which is not installed: {install}"
 
 
 def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Plan:
@@ -194,8 +196,9 @@ def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, 
     """What doctor measured of a device, else what the options say; None: neither."""
     if measured:
         # Without a name products lose nothing to tiles: the processors are not known.
-        known = find_peaks(options.device_name or "") or Peaks(half=1.0, tf32=None, single=1.0, processors=1)
-        return Device(**{**measured, "attention": known.attention, "processors": known.processors})
+        known = find_peaks(options.device_name or "")
+        own = {"processors": 1} if known is None else {"attention": known.attention, "processors": known.processors}
+        return Device(**measured, **own)
     if options.device_name is None and options.device_peak is None:
         return None
     dtype = inputs.strategy.policy.products

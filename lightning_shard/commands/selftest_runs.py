@@ -138,15 +138,15 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _settings(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    gpu = options.accelerator == "gpu" or (options.accelerator is None and visible() > 0)
-    nodes, devices, job = 1, options.devices or (visible() if gpu else 2), read_job(environ)
+    accelerator = options.accelerator or ("gpu" if visible() else "cpu")
+    nodes, devices, job = 1, options.devices or (visible() if accelerator == "gpu" else 2), read_job(environ)
     if "RANK" in environ:
         devices = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
         nodes = int(environ["WORLD_SIZE"]) // devices
     elif job is not None and job.uses_srun:
         nodes = job.nodes or 1
         devices = (job.tasks or nodes) // nodes
-    found = {"num_nodes": nodes, "devices": devices, "accelerator": "gpu" if gpu else "cpu"}
+    found = {"num_nodes": nodes, "devices": devices, "accelerator": accelerator}
     return {**found, "precision": options.precision, "default_root_dir": options.folder}
 
 

@@ -94,16 +94,9 @@ class _ModelFlops:
         return count
 
     def count_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **_: Any,
+    ) -> Tensor:  # fmt: skip
         """In place of ``scaled_dot_product_attention``, whose kernels hide causality: counts, computes nothing."""
         flops = attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
         self.attention += flops if self._counts() else 0
@@ -152,17 +145,14 @@ def _eager_forward() -> Generator[None, None, None]:
 
 def _leaves(outputs: list[Tensor]) -> list[Tensor]:
     """The tensors that a backward pass from ``outputs`` would give gradients to."""
-    waiting = [output.grad_fn for output in outputs]
     leaves = [output for output in outputs if output.grad_fn is None]
-    seen = set()
+    waiting, seen = [output.grad_fn for output in outputs], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            leaves.append(variable)
-        waiting.extend(following for following, _ in node.next_functions)
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves += [node.variable] if hasattr(node, "variable") else []
+            waiting += [following for following, _ in node.next_functions]
     return leaves
 
 
@@ -195,11 +185,6 @@ def _cpu_attention(
     return attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
 
 
-def _cpu_attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any, **_: Any) -> int:
-    _output, _logsumexp, _dropout, is_causal = more
-    return 2 * _cpu_attention(query, key, value, is_causal=is_causal)
-
-
 def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
     """Products with both weights at each of ``steps`` (..., inputs); cuDNN has a list of all layers' weights."""
     weights = weight if isinstance(weight, list | tuple) else (weight, others[0])
@@ -209,7 +194,8 @@ def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
 FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
     tracing.CPU_ATTENTION: _cpu_attention,
-    tracing.CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
+    # (gradient, query, key, value, output, logsumexp, dropout, is_causal)
+    tracing.CPU_ATTENTION_BACKWARD: lambda *args, **_: 2 * _cpu_attention(args[1], args[2], args[3], 0.0, args[7]),
     **dict.fromkeys(tracing.RECURRENT, _recurrent),
     **dict.fromkeys(tracing.RECURRENT_BACKWARD, lambda *args, **more: 2 * _recurrent(*args, **more)),
 }

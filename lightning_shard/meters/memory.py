@@ -187,11 +187,9 @@ def memory_table(
     accounts = {"": account} if predicted is None else {"": account, ", predicted": predicted}
     places = [place for place in PLACES if place == "device" or any(getattr(a, place).total for a in accounts.values())]
     cells = {f"{place}{whose}": getattr(a, place) for place in places for whose, a in accounts.items()}
+    sizes = {kind: [getattr(found, kind) for found in cells.values()] for kind in KINDS}
     rows = [("", *cells)]
-    for kind in KINDS:
-        sizes = [getattr(found, kind) for found in cells.values()]
-        if any(sizes):
-            rows.append((kind, *(size_text(size) if size else "-" for size in sizes)))
+    rows += [(k, *(size_text(size) if size else "-" for size in each)) for k, each in sizes.items() if any(each)]
     rows.append(("total", *(size_text(found.total) for found in cells.values())))
     if predicted is not None:
         differ = [kind for kind in _REASONS if getattr(account.device, kind) != getattr(predicted.device, kind)]
@@ -241,7 +239,6 @@ def suggestions(
 
 
 def advice(account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False) -> str:
-    """`suggestions` as lines to read."""
     found = suggestions(account, engine, aligned=aligned, checkpointing=checkpointing)
     lines = [f"  {text}{'' if saves is None else f': {size_text(saves)} less'}" for text, saves in found.items()]
     return "\n".join(["What holds less on each rank's device, by this account:", *lines])

@@ -56,16 +56,14 @@ def _real(batch: Any, tensors: Sequence[Tensor], tokens: Tensor, mask_key: str |
     if mask is not None and mask.shape == tokens.shape:
         return mask.sum() if mask.dtype == torch.bool else ((mask != 0) & (mask != IGNORED)).sum()
     labels = _entry(batch, "labels")
-    others = [t for t in tensors if t is not tokens and t.shape == tokens.shape and _is_tokens(t)]
     if labels is None or labels.shape != tokens.shape:
-        labels = others[0] if others else None
+        others = (t for t in tensors if t is not tokens and t.shape == tokens.shape and _is_tokens(t))
+        labels = next(others, None)
     return None if labels is None else (labels != IGNORED).sum()
 
 
 def _entry(batch: Any, key: str | int | None) -> Tensor | None:
     """The tensor under a key of a mapping or at a place of a sequence, if there is one."""
-    if key is None or isinstance(batch, Tensor | str | bytes):
-        return None
     found = None
     if isinstance(batch, Mapping):
         found = batch.get(key)
@@ -218,7 +216,8 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
     ):
         values = [value * scale for window in counted if (value := getattr(window, name)) is not None]
         if values:
-            rows.append((label, *(form.format(value) for value in _spread(values))))
+            deciles = statistics.quantiles(values if len(values) > 1 else 2 * values, n=10, method="inclusive")
+            rows.append((label, *map(form.format, (statistics.median(values), deciles[0], deciles[-1]))))
     last = windows[-1]
     steps = sum(window.steps for window in counted)
     memory = "resident" if on_cpu else f"allocated, {size_text(last.reserved)} reserved"
@@ -256,15 +255,8 @@ def window_line(window: Window, loss: float | None) -> str:
 
 def size_text(size: float) -> str:
     """Bytes as GiB, or in a smaller unit where they are few."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size:.0f} B"
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    deciles = statistics.quantiles([*values, *values] if len(values) < 2 else values, n=10, method="inclusive")
-    return statistics.median(values), deciles[0], deciles[-1]
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((f"{size / factor:.2f} {unit}" for unit, factor in units if size >= factor), f"{size:.0f} B")
 
 
 # Work.wait is what every collective that is called from Python ends in; the other is DDP's of buffers.
@@ -290,7 +282,6 @@ class Waiting:
 
     @contextmanager
     def also(self) -> Generator[None, None, None]:
-        """Count what is done in it."""
         start = time.perf_counter()
         try:
             yield

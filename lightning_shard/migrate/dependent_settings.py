@@ -12,8 +12,6 @@ from lightning_shard.migrate.neutral import LEVELS, MESH, Effect, Engine, Line, 
 
 @dataclass(kw_only=True)
 class Target:
-    """What is being written for one engine; the functions below add to it."""
-
     engine: Engine
     arguments: dict[str, Any]  # Of the strategy, nested as its YAML is.
     told: bool  # Whether the user gave the strategy's name, whose arguments hold whatever the sources ask for.

@@ -59,7 +59,6 @@ OLD_FSDP = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
 
 
 def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
-    """Add to ``reading`` what an ``fsdp_config`` of either version asks for."""
     content = reading.prefixed("fsdp_config", section, "fsdp_", FSDP, OLD_FSDP)
     version = str(content.get("fsdp_version", 1))
     if version not in ("1", "2"):

@@ -248,7 +248,6 @@ def arguments_of(engine: Engine) -> dict[str, Field]:
 
 
 def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], path: str) -> None:
-    """Add to ``reading`` what arguments of an own strategy ask for."""
     known = arguments_of(engine)
     flat = _flat(arguments, {name.partition(".")[0] for name in known if "." in name})
     reading.check_keys(path, flat, known, "the strategy")

@@ -66,7 +66,6 @@ class Reading:
     launch: dict[str, str] = field(default_factory=dict)  # What the launcher is to be told: variable to value.
 
     def ask(self, name: str, value: Any, field: str, given: Any, note: str = "") -> None:
-        """Add that a source's ``field`` becomes the setting ``name``."""
         self.asked.append(Line(field, given, name, value, note))
 
     def meet(self, field: str, given: Any, note: str) -> None:
@@ -81,7 +80,6 @@ class Reading:
             self.meet(field, given, f"{effect} alone: {reason}" + f"; nearest: {nearest}" * bool(nearest))
 
     def rest(self, field: str, given: Any) -> None:
-        """Add a field that asks for nothing."""
         self.idle.append(f"{field} {shown(given)}")
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -156,7 +154,6 @@ def shown(value: Any) -> str:
 
 
 def setting(name: str, kind: str, *idle: Any, **more: Any) -> Field:
-    """A field that becomes the neutral setting ``name``; ``idle``: values that ask for nothing."""
     return Field(name=name, kind=kind, idle=idle, **more)
 
 

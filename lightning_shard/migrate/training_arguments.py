@@ -58,7 +58,6 @@ FIELDS: Mapping[str, Field] = {
 
 
 def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> None:
-    """Add to ``reading`` what a file of ``TrainingArguments`` asks for, and what is wrong with it."""
     # axolotl may have a fsdp_version alone, and bf16: auto for what has the instructions.
     content = {**content, "fsdp": content.get("fsdp") or ("full_shard" if content.get("fsdp_version") else None)}
     deepspeed, fsdp = content.get("deepspeed"), "full_shard" if content["fsdp"] is True else content["fsdp"] or ()

@@ -40,8 +40,6 @@ def up_to(size: int, multiple: int) -> int:
 
 @dataclass(eq=False)
 class Block:
-    """A part of a segment."""
-
     size: int
     address: int
     pool: "Pool"

@@ -261,7 +261,6 @@ class LiveBytes(NumbersReadAsOne):
         self.last_operation = ""
 
     def begin(self, phase: Phase, unit: str) -> None:
-        """Begin a segment; the one before ends."""
         if self.segments:
             self.finish()
             if (self.segments[-1].phase, self.segments[-1].unit) == (phase, unit):
@@ -273,7 +272,6 @@ class LiveBytes(NumbersReadAsOne):
         self.segments[-1].end_activations, self.segments[-1].end_gradients = self.activations, self.gradients
 
     def track(self, tensors: Any) -> None:
-        """Count the storages of ``tensors`` that are new."""
         for tensor in (t for t in tree_leaves(tensors) if isinstance(t, Tensor)):
             key, storage = storage_key(tensor), tensor.untyped_storage()
             if key not in self._known and key not in self._alive:
@@ -309,7 +307,6 @@ class LiveBytes(NumbersReadAsOne):
             self.note()
 
     def note(self) -> None:
-        """Compare what is alive now with the most so far."""
         if not self.segments:
             return
         segment = self.segments[-1]

@@ -47,7 +47,6 @@ _SPLIT = 2048  # Of the summed dim, from which on a library splits it where tile
 
 
 def product_seconds(device: Device, batch: int, m: int, k: int, n: int, dtype: torch.dtype) -> float:
-    """Of ``batch`` products of (m, k) and (k, n)."""
     peak = device.single if dtype == torch.float32 else device.products
     found = []
     for rows, columns, reached in _TILES:
@@ -88,16 +87,6 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def runs_kernel(func: Any) -> bool:
-    return not func.is_view and func.namespace != "prim" and not any(part in func.name() for part in _NO_KERNEL)
-
-
-def moved(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Bytes that an operator reads and writes."""
-    written = sum(map(_bytes, outputs))
-    return 2 * written if func.overloadpacket in _ROWS else written + sum(map(_bytes, inputs))
-
-
 def arithmetic_seconds(device: Device, func: Any, args: Any, kwargs: Any, result: Any) -> float | None:
     """Seconds of a product, a convolution or attention; None: it is none of these."""
     packet = func.overloadpacket
@@ -131,7 +120,7 @@ class OperatorTimes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if runs_kernel(func):
+        if not (func.is_view or func.namespace == "prim" or any(part in func.name() for part in _NO_KERNEL)):
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
             # What gives back nothing writes to what it was given first: a tensor, or a list of them.
@@ -143,8 +132,9 @@ class OperatorTimes(TorchDispatchMode):
         part, device, product = self.part(), self.device, arithmetic is not None
         if product or self._group[0] != part:
             self._group, self._open, self._read = (part, self._group[1] + 1), False, set()
-        work = self.parts[part]
-        seconds = max(moved(func, inputs, outputs) / device.memory, device.kernel)
+        work, written = self.parts[part], sum(map(_bytes, outputs))
+        moved = 2 * written if func.overloadpacket in _ROWS else written + sum(map(_bytes, inputs))
+        seconds = max(moved / device.memory, device.kernel)
         fused = work.fused + self._fused(inputs, outputs, writes=product) / device.memory
         work = replace(work, operators=work.operators + 1, kernels=work.kernels + (not self._open), fused=fused)
         self._open = not product  # what comes after a product is another kernel
@@ -166,9 +156,8 @@ class OperatorTimes(TorchDispatchMode):
             count += _bytes(tensor) * ((maker is not None and maker[0] == self._group[0]) + (not writes))
             self._made.pop(key, None)
             self._read.add(key)
-        for tensor in outputs:
+        for key in map(storage_key, outputs):
+            self._made.pop(key, None)
             if not writes:
-                self._made[storage_key(tensor)] = self._group
-            else:
-                self._made.pop(storage_key(tensor), None)
+                self._made[key] = self._group
         return count

@@ -191,7 +191,6 @@ class Run:
         return [replace(point, account=with_averages(point.account, self.averages)) for point in points]
 
     def tensors(self, batch: int | None = None) -> int:
-        """Bytes of tensors on a device at the peak."""
         return peak(self.points(batch), cpu=self.cpu).held(cpu=self.cpu)
 
     @cached_property
@@ -350,7 +349,6 @@ def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: boo
 
 
 def ranked(found: Iterable[Form]) -> list[Form]:
-    """The best form of each name, the fastest first."""
     best: dict[str, Form] = {}
     for form in sorted(found, key=lambda form: form.cost):
         best.setdefault(form.name, form)

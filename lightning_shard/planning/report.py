@@ -46,7 +46,6 @@ class Row:
         return f"{self.name} + {'selective ' if self.checkpointing == SELECTIVE else ''}checkpointing"
 
     def verdict(self, memory: int) -> str:
-        """Whether ``memory`` bytes of a device are enough."""
         found = verdict(self.needs.ends, memory)
         return found if self.traced or found == "does not fit" else "?"
 
@@ -90,7 +89,6 @@ def fit(row: Row, memory: int) -> str:
 
 
 def _sure_and(sure: object, may: str, nothing: str) -> str:
-    """What is sure, and then what may be; ``nothing`` where neither is anything."""
     return f"{sure or 'none for sure'}; {may}" if may else str(sure or nothing)
 
 
@@ -183,16 +181,6 @@ def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
     time = row.time.expected if row.time else 0.0
     # What differs by less than a MiB is equal: the first of such rows is the simplest engine.
     return (offloaded, round(time, 6), FORMS.index(row.checkpointing), *sent, most.device.total >> 20)
-
-
-def require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(
-            "--picture needs matplotlib, which is not installed: pip install 'lightning-shard[examples]'. Without "
-            "--picture the plan is printed."
-        ) from error
 
 
 def draw(rows: Sequence[Row], memory: int, path: Path) -> None:

@@ -66,7 +66,6 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What most of the step is spent on."""
         return max(self.parts, key=lambda part: self.parts[part])
 
 
@@ -161,8 +160,6 @@ def _step(training: Training, memory: MemoryAccount, rates: Rates, *, by: float)
 
 @dataclass(kw_only=True)
 class _Clock:
-    """Where device, host and links are in a micro-batch, in seconds."""
-
     device: float = 0.0
     host: float = 0.0
     wire: float = 0.0  # Of the communicator of gathers and reductions.

@@ -67,8 +67,6 @@ _REACHED = ("products", "single", "memory", "host", "launch")
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What links carry in collectives."""
-
     intra_node: float | None  # Bytes per second of a device to others of its node; None: no two ranks shared one.
     inter_node: float | None  # Bytes per second of a node to others; None: there was one node.
     # What a device reaches, by the fields of `lightning_shard.planning.operators.Device`; empty: it was not measured.
@@ -76,7 +74,6 @@ class Links:
 
 
 def links_text(links: Links) -> str:
-    """They as JSON, in bytes per second."""
     content = {"format": FORMAT, **{key: getattr(links, name) for name, key in _SPEEDS.items()}}
     if links.device:
         content["device"] = dict(links.device)

@@ -289,8 +289,10 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     """See `predict.step_memory`. Masters and optimizer state are one flat partition for each optimizer group."""
     model, policy, stage_1 = training.model, training.policy, engine.stage == 1
     compute, master, sums = policy.compute, policy.master, engine.accumulate
-    partitions, overlapping = _flat_partitions(model.trainable, engine.ranks)
-    flat = sum(partitions)
+    # Elements of a rank's partition of each group, padded to twice the ranks, and, at most, of the parameters in it.
+    groups = [[p.numel for p in members] for members in _by_group(model.trainable)]
+    partitions = [-(-sum(sizes) // (2 * engine.ranks)) * 2 for sizes in groups]
+    flat, overlapping = sum(partitions), sum(map(_most_overlapping, groups, partitions))
     frozen = compute_bytes((p for p in model.parameters if not p.trainable), compute)
     device = KindBytes(parameters=flat * engine.ranks * compute.itemsize + frozen, buffers=model.buffer_bytes)
     state = KindBytes(masters=flat * master.itemsize, optimizer=training.optimizer.state_bytes(partitions, master))
@@ -336,13 +338,6 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
         freed_in_reduction=freed if stage_1 else late,
         waiting=waiting,
     )
-
-
-def _flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> tuple[list[int], int]:
-    """Elements of a rank's partition of each group, padded to ``2 * ranks``, and, at most, of the parameters in it."""
-    groups = [[p.numel for p in members] for members in _by_group(parameters)]
-    partitions = [-(-sum(sizes) // (2 * ranks)) * 2 for sizes in groups]
-    return partitions, sum(map(_most_overlapping, groups, partitions))
 
 
 def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
