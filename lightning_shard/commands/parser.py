@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -176,14 +175,14 @@ def _with_subclasses(base: type) -> list[str]:
     return [base.__name__, *(name for kind in below for name in _with_subclasses(kind))]
 
 
-@dataclass
+@dataclasses.dataclass
 class _Scope:
     """What a statement of the tree stands under: a key, a class, or a union of types that were tried in turn."""
 
     indent: int
     kind: str
     name: str
-    said: dict[str, str] = field(default_factory=dict)  # Of a union: ``Subtypes``, ``Given value``.
+    said: dict[str, str] = dataclasses.field(default_factory=dict)  # Of a union: ``Subtypes``, ``Given value``.
 
 
 _HEADS = {

@@ -1,12 +1,11 @@
 """What ``lightning-shard plan`` reads: the module without data in its tensors, the first batch, the strategy."""
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +108,7 @@ def _number(trainer: Mapping[str, Any], name: str) -> int:
 def _parse(arguments: Sequence[str], mode: Any) -> Any:
     class Parser(ShardArgumentParser):
         def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            @functools.wraps(instantiator)
+            @wraps(instantiator)
             def without_data(class_type: Any, *args: Any, **kwargs: Any) -> Any:
                 build = partial(instantiator, class_type, *args, **kwargs)
                 is_module = isinstance(class_type, type) and issubclass(class_type, nn.Module)

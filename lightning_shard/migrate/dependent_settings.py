@@ -310,29 +310,23 @@ SPECIAL: Mapping[str, Callable[[Target, Line], None]] = {
     "mesh": _mesh,
     "reshard_ranks": _reshard_ranks,
     "cpu_offload": _cpu_offload,
-    "offload_optimizer.device": _offload,
-    "offload_parameters.device": _offload,
+    **dict.fromkeys(("offload_optimizer.device", "offload_parameters.device"), _offload),
     "activation_checkpointing": _activation_checkpointing,
     "compile": _compile,
     "accumulate_sync": _accumulate_sync,
     "trainer.accumulate_grad_batches": _accumulate,
     "precision": _precision,
-    "reduce": _override,
-    "output": _override,
-    "loss_scale": _override,
+    **dict.fromkeys(("reduce", "output", "loss_scale"), _override),
     "checkpoint_form": _checkpoint_form,
-    "config.optimizer": _built_by_deepspeed,
-    "config.scheduler": _built_by_deepspeed,
-    "config.prescale_gradients": _divided,
-    "config.gradient_predivide_factor": _divided,
+    **dict.fromkeys(("config.optimizer", "config.scheduler"), _built_by_deepspeed),
+    **dict.fromkeys(("config.prescale_gradients", "config.gradient_predivide_factor"), _divided),
 }
 """Setting to the function that adds it to a target; the rest go by the table of counterparts."""
 
 
 def finish(target: Target) -> None:
     """Replace the precision by `ShardPrecision` where one is needed, and write the stage that nobody asked for."""
-    overrides = target.trainer.pop("plugins", None)
-    if overrides:
+    if overrides := target.trainer.pop("plugins", None):
         precision = target.trainer.pop("precision")
         if not target.reading.carried:
             # Laid over a YAML, this one replaces the precision that stands there: Lightning takes one of the two.
@@ -341,5 +335,5 @@ def finish(target: Target) -> None:
         kept = target.reading.carried.get("trainer", {}).get("plugins")
         others = kept if isinstance(kept, list) else [] if kept is None else [kept]
         target.trainer["plugins"] = [*others, own]
-    if target.engine == "deepspeed" and "stage" not in target.arguments:
-        target.arguments["stage"] = 2
+    if target.engine == "deepspeed":
+        target.arguments.setdefault("stage", 2)

@@ -136,10 +136,7 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
     told, fixed = preset is not None, frozenset(arguments)
     target = Target(engine=engine, arguments=arguments, told=told, fixed=fixed, reading=reading)
     for asked in _once(reading, target.problems):
-        if asked.name in dependent_settings.SPECIAL:
-            dependent_settings.SPECIAL[asked.name](target, asked)
-        else:
-            _by_table(target, asked)
+        dependent_settings.SPECIAL.get(asked.name, _by_table)(target, asked)
     dependent_settings.finish(target)
     target.rows += reading.met
     return target

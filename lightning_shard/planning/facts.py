@@ -202,18 +202,17 @@ def trace_optimizer(root: nn.Module, optimizer: Optimizer, mode: Any) -> Optimiz
         tensors = {k: v for k, v in optimizer.state.get(parameter, {}).items() if isinstance(v, Tensor)}
         same = {k: v for k, v in tensors.items() if v.shape == parameter.shape and parameter.ndim}
         slots |= {name: _slot_dtype(slot, parameter) for name, slot in same.items()}
-        small = sum(slot.nbytes for name, slot in tensors.items() if name not in same and not slot.ndim)
-        unsharded += sum(slot.nbytes for name, slot in tensors.items() if name not in same and slot.ndim)
-        fixed = max(fixed, small)
+        others = [slot for name, slot in tensors.items() if name not in same]
+        fixed = max(fixed, sum(slot.nbytes for slot in others if not slot.ndim))
+        unsharded += sum(slot.nbytes for slot in others if slot.ndim)
         total += sum(slot.nbytes for slot in tensors.values())
-    stepped = sum(p.nbytes for p in parameters)
-    peak = live.segments[0].activations - total
+    stepped = max(1, sum(p.nbytes for p in parameters))
     return OptimizerFacts(
         slots=tuple(slots.values()),
         fixed_bytes=fixed,
         unsharded_bytes=unsharded,
-        temporary=max(0.0, peak / stepped) if stepped else 0.0,
-        moved=(counted.parts[0].products + counted.parts[0].memory) / max(1, stepped),
+        temporary=max(0.0, (live.segments[0].activations - total) / stepped),
+        moved=(counted.parts[0].products + counted.parts[0].memory) / stepped,
     )
 
 

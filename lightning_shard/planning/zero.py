@@ -94,27 +94,22 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
     done: tuple[str, ...] = ()
     for segment in trace.segments:
         # Buckets are allocated with the first gradient.
-        base = backward if segment.has_gradients else forward
+        base, gradients = backward if segment.has_gradients else forward, before
         # Where activations are not known, of backward's gradients the newest.
-        newest = memory.newest_gradient if segment.has_gradients else 0
-        device = replace(base.device, activations=segment.activations or newest)
-        if segment.has_gradients:
-            reached = sum(elements[name] for name in {*done, *([] if engine.stage <= 1 else [segment.unit])})
+        activations = segment.activations or memory.newest_gradient * segment.has_gradients
+        if segment.has_gradients and engine.stage <= 1:
+            gradients += int((after - before) * sum(elements[name] for name in done) / total)
+        elif segment.has_gradients:
             # Stage 2 allocates its partition when the first bucket is full, stage 3 for the whole run.
-            made = (after - before) * (reached > engine.reduce_bucket_size)
-            if engine.stage <= 1:
-                made = int((after - before) * reached / total)
-            device = replace(device, gradients=before + made)
+            reached = sum(elements[name] for name in {*done, segment.unit})
+            gradients += (after - before) * (reached > engine.reduce_bucket_size)
         if engine.stage <= 1 and not memory.waiting:
             # Gradients stay as backward made them, also in a unit of which some are missing.
-            gradients = device.gradients + segment.peak_gradients
-            device = replace(device, activations=segment.peak - segment.peak_gradients, gradients=gradients)
-        if engine.stage == 3:
-            here = gathered.get((segment.phase, segment.unit), 0)
-            device = replace(device, gathered=always_gathered + here * training.policy.compute.itemsize)
+            activations, gradients = segment.peak - segment.peak_gradients, gradients + segment.peak_gradients
         # Stage 3 gathers on a stream of its own (``partitioned_param_coordinator.py``, ``__allgather_stream``).
-        apart = KindBytes(gathered=device.gathered - always_gathered)
-        yield Point(name=segment.name, account=replace(base, device=device), apart=apart)
+        apart = gathered.get((segment.phase, segment.unit), 0) * training.policy.compute.itemsize
+        device = replace(base.device, activations=activations, gradients=gradients, gathered=always_gathered + apart)
+        yield Point(name=segment.name, account=replace(base, device=device), apart=KindBytes(gathered=apart))
         done = segment.complete or done
     end = replace(
         backward.device,
