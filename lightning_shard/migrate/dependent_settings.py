@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import put
@@ -36,7 +36,7 @@ class Target:
 
     def note(self, asked: Line, path: str, value: Any, note: str = "") -> None:
         """Add a line to the table without writing anything."""
-        self.rows.append(asked._replace(name=path, value=value, note="; ".join(filter(None, (asked.note, note)))))
+        self.rows.append(replace(asked, name=path, value=value, note="; ".join(filter(None, (asked.note, note)))))
 
     def hold(self, asked: Line, note: str) -> None:
         """Add a line for a setting that the engine has without being told; ``note`` says why."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning_shard import text
 from lightning_shard.engines.zero.config.reading import READERS
@@ -17,7 +17,8 @@ MESH = {axis.name: axis.default for axis in fields(MeshConfig)}
 """The mesh's axes to their sizes where nothing is said."""
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True)
+class Line:
     """What a field of a source asks for, and then what became of it: a line of the table."""
 
     field: str  # With dots.
