@@ -97,8 +97,7 @@ class MemoryCallback(MetersStep):
         meter, self._meter = self._meter, None
         self.measured = meter.stepped()
         device = trainer.strategy.root_device
-        own = [*tables.to_numbers(self.measured), *peak_bytes(device)]
-        rows = gather_rows(own, dtype=torch.int64, device=device)
+        rows = gather_rows([*tables.to_numbers(self.measured), *peak_bytes(device)], dtype=torch.int64, device=device)
         self.ranks = [tables.from_numbers(row[:-2]) for row in rows]
         rank = tables.largest(self.ranks)
         allocated, reserved = map(size_text, rows[rank][-2:])

@@ -153,11 +153,7 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[MetadataIndex, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        self.kept: dict[MetadataIndex, Tensor] = {}
 
     @torch.no_grad()
     def copy(self, boxes: Sequence[MetadataIndex], values: Values) -> Values:
@@ -165,10 +161,10 @@ class HostBuffers:
         sources = {index: values(index) for index in boxes}
         pinned = {index: source for index, source in sources.items() if source.device.type != "cpu"}
         wanted = {index: (source.shape, source.dtype) for index, source in sources.items()}
-        kept = {i: b for i, b in self._buffers.items() if (b.shape, b.dtype) == wanted.get(i)}
+        kept = {i: b for i, b in self.kept.items() if (b.shape, b.dtype) == wanted.get(i)}
         if not pinned.keys() <= kept.keys():
             kept = {index: buffer for index, buffer in kept.items() if index not in pinned}
-        self._buffers = kept  # what other boxes had is free before more is taken
+        self.kept = kept  # what other boxes had is free before more is taken
         if not pinned.keys() <= kept.keys():
             kept.update(zip(pinned, pinned_like(list(pinned.values())), strict=True))
         for index, source in sources.items():

@@ -60,8 +60,7 @@ def load_gradients(checkpoint: OpenCheckpoint, module: nn.Module, begin: Begin, 
                 share = 1.0 if None in keys else 1 / writers
                 _read_sum(checkpoint, live[name], list(keys.values()), share * factor)
             else:
-                own = [key for rank, key in keys.items() if rank == ranks.rank]
-                _read_sum(checkpoint, live[name], own, factor)
+                _read_sum(checkpoint, live[name], [key for rank, key in keys.items() if rank == ranks.rank], factor)
 
     ranks.agree(f"reading {path}", read)
 

@@ -212,7 +212,7 @@ def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
     """The checkpoint directory ``path``, whose tensors are read, and if ``compared`` files checked, when asked for."""
     opened = _open(path)
     found = opened.manifest
-    opened.directory.compare(found.files if compared else {})
+    opened.directory.unchecked.update(found.files if compared else {})
     stored = {
         key: StoredTensor(shape=shape, dtype=dtype, read=partial(opened.full, key))
         for key, (shape, dtype) in found.tensors.items()

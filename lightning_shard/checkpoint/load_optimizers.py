@@ -111,8 +111,7 @@ def plan_optimizers(
     further = further_names(names.aliases)
     for index, (optimizer, described) in enumerate(zip(optimizers, saved, strict=True)):
         by_name = {fqn: group for group in described["groups"] for fqn in group["params"]}
-        own = keys.get(index, {})
-        source = _Saved(index, manifest, own, described["slots"], by_name, further, homes, match)
+        source = _Saved(index, manifest, keys.get(index, {}), described["slots"], by_name, further, homes, match)
         live = optimizer_state.groups_of(index, optimizer, names)
         if (problem := other_kind(plan.optimizers[index], live, described)) is not None:
             match.problems.append(f"optimizer {index} {problem}")
@@ -204,8 +203,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
             found_for = f"saved for {min(having)} and not for {listed(sorted(without), most=3)}"
             source.match.problems.append(_in_one_tensor(source.index, slot, found_for))
     if plain or new:
-        optimizer = plan.optimizers[source.index]
-        plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, plain, new))
+        plan.slots.append(SlotsPlan(source.index, plan.optimizers[source.index], part, group.settings, plain, new))
 
 
 def _new_slot(part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[str, str], source: _Saved) -> NewTensor:

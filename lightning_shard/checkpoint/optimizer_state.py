@@ -39,8 +39,7 @@ def sharded_names(module: nn.Module) -> Names:
 
 def live_tensors(names: Names, masters: Mapping[str, LiveTensor] | None = None) -> dict[str, LiveTensor]:
     """FQN to each parameter and persistent buffer, or its ``masters``; ConfigurationError: no tensor of that name."""
-    stand_ins = {names.canonical(fqn): master for fqn, master in (masters or {}).items()}
-    return {**names.tensors, **stand_ins}
+    return {**names.tensors, **{names.canonical(fqn): master for fqn, master in (masters or {}).items()}}
 
 
 def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:

@@ -152,8 +152,7 @@ def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> t
     wide = [np.concatenate([local.boxes, own], axis=2) for local, own in zip(by_rank, more, strict=True)]
     boxes = np.concatenate(wide)
     chosen = _choose(tensors, tensor, rank, boxes, len(by_rank))
-    ends = np.cumsum(owned)
-    mine = [np.flatnonzero(part) for part in np.split(chosen, ends[:-1])]
+    mine = [np.flatnonzero(part) for part in np.split(chosen, np.cumsum(owned)[:-1])]
     counts = [len(part) for part in mine]
     return mine, BoxesByRank(tensors=tensors, counts=counts, tensor=tensor[chosen], boxes=boxes[chosen])
 
@@ -209,8 +208,7 @@ def _incomplete(facts: TensorFacts, boxes: Integers) -> str | None:
     elements = int(np.prod(boxes[:, 1], axis=1).sum())
     if elements != math.prod(facts.shape):
         return f"the ranks have {elements} elements of {facts.key} of shape {facts.shape}"
-    covered = covered_once(facts.shape, boxes[:, 0], boxes[:, 1])
-    return None if covered else f"{facts.key} has boxes that overlap"
+    return None if covered_once(facts.shape, boxes[:, 0], boxes[:, 1]) else f"{facts.key} has boxes that overlap"
 
 
 def _signature(tensor: Any) -> Any:

@@ -66,26 +66,22 @@ def training_state(
     )
 
 
-def save(path: AnyPath, collect: Callable[[], Contents]) -> None:
-    """Save the checkpoint directory ``path``, completely or not at all. All ranks call it; rank 0's ``path`` counts.
-    ``collect`` gives what there is to save, on each rank, without communication. Each box is written by one of the
-    ranks that have it. The same CheckpointError on every rank if any fails; an older checkpoint stays then.
-    """
-    ranks = Ranks.of()
-    begun = Begun(ranks, path, collect, Plans())
-    begun.finish(ranks, live_values(begun.state.tensors))
-
-
 def write_portable(path: AnyPath, contents: Contents) -> None:
-    """Write ``contents``, the same on all ranks, as the checkpoint directory ``path``. All ranks call it; as `save`."""
-    save(path, lambda: contents)
+    """Write ``contents``, the same on all ranks, as the directory ``path``, as `Begun` does. All ranks call it."""
+    ranks = Ranks.of()
+    Begun(ranks, path, lambda: contents, Plans()).finish(ranks, live_values(contents.tensors))
 
 
 class Begun:
-    """A save whose values are still to be written, by `finish`: nothing of the rest can change any more."""
+    """A save whose values are still to be written, by `finish`: nothing of the rest can change any more. It is complete
+    or not made at all; each box is written by one of the ranks that have it.
+    """
 
     def __init__(self, ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: Plans) -> None:
-        """Agree with all ranks on the plan. All ranks call it. Arguments and errors as for `save`."""
+        """Agree with all ranks on the plan. All ranks call it; rank 0's ``path`` counts. ``collect`` gives what is
+        saved, on each rank, without communication. The same CheckpointError on every rank if any fails; an older
+        checkpoint stays then.
+        """
         self._token = layout.new_token()
         # Rank 0's contents of ``trainer.pt``, and what follows this rank's boxes.
         self._trainer_state = self._own_state = b""
@@ -108,7 +104,7 @@ class Begun:
             self.plan = plans.agreed(ranks, still_holds=still_holds)
 
     def finish(self, ranks: Ranks, values: Values) -> None:
-        """Write the values and put the checkpoint in place, over ``ranks``. All ranks call it; errors as for `save`."""
+        """Write the values and put the checkpoint in place, over ``ranks``. All ranks call it; errors as before."""
         with commit.deleted_on_failure(self._temporary, here=ranks.is_first):
             written = ranks.collect(f"writing {self.target}", lambda: self._write(ranks.rank, values))
             ranks.first(f"completing {self.target}", lambda: self._complete(written))

@@ -142,8 +142,7 @@ def _folders() -> list[Path]:
 def _innermost(frames: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> Mapping[str, Any] | None:
     """The first frame of a file outside of ``folders``; the innermost one is the first."""
     paths = ((frame, Path(frame["filename"])) for frame in frames)
-    outside = (frame for frame, path in paths if path.is_absolute() and not {*folders} & {*path.parents})
-    return next(outside, None)
+    return next((frame for frame, path in paths if path.is_absolute() and not {*folders} & {*path.parents}), None)
 
 
 def write(folder: Path, rank: int) -> Path:

@@ -247,8 +247,7 @@ class Watch:
 
     def _add(self, name: str) -> int:
         """Add this rank to a counter, once; how many there are."""
-        own = int(name not in self._told)
-        count = self._store.add(name, own)
+        count = self._store.add(name, int(name not in self._told))
         self._told.add(name)
         return count
 

@@ -130,8 +130,7 @@ def decoded(value: Any) -> Any:
     def array(leaf: Any) -> Any:
         if not isinstance(leaf, dict):
             return leaf
-        data = leaf["bytes"].numpy().tobytes()
-        found = np.frombuffer(data, dtype=np.dtype(leaf[_ARRAY]))
+        found = np.frombuffer(leaf["bytes"].numpy().tobytes(), dtype=np.dtype(leaf[_ARRAY]))
         return found[0] if leaf["shape"] is None else found.reshape(leaf["shape"]).copy()
 
     return tree_map(array, value, is_leaf=lambda part: isinstance(part, dict) and _ARRAY in part)

@@ -256,8 +256,7 @@ class Generators:
 
     def __init__(self, loader: Any, samplers: list[Any], dataset: Any) -> None:
         found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
-        unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
-        self._own = list(unique.values())
+        self._own = list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
         self._attributes = Attributes(samplers, dataset)
 
     def snapshot(self, *, common: bool = True) -> dict[str, Any]:

@@ -178,12 +178,6 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {key: buffer.detach().to("cpu", copy=True) for key, buffer in found.items()}
 
 
-def buffers_before_validation(module: nn.Module, known: Known | None, averaging: Averaging | None) -> dict[str, Any]:
-    """All of buffers that a validation may change, copied."""
-    averages = {} if averaging is None else {name: b.cpu().clone() for name, b in averaging.buffers().items()}
-    return {**buffer_state(module, known, averaging), OWN: own_buffers(module), OWN_AVERAGES: averages}
-
-
 def buffer_state(module: nn.Module, known: Known | None, averaging: Averaging | None) -> dict[str, Any]:
     """Buffers with ``persistent=False`` that have changed since ``known``, and averages; none is swapped in."""
     changed = {} if known is None else changed_buffers(module, known)

@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -86,8 +87,7 @@ class Checkpoints(CheckpointIO):
 
     def _changed_values(self) -> list[dict[str, Any]]:
         """What `own_values` has of the optimizers that is not as it was when all was set up."""
-        now = own_values(self._engine.tensors.optimizers())
-        pairs = zip(now, self._values, strict=False)
+        pairs = zip(own_values(self._engine.tensors.optimizers()), self._values, strict=False)
         return [{n: v for n, v in new.items() if repr(v) != repr(old.get(n))} for new, old in pairs]
 
     def check(self, trainer: Trainer) -> None:
@@ -279,17 +279,12 @@ class Checkpoints(CheckpointIO):
     def _convert(self, path: StrPath) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
         ranks = Ranks.of()
-        root = location(self._root).absolute()
-        target = ranks.broadcast(str(root / f".converted-{layout.new_token()}.ckpt"))
+        target = ranks.broadcast(str(location(self._root).absolute() / f".converted-{layout.new_token()}.ckpt"))
         rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
         live = self._engine.tensors.optimizers()
-        optimizers: Literal["named", "none"] = "named" if live else "none"
-
-        def read() -> Contents:
-            # A stock file lacks the names.
-            return open_any(path, lambda: ModuleNames.of(self.module, live), optimizers=optimizers)
-
-        stored = ranks.agree(f"opening {path}", read)
+        names = partial(ModuleNames.of, self.module, live)  # which a stock file lacks
+        opened = partial(open_any, path, names, optimizers="named" if live else "none")
+        stored = ranks.agree(f"opening {path}", opened)
         self._converted = target
         write_portable(target, stored)
         return target
@@ -327,8 +322,7 @@ class Checkpoints(CheckpointIO):
             optimizers = optimizers and bool(hooked.get(layout.OPTIMIZER_STATES))
         try:
             if hooked is not None and _follows_names(self.module):
-                given = hooked["state_dict"]
-                edited, strict = follow_names(self.module, self._loading.manifest, given, strict=strict)
+                edited, strict = follow_names(self.module, self._loading.manifest, hooked["state_dict"], strict=strict)
             report = load.load_training_state(
                 self._loading,
                 module=self.module,

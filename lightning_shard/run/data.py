@@ -23,7 +23,7 @@ from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.reachable import kept_values
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.averaging import OWN, buffers_before_validation, restore_buffers, set_buffers
+from lightning_shard.run.averaging import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers, set_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
@@ -119,8 +119,7 @@ class Data:
         kept = {"seed": torch.initial_seed(), "epoch_ends": follows == "end of the epoch", "batch": _factors(trainer)}
         kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
         if (first := self._kept) is not None:
-            values = _kept_values(trainer)
-            kept["numbers"] = {name: now for name, now in values.items() if now != first.get(name)}
+            kept["numbers"] = {name: now for name, now in _kept_values(trainer).items() if now != first.get(name)}
         schedules = kinds_of(trainer.strategy.lr_scheduler_configs)
         # Lightning's averaging of weights puts its own in their place, and makes it again.
         kept |= {} if "SWALR" in schedules else {SCHEDULES: schedules}
@@ -251,8 +250,10 @@ def other_numbers(saved: Mapping[str, str], here: Mapping[str, str]) -> str | No
 
 def changed_by_validation(trainer: Trainer, checkpoints: Checkpoints) -> dict[str, Any]:
     """The parts of this rank's state that a validation may change, copied: a save in it goes back to its beginning."""
-    buffers = buffers_before_validation(trainer.lightning_module, checkpoints.known, checkpoints.averaging)
-    return {**_changed_by_evaluation(trainer), **buffers}
+    module, averaging = trainer.lightning_module, checkpoints.averaging
+    averages = {} if averaging is None else {name: b.cpu().clone() for name, b in averaging.buffers().items()}
+    own = {OWN: own_buffers(module), OWN_AVERAGES: averages}
+    return {**_changed_by_evaluation(trainer), **buffer_state(module, checkpoints.known, averaging), **own}
 
 
 def _changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:

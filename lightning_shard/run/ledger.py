@@ -112,9 +112,8 @@ class FitLedger(RunLedger):
         if group is None:
             return None
         trained = [(name, p) for name, p in named_parameters(self._module).items() if p.requires_grad]
-        places = parted((p for _, p in trained), group)
         # Each group of replicas has its own shards.
-        found = next((each for each in Ranks.of().gather(places) if each), None)
+        found = next((each for each in Ranks.of().gather(parted((p for _, p in trained), group)) if each), None)
         return None if found is None else trained[found[0]][0]
 
     def before_saving(self) -> None:

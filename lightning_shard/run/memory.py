@@ -34,8 +34,7 @@ class Memory:
         """All live tensors of the run on this rank but activations, by kind and memory. No communication."""
         found = list(self._engine.tensors.resident())
         if self.averaging is not None:
-            kinds = ("masters", "parameters")
-            beside = next((r.memory for kind in kinds for r in found if r.kind == kind), "device")
+            beside = next((r.memory for kind in ("masters", "parameters") for r in found if r.kind == kind), "device")
             found += self.averaging.resident("host" if beside == "nvme" else beside)
         return found
 
@@ -47,8 +46,7 @@ class Memory:
         return StepMeter(self._module, self.resident, self._engine.tensors.unsharded, device=self._device)
 
     def note_module(self) -> None:
-        sharded = any(map(is_sharded, self._module.parameters()))
-        self._facts = None if sharded else facts_of(self._module, self._engine)
+        self._facts = None if any(map(is_sharded, self._module.parameters())) else facts_of(self._module, self._engine)
 
     def predicted(self, optimizers: Sequence[Optimizer]) -> MemoryAccount | None:
         """What the fullest rank will hold in a step, without activations, by arithmetic; after set-up. None: without
@@ -56,8 +54,7 @@ class Memory:
         """
         if self._facts is None:
             return None
-        engine = self._engine.facts(self._module, self._run)
-        points = step_points(self._training(self._facts, optimizers), engine, None)
+        points = step_points(self._training(self._facts, optimizers), self._engine.facts(self._module, self._run), None)
         return with_averages(most(*(point.account for point in points)), getattr(self.averaging, "place", None))
 
     def _training(self, model: ModelFacts, optimizers: Sequence[Optimizer]) -> Training:

@@ -139,8 +139,7 @@ class NonFiniteWatch:
             gradient = self._engine.tensors.gradient(name, parameter)
             if gradient is None:
                 continue
-            parts = gradient.views if isinstance(gradient, FlatTensor) else [gradient]
-            if not all_finite(parts, device=self._device):
+            if not all_finite(gradient.views if isinstance(gradient, FlatTensor) else [gradient], device=self._device):
                 return name
         return None
 

@@ -104,8 +104,7 @@ class Processes:
 
     def lay_mesh(self, *, per_node: int) -> DeviceMesh:
         """Build the mesh over all connected processes, of which there are ``per_node`` on a node. All ranks call it."""
-        world = dist.get_world_size()
-        shape = resolve_mesh(self._axes, world_size=world, processes_per_node=per_node)
+        shape = resolve_mesh(self._axes, world_size=dist.get_world_size(), processes_per_node=per_node)
         self._mesh = build_mesh(shape, device_type=self._device.type, timeout=self.timeout)
         return self._mesh
 

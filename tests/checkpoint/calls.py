@@ -9,17 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.checkpoint.background import Collect, Saver
 from lightning_shard.checkpoint.files.layout import MODEL_PREFIX
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.matching import LoadReport
 from lightning_shard.checkpoint.optimizer_state import live_tensors, optimizer_states
-from lightning_shard.checkpoint.save import save, training_state
+from lightning_shard.checkpoint.save import training_state
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import fqns
 
 FACTS = Facts(engine="test", policy="fp32")
 Path = str | os.PathLike[str]
+
+
+def save(path: Path, collect: Collect) -> None:
+    Saver().save(path, collect, background=False)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Any], trainer_state: Any = None, **kwargs: Any) -> None:

@@ -185,7 +185,8 @@ class Directory:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path: Location = path
         self.descriptor = descriptor
-        self._unchecked: dict[str, FileEntry] = {}
+        self.unchecked: dict[str, FileEntry] = {}
+        """Files that are still to be compared with size and checksum, when they are first opened."""
         self.close: Callable[[], object] = weakref.finalize(self, release, descriptor)
         """Let go of it now; else with this object, which a traceback may keep."""
 
@@ -194,17 +195,13 @@ class Directory:
         with os.scandir(self.descriptor) as entries:
             return {e.name: e.stat(follow_symlinks=False).st_size for e in entries if e.is_file(follow_symlinks=False)}
 
-    def compare(self, files: Mapping[str, FileEntry]) -> None:
-        """From here on compare each of ``files`` with its size and checksum when it is first opened."""
-        self._unchecked.update(files)
-
     def open(self, name: str) -> BinaryIO:
         """Open a regular file that lies in the directory. CheckpointCorruptError for a link, a pipe, a device or a
         missing file; CheckpointReplacedError where it was replaced on a filesystem without locks, or removed by hand.
         """
         check_relative(name)
         stream = self._open(name)
-        if (entry := self._unchecked.pop(name, None)) is not None:
+        if (entry := self.unchecked.pop(name, None)) is not None:
             self.check(name, entry)
         return stream
 

@@ -139,8 +139,7 @@ def location(path: AnyPath, options: Mapping[str, Any] | None = None) -> Locatio
     try:
         fs, key = url_to_fs(os.fspath(path), **(options or {}))
     except ImportError as error:
-        scheme = os.fspath(path).partition(":")[0]
-        package = str(known_implementations[scheme]["class"]).partition(".")[0]
+        package = str(known_implementations[os.fspath(path).partition(":")[0]]["class"]).partition(".")[0]
         raise CheckpointError(
             f"{os.fspath(path)} needs the package {package}, which is not installed: pip install {package} ({error})"
         ) from error

@@ -190,9 +190,8 @@ def _slots_by_name(tensors: Collection[str], aliases: Collection[str]) -> Iterat
         if key.startswith(layout.OPTIMIZER_PREFIX):
             _, index, rest = key.split(".", 2)
             parts = rest.split(".")
-            ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in fqns)
             # A parameter that was left out of the model is known by no name; most slots have no dot.
-            end = next(ends, len(parts) - 1)
+            end = next((end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in fqns), len(parts) - 1)
             yield key, layout.SlotName(int(index), ".".join(parts[:end]), ".".join(parts[end:]))
 
 

@@ -71,7 +71,7 @@ class StoreDirectory(Directory):
 
     def __init__(self, path: StorePath, folder: StorePath) -> None:
         self.path: StorePath = path
-        self._folder, self._unchecked = folder, {}
+        self._folder, self.unchecked = folder, {}
         self._sizes = {name: size for name, size in folder.entries().items() if size is not None}
         self.close = lambda: None
 

@@ -49,14 +49,14 @@ def export(
     tensor is written once, under its first name. CheckpointError: nothing was written, or no file that was not whole.
     """
     target = Path(folder)
-    tensors = {key: _as(dtype, tensor) for key, tensor in _selected(stored, module).items()}
+    tensors = _selected(stored, module)
     if unknown := sorted({layout.dtype_name(t.dtype) for t in tensors.values() if t.dtype not in DTYPES}):
         raise CheckpointError(f"safetensors has no dtype for {', '.join(unknown)}")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; safetensors files are exported into a directory")
     if older := sorted(path.name for path in target.glob("*.safetensors*")) if target.is_dir() else []:
         raise CheckpointError(f"{target} has {listed(older)} of an earlier export: choose an empty directory")
-    files = split(tensors, max_shard_bytes)
+    files = split({key: _as(dtype, tensor) for key, tensor in tensors.items()}, max_shard_bytes)
     # The index last: without it no reader takes the files for whole.
     index = index_of(files)
     written = [target / name for name in (*files, *index)]

@@ -208,8 +208,7 @@ def described_optimizer(
     index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[layout.SlotName, StoredTensor]
 ) -> dict[str, Any]:
     """A ``state_dict`` as `optimizer_states` describes it, tensors into ``slots``; ``stepped``: FQNs by group."""
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    name_of = dict(zip(numbers, stepped, strict=True))
+    name_of = dict(zip([number for group in state["param_groups"] for number in group["params"]], stepped, strict=True))
     groups = [
         {"params": [name_of[number] for number in group["params"]], **materialize(hyperparameters(group))}
         for group in state["param_groups"]

@@ -85,8 +85,7 @@ class SafetensorsReader(ExitStack):
 def _files(path: Path) -> Mapping[Path, list[str] | None]:
     """File to the keys that are wanted of it; None: all that it has."""
     if path.is_dir():
-        candidates = [path / SINGLE, path / INDEX]
-        path = next((file for file in candidates if file.is_file()), path)
+        path = next((file for file in [path / SINGLE, path / INDEX] if file.is_file()), path)
     if not path.is_file():
         where = f"{path} has neither {SINGLE} nor {INDEX}" if path.is_dir() else f"there is no file {path}"
         raise errors.CheckpointNotFoundError(f"no pretrained weights: {where}")

@@ -16,9 +16,10 @@ from lightning_shard.checkpoint.files.tensor_files import read_own_state, write_
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.load import open_checkpoint, open_portable, with_own_states
-from lightning_shard.checkpoint.save import save, training_state
+from lightning_shard.checkpoint.save import training_state
 from lightning_shard.errors import CheckpointCorruptError
 from lightning_shard.ranks import Ranks
+from tests.checkpoint.calls import save
 from tests.harness import run_distributed
 
 STATE = {"rng": torch.arange(5), "metrics": {"seen": 3}}
