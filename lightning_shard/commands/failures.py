@@ -33,22 +33,18 @@ def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mappi
         terminate(children)
         return
     if not getattr(error, "said", False):  # by another rank, whose failure this is the outcome of
-        _say(error, global_rank(environ))
+        if rank := global_rank(environ):
+            time.sleep(_SILENCE_SECONDS)
+        sys.stdout.flush()
+        # The user's line; of a module that can't be imported, of which the parser tells the words alone, that line.
+        inner = (one for one in chain(error) if one is not error and isinstance(one, ImportError))
+        where = user_frame(error) or next(map(user_frame, inner), None)
+        raised, who = f"\n(raised in {where})" if where else "", f"[rank {rank}] " if rank else ""
+        print(f"{who}error: {words_of(error)}{raised}", file=sys.stderr, flush=True)
     terminate(children)
     if "--traceback" in arguments:
         traceback.print_exception(error)
     raise SystemExit(MISTAKE_EXIT_CODE) from error
-
-
-def _say(error: Exception, rank: int) -> None:
-    if rank != 0:
-        time.sleep(_SILENCE_SECONDS)
-    sys.stdout.flush()
-    # The user's line; of a module that can't be imported, of which the parser tells the words alone, that line.
-    inner = (one for one in chain(error) if one is not error and isinstance(one, ImportError))
-    where = user_frame(error) or next(map(user_frame, inner), None)
-    raised = f"\n(raised in {where})" if where else ""
-    print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {words_of(error)}{raised}", file=sys.stderr, flush=True)
 
 
 def global_rank(environ: Mapping[str, str]) -> int:

@@ -109,15 +109,14 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool | None = None
     if tf32 is None:
         # Set by torch.set_float32_matmul_precision too, whose own getter fails where only this was set.
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    rate: float | None = None
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and peaks.bf16):
-        rate = peaks.half
-    elif dtype == torch.float32:
-        rate = peaks.tf32 if tf32 and peaks.tf32 is not None else peaks.single
-    elif dtype in _FP8:
-        rate = peaks.fp8
+    rates = {
+        torch.float16: peaks.half,
+        torch.bfloat16: peaks.half if peaks.bf16 else None,
+        torch.float32: (tf32 and peaks.tf32) or peaks.single,
+        **dict.fromkeys(_FP8, peaks.fp8),
+    }
     # In decimals of what the table shows.
-    return None if rate is None else round(rate * 1000) * 1e9
+    return None if (rate := rates.get(dtype)) is None else round(rate * 1000) * 1e9
 
 
 def mfu(flops: float, seconds: float, peak: float, *, devices: int = 1) -> float:

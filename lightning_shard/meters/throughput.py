@@ -48,18 +48,15 @@ def batch_size(
     tokens = named if named is not None else next((tensor for tensor in tensors if _is_tokens(tensor)), None)
     if tokens is None:
         return next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0), None, None
-    return tokens.shape[0], tokens.numel(), _real(batch, tensors, tokens, mask_key)
-
-
-def _real(batch: Any, tensors: Sequence[Tensor], tokens: Tensor, mask_key: str | int | None) -> Tensor | None:
+    count = tokens.shape[0], tokens.numel()
     mask = _entry(batch, mask_key if mask_key is not None else "attention_mask")
     if mask is not None and mask.shape == tokens.shape:
-        return mask.sum() if mask.dtype == torch.bool else ((mask != 0) & (mask != IGNORED)).sum()
+        return *count, mask.sum() if mask.dtype == torch.bool else ((mask != 0) & (mask != IGNORED)).sum()
     labels = _entry(batch, "labels")
     if labels is None or labels.shape != tokens.shape:
         others = (t for t in tensors if t is not tokens and t.shape == tokens.shape and _is_tokens(t))
         labels = next(others, None)
-    return None if labels is None else (labels != IGNORED).sum()
+    return *count, None if labels is None else (labels != IGNORED).sum()
 
 
 def _entry(batch: Any, key: str | int | None) -> Tensor | None:

@@ -110,11 +110,14 @@ def check_batches(reading: Reading) -> None:
     """Accumulation where it follows from the batch keys (``_set_batch_related_parameters``), and a problem where their
     product can't be. Called once all files are read, for the processes.
     """
-    asked = {each.name: each for each in reading.asked}
+    asked, trainer = {each.name: each for each in reading.asked}, reading.carried.get("trainer", {})
     whole, micro = (asked.get(f"config.train_{key}") for key in ("batch_size", "micro_batch_size_per_gpu"))
-    steps, processes = asked.get("trainer.accumulate_grad_batches"), _processes(reading)
+    steps = asked.get("trainer.accumulate_grad_batches")
     if whole is None:
         return
+    nodes, devices = (reading.value(f"trainer.{key}", trainer.get(key)) for key in ("num_nodes", "devices"))
+    local = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 0
+    processes = local * int(nodes or 1) or None  # of all nodes; None: the files do not say
     known = {each.field: each.value for each in (micro, steps) if each is not None}
     product = prod(known.values()) * (processes or 1)
     shown_product = " x ".join([*(f"{name} {value}" for name, value in known.items()), f"{processes or 'n'} processes"])
@@ -128,14 +131,6 @@ def check_batches(reading: Reading) -> None:
     elif micro is not None and steps is None:
         how = "DeepSpeed accumulates to it: set trainer.accumulate_grad_batches to it over"
         reading.meet(whole.field, whole.value, f"{how} {shown_product}")
-
-
-def _processes(reading: Reading) -> int | None:
-    """Of all nodes; None: the files do not say."""
-    trainer = reading.carried.get("trainer", {})
-    nodes, devices = (reading.value(f"trainer.{key}", trainer.get(key)) for key in ("num_nodes", "devices"))
-    local = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 0
-    return local * int(nodes or 1) or None
 
 
 def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:

@@ -257,15 +257,14 @@ def _policy(reading: Reading, field: str, value: Any, setting: str) -> None:
     if isinstance(value, Mapping):
         inner = value.get("init_args") or {}
         value = inner.get("module_classes", value.get("class_path")) if isinstance(inner, Mapping) else None
-    classes = [value] if isinstance(value, str) else value
-    if isinstance(classes, list | tuple):
-        classes = [item.get("class_path") if isinstance(item, Mapping) else item for item in classes]
-    if isinstance(classes, list | tuple) and classes and all(isinstance(name, str) for name in classes):
-        names = [name.rpartition(".")[2] for name in classes]
-        if all(name[:1].isupper() for name in names):
-            reading.ask(setting, names, field, list(classes))
-            return
-    reading.lose(field, value, "it is a function, which YAML can't carry over", f"{setting}: class names, or a number")
+    given = value if isinstance(value, list | tuple) else [value]
+    classes = [item.get("class_path") if isinstance(item, Mapping) else item for item in given]
+    names = [name.rpartition(".")[2] if isinstance(name, str) else "" for name in classes]
+    if names and all(name[:1].isupper() for name in names):
+        reading.ask(setting, names, field, classes)
+    else:
+        near = f"{setting}: class names, or a number"
+        reading.lose(field, value, "it is a function, which YAML can't carry over", near)
 
 
 def _model_parallel(reading: Reading, given: Mapping[str, Any], field: Any) -> None:

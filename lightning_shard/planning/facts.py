@@ -86,8 +86,8 @@ def model_facts(
 ) -> ModelFacts:
     """The facts of a full module; ``unsharded``: parameters that FSDP leaves besides 0-d ones and metrics'."""
     unit_of, rules = unit_names(units), {unit.names[0]: unit.rule for unit in units}
-    metrics = (m for m in root.modules() if isinstance(m, Metric))
-    ignored = {id(p) for p in unsharded} | {id(p) for m in metrics for p in m.parameters()}
+    metrics = [module for module in root.modules() if isinstance(module, Metric)]
+    ignored = {id(p) for p in unsharded} | {id(p) for metric in metrics for p in metric.parameters()}
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     parameters = tuple(
         ParameterFacts(
@@ -103,20 +103,15 @@ def model_facts(
         )
         for fqn, p in root.named_parameters()
     )
-    return ModelFacts(parameters=parameters, buffer_bytes=buffer_bytes(root))
+    states = tree_leaves([metric.metric_state for metric in metrics])
+    tensors: dict[int, Tensor] = {id(t): t for t in (*root.buffers(), *states)}  # each once
+    return ModelFacts(parameters=parameters, buffer_bytes=sum(t.nbytes for t in tensors.values()))
 
 
 def facts_of(module: nn.Module, engine: Engine, groups: Groups = ()) -> ModelFacts:
     """`model_facts` of a LightningModule under an engine; its parameters are full, real or without data."""
     _, ignored = ignored_parameters(module, engine.ignored_modules())
     return model_facts(module, units=engine.units(module), unsharded=ignored(), groups=groups)
-
-
-def buffer_bytes(root: nn.Module) -> int:
-    """Bytes of the buffers, each once, and of the metrics' states."""
-    states = [module.metric_state for module in root.modules() if isinstance(module, Metric)]
-    tensors: dict[int, Tensor] = {id(t): t for t in (*root.buffers(), *tree_leaves(states))}
-    return sum(t.nbytes for t in tensors.values())
 
 
 @dataclass(frozen=True, kw_only=True)
