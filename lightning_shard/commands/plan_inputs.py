@@ -161,12 +161,10 @@ def _strategy(given: Any) -> tuple[ShardStrategy, str]:
 
 
 def _precision(trainer: Mapping[str, Any]) -> ShardPrecision:
-    plugins = trainer.get("plugins") or []
-    for plugin in plugins if isinstance(plugins, list | tuple) else [plugins]:
-        if isinstance(plugin, ShardPrecision):
-            return plugin
-    given = str(trainer.get("precision") or "32-true")
-    return ShardPrecision(SHORT_FORMS.get(given, given))  # type: ignore[arg-type]
+    plugins, given = trainer.get("plugins") or [], str(trainer.get("precision") or "32-true")
+    every = plugins if isinstance(plugins, list | tuple) else [plugins]
+    own = next((plugin for plugin in every if isinstance(plugin, ShardPrecision)), None)
+    return own or ShardPrecision(SHORT_FORMS.get(given, given))  # type: ignore[arg-type]
 
 
 def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:

@@ -258,14 +258,12 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
         if section.get("zero_stage") is None:
             reading.ask("shard", "gradients", "deepspeed_config.zero_stage", None, "Accelerate's default is 2")
         return
-    refused = {f"deepspeed_config.{name}": ("it", section.get(name)) for name in REFUSED_BESIDE_A_FILE}
-    refused["mixed_precision"] = ("bf16 or fp16", content.get("mixed_precision"))
-    reading.problems += [
-        f"{name} is {shown(value)} beside deepspeed_config_file, where Accelerate refuses it: set {what} in the "
-        "DeepSpeed file, and remove it here"
-        for name, (what, value) in refused.items()
-        if value is not None
-    ]
+    refused = {f"deepspeed_config.{name}": section.get(name) for name in REFUSED_BESIDE_A_FILE}
+    refused["mixed_precision"] = content.get("mixed_precision")
+    for name in [name for name, value in refused.items() if value is not None]:
+        what = "bf16 or fp16" if name == "mixed_precision" else "it"
+        fix = f"where Accelerate refuses it: set {what} in the DeepSpeed file, and remove it here"
+        reading.problems.append(f"{name} is {shown(refused[name])} beside deepspeed_config_file, {fix}")
     others = {name: value for name, value in section.items() if name not in REFUSED_BESIDE_A_FILE}
     reading.read_fields("deepspeed_config", DEEPSPEED, others)
     found = next((p for p in (Path(str(file)), path.parent / str(file)) if p.is_file()), None)

@@ -83,10 +83,29 @@ class Planner:
             traced=bool(run.traces),
             saved=run.training.saved // run.engine.ranks,
             largest_batch=largest and by_own_batch(run, self.memory, *largest),
-            fewest=fewest_devices(run, lambda n: self.engine(candidate, n), self.nodes.devices, self.memory),
+            fewest=self._fewest_devices(candidate, run),
             sent=tuple(collectives(run.training, run.engine)),
             time=self.time(run, compiled=candidate.compiled),
         )
+
+    def _fewest_devices(self, candidate: Candidate, run: "Run") -> tuple[Nodes | None, Nodes | None]:
+        """The fewest devices on which the batch fits, and on which it may; nodes are whole ones; None: on none."""
+
+        def fits(end: int, nodes: int, devices: int = self.nodes.devices) -> bool:
+            try:
+                engine = self.engine(candidate, Nodes(nodes=nodes, devices=devices))
+            except ConfigurationError:
+                return False
+            return run.needs.at(replace(run, engine=engine).tensors())[end] <= self.memory
+
+        def fewest(end: int) -> Nodes | None:
+            for count in range(1, self.nodes.devices + 1):
+                if fits(end, 1, count):
+                    return Nodes(nodes=1, devices=count)
+            nodes = _least(partial(fits, end), MOST_NODES)
+            return None if nodes is None else Nodes(nodes=nodes, devices=self.nodes.devices)
+
+        return fewest(1), fewest(0)
 
     def run(self, candidate: Candidate) -> "Run":
         """What the memory and the time of a candidate follow from. ConfigurationError: what a run would raise."""
@@ -274,30 +293,6 @@ def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> 
         return found
     sure = max((size for size, does in fits.items() if does), default=0)
     return sure, max(sure, found[1] if found else 0)
-
-
-def fewest_devices(
-    run: Run, engine_on: Callable[[Nodes], EngineFacts], devices: int, memory: int
-) -> tuple[Nodes | None, Nodes | None]:
-    """The fewest devices on which the batch fits, and on which it may; nodes of ``devices`` whole ones; None: on none.
-    ``engine_on``: the engine on some machines, or ConfigurationError.
-    """
-
-    def fits(end: int, nodes: int, devices: int = devices) -> bool:
-        try:
-            engine = engine_on(Nodes(nodes=nodes, devices=devices))
-        except ConfigurationError:
-            return False
-        return run.needs.at(replace(run, engine=engine).tensors())[end] <= memory
-
-    def fewest(end: int) -> Nodes | None:
-        for count in range(1, devices + 1):
-            if fits(end, 1, count):
-                return Nodes(nodes=1, devices=count)
-        nodes = _least(partial(fits, end), MOST_NODES)
-        return None if nodes is None else Nodes(nodes=nodes, devices=devices)
-
-    return fewest(1), fewest(0)
 
 
 BATCHES = 3  # Micro-batches whose time is looked at, the largest that fit: smaller ones send as much for fewer samples.
