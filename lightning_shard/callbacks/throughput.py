@@ -91,8 +91,7 @@ class ThroughputCallback(Callback):
         self.every_n_steps, self.tokens_key, self.mask_key = every_n_steps, tokens_key, mask_key
         self.peak_tflops, self.mfu, self.summary, self.csv = peak_tflops, mfu, summary, csv
         self.windows: list[throughput.Window] = []
-        self.flops = StepFlops()
-        self._actions = ActionClock()
+        self.flops, self._actions = StepFlops(), ActionClock()
         self._peak: float | None = None
 
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:

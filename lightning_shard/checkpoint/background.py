@@ -47,8 +47,7 @@ class Saver:
     """Saves the checkpoints of one run. All ranks call each method in the same order, but where it says otherwise."""
 
     def __init__(self) -> None:
-        self._plans = Plans()
-        self._buffers = HostBuffers()
+        self._plans, self._buffers = Plans(), HostBuffers()
         self._ongoing: _Ongoing | None = None
         self._longest_seconds = 0.0
 

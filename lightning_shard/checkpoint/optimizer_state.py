@@ -129,9 +129,7 @@ class Stepped:
 
     def view(self, fqn: str, slot: Tensor) -> LiveTensor:
         """The part of a slot tensor that belongs to one parameter, in place; a scalar belongs to each."""
-        if self.flat is None or slot.shape != self.tensor.shape:
-            return slot
-        return self.flat[fqn].view(slot)
+        return slot if self.flat is None or slot.shape != self.tensor.shape else self.flat[fqn].view(slot)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

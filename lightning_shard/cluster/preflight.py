@@ -208,8 +208,7 @@ def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) ->
     facts = [{**read[text], "node": node.decode()} for node, _, text in told]
     if len(read) > 1 and (different := _difference(facts)):
         return different, []
-    start = time.time()
-    keys = [f"answer/{rank}" for rank in world[1:]]
+    start, keys = time.time(), [f"answer/{rank}" for rank in world[1:]]
     lost = wait_for(store, keys, _FOLDER_SECONDS + seconds)
     if lost:
         return f"{len(lost)} of {at.world_size} ranks were lost while they compared themselves", []

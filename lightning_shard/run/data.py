@@ -38,14 +38,12 @@ def evaluating() -> Generator[None, None, None]:
 
 def checked(loader: Any, stage: Stage) -> Any:
     """``loader``, which has the same number of batches on all ranks (else DataError), or ends on all together."""
-    length = sized_len(loader)
-    what = f"{stage} dataloader"
-    if length is None:
-        check_lengths(None, what=what)
-        return agreeing(loader, what=what)
-    check = check_some if stage == "predict" else check_lengths
-    check(length, what=what)
-    return loader
+    length, what = sized_len(loader), f"{stage} dataloader"
+    if stage == "predict" and length is not None:
+        check_some(length, what=what)
+    else:
+        check_lengths(length, what=what)
+    return agreeing(loader, what=what) if length is None else loader
 
 
 class Predictions:

@@ -214,8 +214,7 @@ def settle_fit(
     replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, async_save: bool | str
 ) -> None:
     """In a fit let errors through, log sharded tensors in full, validate at one time, save between steps."""
-    module = trainer.lightning_module
-    device = trainer.strategy.root_device
+    module, device = trainer.lightning_module, trainer.strategy.root_device
     full_gradient_norms(replacements, module, partial(read_full, engine, checkpoints, kind="gradient", device=device))
     callbacks.count_sharded_parameters(replacements, trainer)
     callbacks.let_errors_through(replacements, trainer)

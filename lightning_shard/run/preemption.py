@@ -160,8 +160,7 @@ class Preemption:
         self.give_signals_back = self._flag.restore
         self._limit: preemption.TimeLimit | None = None
         self._agreement: preemption.Agreement | None = None
-        self._agreed = 0
-        self._stoppable = False
+        self._agreed, self._stoppable = 0, False
         self._folders: list[Location] = []  # of this run's checkpoints, during the save before it stops
         self._killed_after: float | None = None
         self.before_validation: dict[str, Any] = {}

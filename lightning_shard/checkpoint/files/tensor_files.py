@@ -49,8 +49,7 @@ class HashedFile:
 
     def __init__(self, path: Location) -> None:
         self._stream = path.open("xb")  # closed by __exit__
-        self._hash = hashlib.sha256()
-        self._size = 0
+        self._hash, self._size = hashlib.sha256(), 0
         self._failure: OSError | None = None
 
     def __enter__(self) -> "HashedFile":
