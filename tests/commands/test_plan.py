@@ -15,6 +15,8 @@ from lightning_shard.commands import plan as plan_command
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.meters.peaks import find_peaks
+from lightning_shard.planning.operators import Device
 from lightning_shard.planning.report import recommend
 from lightning_shard.planning.traffic import Links, Nodes, links_text, read_links
 from tests.harness import ROOT
@@ -204,6 +206,13 @@ def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert read_links(path).device == reached
     slow = plan(capsys, *GPT, "--links", str(path))
     assert re.search(r"^a step takes about .* bound by (compute|the memory's bandwidth): ", slow, re.MULTILINE)
+    # What doctor can't measure is known of a device with a name.
+    inputs = plan_inputs.read(GPT)
+    for name, known in (([], Device(**reached, processors=1)), (["--device-name=A100"], find_peaks("A100"))):
+        options = plan_command.parser().parse_args(["--device-memory=80GB", *name])
+        device = plan_command._device(options, inputs, reached)
+        assert known is not None
+        assert device == Device(**reached, attention=known.attention, processors=known.processors), name
     path.write_text(links_text(Links(intra_node=1e9, inter_node=None, device={"products": 1e11})))
     with pytest.raises(ConfigurationError, match=r"device has .*'products': .*, and not products, single, memory"):
         read_links(path)
