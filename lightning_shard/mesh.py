@@ -2,20 +2,17 @@
 hybrid sharding and pure replication are its shapes, nothing else.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import MeshError
-from lightning_shard.private_names import require
 from lightning_shard.ranks import beside_default
-
-require(distributed_c10d, "_set_pg_timeout")
 
 REPLICATE = "replicate"
 SHARD = "shard"
@@ -87,7 +84,7 @@ def build_mesh(shape: tuple[int, int], *, device_type: str, timeout: timedelta =
     )
     for axis in (REPLICATE, SHARD):
         # Groups of their own, with NCCL's 10 minutes where nothing else is said.
-        distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
+        _set_timeout(mesh.get_group(axis), timeout)
     return mesh
 
 
@@ -100,8 +97,13 @@ def shard_group_of_its_own(mesh: DeviceMesh, purpose: str) -> dist.ProcessGroup:
 
     group: dist.ProcessGroup = beside_default((purpose, tuple(mesh.shape)), make)
     if (timeout := beside_default("timeout", lambda: None)) is not None:
-        distributed_c10d._set_pg_timeout(timeout, group)
+        _set_timeout(group, timeout)
     return group
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    with suppress(RuntimeError):  # of a backend that has none
+        group.set_timeout(timeout)
 
 
 def data_parallel_coordinates(mesh: DeviceMesh) -> tuple[int, int]:

@@ -60,10 +60,9 @@ USES = {
         " _logger_connector _restarting _results",
     ),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
-    "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
+    "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset"),
     "checkpoint/files/boxes.py": ("records of torch's checkpoints", "_StorageInfo"),
     "cluster/traces.py": ("what a rank that hangs is in", "_C _current_frames _distributed_c10d"),
-    "cluster/watch.py": ("os._exit is documented", "_exit"),
     "commands/options.py": ("the arguments of a parser", "_actions"),
     "engines/torch_ddp.py": (
         "DistributedDataParallel's reducer",
@@ -84,7 +83,7 @@ USES = {
     "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
-    "engines/transforms.py": ("whether an operator is traced; how many graphs were compiled", "_dynamo _guards"),
+    "engines/transforms.py": ("how many graphs were compiled", "_dynamo"),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
     "engines/zero/layout.py": (
@@ -101,7 +100,6 @@ USES = {
         "_backward_epilogue _backward_prologue _backward_prologue_per_tensor _running_engine_backward"
         " _reassign_or_swap_out_partitioned_parameters",
     ),
-    "engines/usage.py": ("whether a transform of torch.func is under way", "_C _functorch"),
     "engines/zero/saved_weights.py": (
         "hooks on saved tensors, writes to tensors",
         "_C _autograd _base _top_saved_tensors_default_hooks",
@@ -110,8 +108,6 @@ USES = {
         "optimizer state in files",
         "_get_param_swap_info _offload_grad_partition_at_boundary _prepare_sub_group",
     ),
-    "mesh.py": ("how long the collectives of an axis wait", "_set_pg_timeout"),
-    "meters/flops.py": ("set on functions of this package for torch's counter of FLOPs", "_get_raw"),
     "meters/throughput.py": ("the end of a rank's own backward pass", "_execution_engine"),
     "precision/casting.py": (
         "modules with running statistics; whether a backward pass runs; a named tuple's documented method",
@@ -125,20 +121,18 @@ USES = {
     "run/preemption.py": ("os._exit is documented", "_exit"),
     "tensors/clipping.py": (
         "many gradients in one kernel",
-        "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_"
-        " _foreach_norm",
+        "_amp_foreach_non_finite_check_and_unscale_ _foreach_mul_ _foreach_norm",
     ),
-    "tensors/fake.py": ("fake tensors, the fake process group", "_internal _subclasses"),
+    "tensors/fake.py": ("fake tensors", "_subclasses"),
     "tensors/names.py": (
         "buffers without a value and those that no state_dict has, what was compiled",
         "_buffers _compiled_call_impl _non_persistent_buffers_set _torchdynamo_orig_callable",
     ),
     "tensors/tracing.py": (
         "modes that follow operators, what these are, and how often a tensor was written to",
-        "_cdata _cudnn_rnn _cudnn_rnn_backward _grouped_mm _get_current_dispatch_mode_stack _local_scalar_dense"
+        "_cudnn_rnn _cudnn_rnn_backward _grouped_mm _local_scalar_dense"
         " _python_dispatch _pytree _scaled_dot_product_flash_attention_for_cpu"
-        " _scaled_dot_product_flash_attention_for_cpu_backward"
-        " _scaled_dot_product_fused_attention_overrideable _schema _version",
+        " _scaled_dot_product_flash_attention_for_cpu_backward _schema _version",
     ),
 }
 
@@ -146,10 +140,7 @@ USES = {
 ELSEWHERE = {
     "callbacks/profiler.py": "documented names, used nowhere else",
     "cluster/traces.py": "below the layer of tensors",
-    "cluster/watch.py": "Python's",
     "commands/options.py": "argparse's",
-    "mesh.py": "of the groups that it makes",
-    "meters/flops.py": "an attribute of a function of its own",
     "meters/throughput.py": "for a meter alone",
     "precision/casting.py": "a class and a function that torch has under no public name",
     "resume/loader.py": "DataLoader's",
@@ -161,7 +152,6 @@ ELSEWHERE = {
 NOT_REQUIRED = {
     "_current_frames": "documented",
     "_exit": "documented",
-    "_get_raw": "set by this package",
     "_init_weights": "Hugging Face's models have it, others need not",
     "_is_fsdp_managed_module": "read by dynamo and others where it is there",
     "_iterator": "DataLoader sets it in the object's class body",

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import faulthandler
 import json
-import os
 import socket
 import sys
 import threading
@@ -58,7 +57,7 @@ class Watch:
         progress: Progress | None = None,
         stuck_seconds: float | None = None,
         grace_seconds: float = GRACE_SECONDS,
-        exit_process: Callable[[int], None] = os._exit,
+        exit_process: Callable[[int], None],
     ) -> None:
         """Connect to the store of the process group, over a connection of the speaker's own. ``run``: number of the run
         on this group. A rank that is silent for ``lost_seconds`` is lost; one that is stuck writes its traces into

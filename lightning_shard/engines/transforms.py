@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._guards import TracingContext
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
@@ -23,13 +22,7 @@ from lightning_shard.engines.units import Unit, of_classes
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import inside_modules, replace_forward
 from lightning_shard.ranks import warn_on_first_rank
-from lightning_shard.tensors.tracing import (
-    CPU_ATTENTION,
-    OVERRIDEABLE_ATTENTION,
-    TorchDispatchMode,
-    Watching,
-    schema_of,
-)
+from lightning_shard.tensors.tracing import TorchDispatchMode, Watching, schema_of
 
 Checkpointing = Literal["units", "selective"] | int | list[str] | None
 
@@ -109,39 +102,37 @@ def checkpoint_forward(module: nn.Module, spec: Checkpointing) -> Callable[[], N
     """Run the module's forward again in backward."""
     # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
     run = partial(checkpoint, inside_modules(module.forward), use_reentrant=False)
-    return replace_forward(module, partial(run, context_fn=selective_contexts) if spec == SELECTIVE else run)
+    return replace_forward(module, partial(_selectively, run) if spec == SELECTIVE else run)
+
+
+def _selectively(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # torch.compile marks the operators of its graph by torch's own.
+    return run(*args, context_fn=_torchs if torch.compiler.is_compiling() else selective_contexts, **kwargs)
 
 
 SAVED_OBSERVERS: list[Callable[[Any], None]] = []
 """Called with the result of each operator that is saved, outside of compiled code; empty but in a measured step."""
 
-# Attention that torch's counter has no formula for.
-_ATTENTION = {CPU_ATTENTION, OVERRIDEABLE_ATTENTION}
+
+def _torchs() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_saved_or_not)
 
 
 def selective_contexts() -> tuple[Any, Any]:
     """What ``torch.utils.checkpoint`` runs forward, and forward again in backward, in: its ``context_fn``."""
-    forward, again = create_selective_checkpoint_contexts(_saved_or_not)
-    if TracingContext.try_get() is not None:
-        # torch.compile marks the operators of its graph by torch's own.
-        return forward, again
+    forward, again = _torchs()
     return _Expensive(forward, SAVED_OBSERVERS), _Expensive(again, [])
 
 
 def is_kept(operator: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
     """Whether an operator's results are saved for backward, when it is called so."""
-    packet = getattr(operator, "overloadpacket", operator)
-    # A kernel that is not run again does not advance the random numbers for what comes after it.
-    return (packet in flop_registry or packet in _ATTENTION) and not _drops_out(operator, args, kwargs or {})
-
-
-def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if "dropout_p" in kwargs:
-        return bool(kwargs["dropout_p"] != 0)
     schema = schema_of(operator)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    index = names.index("dropout_p") if "dropout_p" in names else len(args)
-    return index < len(args) and bool(args[index] != 0)
+    if "dropout_p" not in names:
+        return getattr(operator, "overloadpacket", operator) in flop_registry
+    # Attention, for some of which torch's counter has no formula. A kernel that is not run again does not advance the
+    # random numbers for what comes after it.
+    return dict(zip(names, args, strict=False), **(kwargs or {})).get("dropout_p", 0) == 0
 
 
 def _saved_or_not(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -14,22 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines._fsdp2 import begin_sums, gathered_parameters, gathered_tensors, units_of
 from lightning_shard.engines.refusals import different_branches
 from lightning_shard.errors import ConfigurationError, WrappingError
-from lightning_shard.private_names import require
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import parameter_names
 from lightning_shard.text import listed
 
-require(_functorch, "maybe_current_level")
-
 _COMPARED = 3
 """Steps in which ranks tell each other what they used. Later ones must use the same, or be told of always."""
+
+
+_PLAIN = torch.empty(0)  # Which transforms of torch.func let nobody say of whether it requires a gradient.
 
 
 class Usage:
@@ -117,13 +116,14 @@ class SameUnits:
             self._meet(f"runs {called}")
 
     def _refuse_transforms(self, called: str, *args: Any) -> None:
-        if _functorch.maybe_current_level() is not None:
-            # What is gathered there belongs to the transform, and is gone after it.
+        try:
+            _PLAIN.requires_grad_(False)
+        except RuntimeError:  # What is gathered in a transform belongs to it, and is gone after it.
             raise ConfigurationError(
                 f"A transform of torch.func (vmap, grad, jacrev, jvp, ...) runs {called}, whose parameters have to be "
                 "gathered first, which can't be done inside. Use torch.autograd.grad or torch.autograd.functional, or "
                 "shard_ddp in '32-true' or shard_deepspeed_stage_2, which gather nothing."
-            )
+            ) from None
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:

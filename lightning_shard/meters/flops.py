@@ -75,7 +75,8 @@ class _ModelFlops:
         self.in_backward = False
         self.attention = 0
         formulas = {operation: self._counted(formula) for operation, formula in FORMULAS.items()}
-        self.operations = FlopCounterMode(display=False, custom_mapping=formulas)
+        self.operations = FlopCounterMode(display=False)
+        self.operations.flop_registry |= formulas  # which are given the tensors, and not their shapes alone
         self.operations.mod_tracker = _NoModules()  # type: ignore[assignment]
 
     def total(self) -> int:
@@ -89,8 +90,6 @@ class _ModelFlops:
         def count(*args: Any, **kwargs: Any) -> int:
             return formula(*args, **kwargs) if self._counts() else 0
 
-        # The formula is given the tensors, as torch's registered ones, which take their shapes by themselves.
-        count._get_raw = True  # type: ignore[attr-defined]
         return count
 
     def count_attention(

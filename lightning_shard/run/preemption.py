@@ -302,9 +302,10 @@ class Preemption:
         if folders and Ranks.of().rank < 2 and find_checkpoints(folders, self._identity.name).own:
             self._requeue()
 
-    def end_process(self, code: int) -> None:
+    def end_process(self, code: int, *, requeued: bool = False) -> None:
         with contextlib.suppress(Exception):
-            self._save_failed()
+            if not requeued:
+                self._save_failed()
         os._exit(code)
 
     def _requeue(self) -> None:
@@ -326,4 +327,4 @@ class Preemption:
         dump_stacks()
         if ranks.is_first:
             self._requeue()
-        os._exit(self._config.exit_code)
+        self.end_process(self._config.exit_code, requeued=True)

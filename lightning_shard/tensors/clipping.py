@@ -9,21 +9,22 @@ every rank gets the same fp32 number and so the same coefficient.
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_value_, get_total_norm
 
 from lightning_shard.errors import DataError
 from lightning_shard.private_names import require
 from lightning_shard.tensors.flat import local
 
-# torch.nn.utils clips the gradients of parameters, and has nothing public for gradients that lie elsewhere.
-require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_norm _foreach_clamp_max_ _foreach_clamp_min_")
-require(torch, "_foreach_mul_")
+# torch.nn.utils has nothing public for the norm of gradients in fp64, nor for other factors than that of clipping.
+require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_mul_ _foreach_norm")
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -88,8 +89,8 @@ def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor, err
 def clip_by_value(gradients: Iterable[Tensor], max_value: float) -> None:
     """Clamp every element of the gradients to ``[-max_value, max_value]`` in place; no communication."""
     for locals_ in _by_device_and_dtype(gradients):
-        torch._foreach_clamp_min_(locals_, -max_value)
-        torch._foreach_clamp_max_(locals_, max_value)
+        holders: Any = [SimpleNamespace(grad=each) for each in locals_]  # as parameters hold them
+        clip_grad_value_(holders, max_value)
 
 
 @torch.no_grad()

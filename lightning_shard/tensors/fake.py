@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._subclasses import fake_tensor
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.names import of_its_class, replace_tensors
-from lightning_shard.tensors.tracing import TorchDispatchMode, dispatch_modes, tree_map_only
+from lightning_shard.tensors.tracing import TorchDispatchMode, tree_map_only
+
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -24,9 +26,9 @@ M = TypeVar("M", bound=nn.Module)
 @contextmanager
 def fake_operations() -> Generator[None, None, None]:
     """Inside, operations give fake tensors, of real ones too; where such a mode is on already it stays."""
-    present = next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, FakeTensorMode)), None)
-    mode = FakeTensorMode() if present is None else present
-    with nullcontext() if present is not None else mode, _FakeInputs(mode):
+    made = torch.empty(0)
+    mode = made.fake_mode if isinstance(made, FakeTensor) else FakeTensorMode()
+    with nullcontext() if isinstance(made, FakeTensor) else mode, _FakeInputs(mode):
         yield
 
 
@@ -55,7 +57,7 @@ def fake_world(ranks: int) -> Generator[None, None, None]:
     """A process group whose rank 0 this process is, without others; ConfigurationError: it has one already."""
     if dist.is_initialized():
         raise ConfigurationError("This process has a process group already; plan in a process of its own.")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         yield
     finally:

@@ -9,19 +9,16 @@ from torch.utils import _python_dispatch, _pytree
 from lightning_shard.private_names import require
 
 require(_pytree, "tree_leaves tree_map tree_map_only")
-require(_python_dispatch, "TorchDispatchMode _get_current_dispatch_mode_stack")
-require(torch.UntypedStorage, "_cdata")
+require(_python_dispatch, "TorchDispatchMode")
 require(Tensor, "_version")
 require(
     torch.ops.aten,
     "_local_scalar_dense _scaled_dot_product_flash_attention_for_cpu"
-    " _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_fused_attention_overrideable"
-    " _cudnn_rnn _cudnn_rnn_backward _grouped_mm",
+    " _scaled_dot_product_flash_attention_for_cpu_backward _cudnn_rnn _cudnn_rnn_backward _grouped_mm",
 )
 
 tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _pytree.tree_map_only
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 
 
 class Watching(TorchDispatchMode):
@@ -43,12 +40,10 @@ RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
 RECURRENT_BACKWARD = (torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward)
 """An LSTM on a CPU, and recurrent modules on a GPU: fused kernels over all time steps."""
 
-OVERRIDEABLE_ATTENTION = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
-
 
 def storage_key(tensor: Tensor) -> int:
     """The same number for all tensors that share a storage, real and fake ones, for as long as it lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return id(tensor.untyped_storage())  # torch keeps the object as long as its memory
 
 
 def schema_of(operator: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import os
 import pickle
 import re
 import signal
@@ -169,6 +170,8 @@ def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
 def test_a_process_that_ends_in_the_middle_of_a_run_does_so_cleanly() -> None:
     """Its thread is in the store most of the time, where the interpreter's end would abort it."""
     code = f"""
+import os
+
 import pytest
 
 from lightning_shard.cluster import watch
@@ -176,7 +179,7 @@ from lightning_shard.cluster.preflight import Rendezvous, connect
 watch.INTERVAL_SECONDS = 1e-4
 place = Rendezvous(address="127.0.0.1", port={free_port()}, rank=0, world_size=1)
 store = connect(place, 20)
-watch.Watch(place, 60.0).start()
+watch.Watch(place, 60.0, exit_process=os._exit).start()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stderr) == (0, "")
@@ -228,7 +231,7 @@ def _late(folder: Path) -> str:
     before, watching._PART_OF_TIMEOUT, watching._COLLECTIVES_SECONDS = watching._PART_OF_TIMEOUT, 0.1, 0.2
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watch = Watch(place, 60.0, folder=folder)
+        watch = Watch(place, 60.0, folder=folder, exit_process=os._exit)
         watch.start()
         if rank == 1:
             until(lambda: (folder / "rank_0.txt").exists(), 9)

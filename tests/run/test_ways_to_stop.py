@@ -15,7 +15,7 @@ from tests.harness import ROOT, free_port, until
 
 LOST_SECONDS = 6.0
 RANK = """
-import sys, time
+import os, sys, time
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
 from lightning_shard.cluster.preflight import Rendezvous, connect
@@ -28,7 +28,7 @@ through = place if len(sys.argv) < 8 else Rendezvous(
 )
 store = connect(place, 60)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-Watch(through, float(sys.argv[4])).start()
+Watch(through, float(sys.argv[4]), exit_process=os._exit).start()
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):

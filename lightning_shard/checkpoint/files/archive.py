@@ -29,7 +29,6 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.tracing import tree_map_only
 
 require(torch.UntypedStorage, "_checkpoint_offset")
-require(torch.TypedStorage, "_pickle_storage_type")
 
 _ALIGNMENT = 64
 _BLOCK = 1 << 24
@@ -69,9 +68,10 @@ class _Pickler(pickle.Pickler):
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> Any:
         numel = torch.Size(shape).numel()
         # How torch itself rebuilds such a tensor; only where it lies and how large it is are put in.
-        rebuild, (storage, _, _, _, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)
+        rebuild, (storage, _, _, _, *rest) = (example := torch.empty(0, dtype=dtype)).__reduce_ex__(2)
         typed = isinstance(storage, torch.storage.TypedStorage)
-        kind = getattr(torch, storage._pickle_storage_type()) if typed else torch.UntypedStorage
+        name = example.type().removeprefix("torch.").replace("Tensor", "Storage")  # such as FloatStorage
+        kind = getattr(torch, name) if typed else torch.UntypedStorage
         key = str(len(self.tensors))
         self.tensors.append(read)
         place = _Storage(kind, key, numel if typed else numel * dtype.itemsize)
