@@ -2,6 +2,8 @@
 
 import dis
 import inspect
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +30,11 @@ def require(owner: type | ModuleType, names: str) -> None:
             f"{owner.__name__} has no {', '.join(missing)}, which lightning_shard uses. Install a version that it was "
             f"tested on: {library} {TESTED[library]}."
         )
+
+
+def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Let ``owner.name(...)`` be ``call(what it was, ...)``."""
+    setattr(owner, name, partial(call, getattr(owner, name)))
 
 
 def _set_on_instances(owner: type) -> set[str]:

@@ -76,9 +76,9 @@ USES = {
     "engines/_parts.py": ("views of a sharded tensor that write through", "_make_wrapper_subclass"),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
-        "_composable _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _modules_to_run_forward _mp_policy"
-        " _post_forward_hook_handle _pre_forward_hook_handle _register_post_backward_hook _register_pre_backward_hook"
-        " _setattr_on_modules _sharded_post_forward_param _sharded_state _state_ctx _training_state",
+        "_composable _fsdp_param_group _fsdp_state _fully_shard _modules_to_run_forward _mp_policy"
+        " _post_forward_hook_handle _pre_forward_hook_handle _register_post_backward_hook _setattr_on_modules"
+        " _sharded_post_forward_param _sharded_state _state_ctx _training_state",
     ),
     "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
@@ -87,10 +87,10 @@ USES = {
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
     "engines/zero/layout.py": (
-        "gradients on their way to the host, and of micro-batches so far",
-        "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer _wait_for_offload_copies",
+        "gradients of micro-batches so far",
+        "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer",
     ),
-    "engines/zero/values.py": ("partitioning", "_convert_to_deepspeed_param _enable_mem_efficient_linear"),
+    "engines/zero/values.py": ("partitioning", "_convert_to_deepspeed_param"),
     "engines/zero/process.py": (
         "groups of an earlier process group, what DeepSpeed broadcasts",
         "_broadcast_model _release_process_group_references",

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp import FSDPModule, _fully_shard, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines.after_backward import join, mark, replaced
-from lightning_shard.private_names import require
+from lightning_shard.private_names import require, wrap
 
-TrainingState, ShardedState = _fsdp_param_group.TrainingState, _fsdp_param_group.ShardedState
+require(_fully_shard, "_fsdp_param_group _fsdp_state")
+_groups, _states = _fully_shard._fsdp_param_group, _fully_shard._fsdp_state
+TrainingState, ShardedState = _groups.TrainingState, _groups.ShardedState
 
-require(FSDPModule, "_get_fsdp_state")
-require(_fsdp_state.FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook _modules_to_run_forward")
-require(_fsdp_state.FSDPState, "_training_state _state_ctx _pre_forward_hook_handle _post_forward_hook_handle")
-require(_fsdp_param_group.FSDPParamGroup, "_register_post_backward_hook _sharded_state")
-require(_fsdp_param_group.FSDPParam, "_setattr_on_modules _sharded_post_forward_param")
+require(_states.FSDPState, "_fsdp_param_group _mp_policy _modules_to_run_forward _training_state _state_ctx")
+require(_states.FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle")
+require(_groups.FSDPParamGroup, "_register_post_backward_hook _sharded_state")
+require(_groups.FSDPParam, "_setattr_on_modules _sharded_post_forward_param")
 require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")
 
 
@@ -46,7 +46,8 @@ def reshard(module: FSDPModule) -> None:
     state = _state_of(module)
     if waiting := state._modules_to_run_forward:
         waiting.clear()
-        state._training_state = _group_of(module)._training_state = TrainingState.IDLE
+        for each in (state, _group_of(module)):
+            each._training_state = TrainingState.IDLE
         if (shared := state._state_ctx).iter_forward_root is state:
             shared.iter_forward_root = None
     module.reshard()
@@ -57,8 +58,8 @@ def gather_outside_inference(root: nn.Module) -> None:
     teacher may be: autograd takes none, and torch itself fails where it gathers into one again.
     """
     for group in _groups_of(root):
-        group.unshard = partial(_outside_inference, group.unshard)
-        group.wait_for_unshard = partial(_outside_inference, group.wait_for_unshard)
+        wrap(group, "unshard", _outside_inference)
+        wrap(group, "wait_for_unshard", _outside_inference)
 
 
 def _outside_inference(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,8 +136,7 @@ def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
 
 def leave_inputs_alone(module: FSDPModule) -> None:
     """Let the unit of ``module``, which is not the root, learn by `after_backward` when its backward pass is over."""
-    state, group = _state_of(module), _group_of(module)
-    if group is None:
+    if (group := _group_of(module)) is None:
         return
     marks: list[Tensor | None] = []
     calls = 0  # Whose backward passes are to come.
@@ -156,14 +156,12 @@ def leave_inputs_alone(module: FSDPModule) -> None:
             stay(module)
         return args, kwargs
 
-    see_outputs = state._register_pre_backward_hook
-
-    def end(output: Any) -> Any:
-        marked = marks.pop() if marks else None
-        output = see_outputs(output)
+    def end(post_forward: Callable[..., Any], *args: Any) -> Any:
+        marked, output = marks.pop() if marks else None, post_forward(*args)
         return output if marked is None else replaced(output, lambda tensor: join(tensor, marked))
 
-    group._register_post_backward_hook, state._register_pre_backward_hook = begin, end
+    group._register_post_backward_hook = begin
+    wrap(group, "post_forward", end)
 
 
 _STAYS = "_shard_stays"
@@ -307,7 +305,8 @@ def _shard_after_forward(parameter: Any) -> Any:
 
 
 def _state_of(module: FSDPModule) -> Any:
-    return module._get_fsdp_state()
+    made_by: tuple[Any, ...] = (fully_shard, replicate)
+    return next(state for maker in made_by if (state := maker.state(module)) is not None)
 
 
 def _group_of(module: FSDPModule) -> Any:

@@ -303,9 +303,5 @@ def wait_for_gradients(zero: Any) -> None:
     """
     from deepspeed.accelerator import get_accelerator
 
-    if not is_offloaded(zero):
-        return
-    if kind(zero) == STAGES_1_2:
-        zero._wait_for_offload_copies()
-    elif not get_accelerator().resolves_data_dependency():
-        get_accelerator().current_stream().synchronize()
+    if is_offloaded(zero) and not get_accelerator().resolves_data_dependency():
+        get_accelerator().synchronize()  # in stages 1 and 2 they are on a stream of their own

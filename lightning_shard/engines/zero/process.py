@@ -99,11 +99,10 @@ def _require_private_names() -> None:
     engine, stage_3 = deepspeed.DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3
     require(engine, "_backward_epilogue _backward_prologue _backward_prologue_per_tensor _broadcast_model")
     require(engine, "_running_engine_backward")
-    require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear")
+    require(deepspeed.zero.Init, "_convert_to_deepspeed_param")
     require(OpBuilder, "_loaded_ops")
     require(OptimizerSwapper, "_get_param_swap_info")
-    require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _wait_for_offload_copies")
-    require(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer")
+    require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer")
     require(stage_3, "_offload_grad_partition_at_boundary _prepare_sub_group")
     require(stage_3, "_reassign_or_swap_out_partitioned_parameters")
     require(groups, "_release_process_group_references")

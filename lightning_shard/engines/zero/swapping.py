@@ -8,11 +8,13 @@ Nothing else knows DeepSpeed's swappers.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_shard.private_names import wrap
 
 IN_FILES = "nvme"  # What DeepSpeed calls the final location of a parameter shard in a file.
 
@@ -37,13 +39,12 @@ def take_over(zero: Any) -> None:
     """Let the steps of ``zero`` take gradients from memory, and have as many buffers as the optimizer has slots."""
     if not swaps(zero):
         return
-    to_file, prepare = zero._offload_grad_partition_at_boundary, zero._prepare_sub_group
 
-    def leave_gradient(parameter: Any, gradient: Tensor, *args: Any) -> None:
+    def leave_gradient(to_file: Callable[..., None], parameter: Any, gradient: Tensor, *args: Any) -> None:
         if not is_swapped(zero, zero.grad_position[zero.get_param_id(parameter)][0]):
             to_file(parameter, gradient, *args)
 
-    def prepare_with_gradient(index: int, *args: Any) -> None:
+    def prepare_with_gradient(prepare: Callable[..., None], index: int, *args: Any) -> None:
         if is_swapped(zero, index):
             _have_buffers(zero.optimizer_swapper, _info(zero, index).num_tensors())
         prepare(index, *args)
@@ -51,8 +52,8 @@ def take_over(zero: Any) -> None:
             flat = zero.fp32_partitioned_groups_flat[index]
             flat.grad = gradient(zero, index).to(flat.dtype)
 
-    zero._offload_grad_partition_at_boundary = leave_gradient
-    zero._prepare_sub_group = prepare_with_gradient
+    wrap(zero, "_offload_grad_partition_at_boundary", leave_gradient)
+    wrap(zero, "_prepare_sub_group", prepare_with_gradient)
 
 
 def _info(zero: Any, index: int) -> Any:
@@ -137,14 +138,12 @@ def give(parameter: Any, swapper: Any) -> None:
 
 def read_once(swapper: Any) -> None:
     """Let ``swapper``, if any, read a parameter of two modules in a row once: DeepSpeed has no second buffer."""
-    if swapper is None:
-        return
-    swap_in = swapper.swap_in
 
-    def swap_in_once(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    def once(swap_in: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         return swap_in(list(dict.fromkeys(params)), *args, **kwargs)
 
-    swapper.swap_in = swap_in_once
+    if swapper is not None:
+        wrap(swapper, "swap_in", once)
 
 
 def release(zero: Any, parameters: Iterable[Any]) -> None:

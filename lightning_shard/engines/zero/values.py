@@ -150,11 +150,11 @@ def partition(
 
     materializer = Materializer(root, device=device, seed=seed)
     names = parameter_names(root)
-    init = deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=compute)
+    # DeepSpeed's default where it shards by itself; here only where the configuration asks for it.
+    zero = {"memory_efficient_linear": False, **config["zero_optimization"]}
+    # Of no parameters: these are sharded below.
+    init = deepspeed.zero.Init(nn.Module(), config_dict_or_path={**config, "zero_optimization": zero}, dtype=compute)
     swapping.read_once(init.param_swapper)
-    if config["zero_optimization"].get("memory_efficient_linear"):
-        # DeepSpeed's default where it shards by itself; here only where the configuration asks for it.
-        init._enable_mem_efficient_linear()
     loaded: Loaded = {}
     for module, fqn in materializer.fqns.items():
         materializer.fill([module])
