@@ -18,12 +18,14 @@ TESTED = {
 
 
 def require(owner: type | ModuleType, names: str) -> None:
-    """ImportError, which names the versions of `TESTED`, where ``owner``, a class or module, lacks one of ``names``
-    (separated by blanks); of a class also what is set on ``self`` in a method.
+    """ImportError, which names the versions of `TESTED`, where ``owner``, a class, or a module with the classes that it
+    defines, lacks one of ``names`` (separated by blanks); of a class also what is set on ``self`` in a method.
     """
-    missing = [name for name in names.split() if not hasattr(owner, name)]
-    if missing and isinstance(owner, type):
-        missing = [name for name in missing if name not in _set_on_instances(owner)]
+    if missing := [name for name in names.split() if not hasattr(owner, name)]:
+        inside = [owner] if isinstance(owner, type) else [c for c in vars(owner).values() if isinstance(c, type)]
+        for cls in (cls for cls in inside if cls is owner or cls.__module__ == owner.__name__):
+            found = {*dir(cls), *_set_on_instances(cls)}
+            missing = [name for name in missing if name not in found]
     if missing:
         library = (owner.__module__ if isinstance(owner, type) else owner.__name__).partition(".")[0]
         raise ImportError(

@@ -24,40 +24,29 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 # Modules, why they need them, and all the private names that they use.
 USES = {
     "_lightning/callbacks.py": (
-        "callbacks that average weights, what a summary counts, what a run resumes from, links",
+        "callbacks that average weights, what a run resumes from, links, saves that wait",
         "_average_model _checkpoint_connector _copy_average_to_current _device _every_n_train_steps"
-        " _link_checkpoint _max_depth _monitor_candidates _save_last_checkpoint _save_topk_checkpoint"
-        " _scheduler_state _should_skip_saving_checkpoint _skip_backward _store _summary _swap_models",
+        " _link_checkpoint _monitor_candidates _save_last_checkpoint _save_topk_checkpoint"
+        " _should_skip_saving_checkpoint _store _swap_models",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers, a fit's way back to a checkpoint",
         "_checkpoint_connector _combined_loader _data_connector _data_source _last_train_dl_reload_epoch _mode"
-        " _prepare_dataloader _requires_distributed_sampler _sampler",
+        " _resolve_sampler _sampler",
     ),
     "_lightning/loops.py": (
-        "the loops' counters; gradient accumulation; whether validation is due; signal handlers, the end of a run",
-        "_broadcast_sigterm_tensor _can_stop_early _combined_loader_states_to_load _current_fx_name _data_fetcher"
-        " _should_accumulate _should_check_val_fx _signal_connector _skip_next_val _val_check_time_interval",
+        "whether a fit restarts, whether validation is due; signal handlers, the end of a run",
+        "_broadcast_sigterm_tensor _combined_loader_states_to_load _current_fx_name _data_fetcher _restarting"
+        " _should_check_val_fx _signal_connector _skip_next_val",
     ),
-    "_lightning/messages.py": (
-        "who asked for a message, modules that are compiled",
-        "_AcceleratorConnector _check_and_init_precision _compiler_ctx",
-    ),
-    "_lightning/__init__.py": (
-        "classes that names are required of",
-        "_AcceleratorConnector _CheckpointConnector _DataConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop"
-        " _LoggerConnector _Loop _SignalConnector _TrainingEpochLoop _update_dataloader",
-    ),
-    "_lightning/optimizers.py": ("optimizers as users see them", "_MockOptimizer"),
     "_lightning/processes.py": (
         "launchers, the process group, the module's device",
         "_MultiProcessingLauncher _SubprocessScriptLauncher _destroy_dist_connection _device_mesh"
-        " _init_dist_connection _set_num_threads_if_needed _sync_ddp_if_available _update_properties",
+        " _init_dist_connection _update_properties",
     ),
     "_lightning/results.py": (
         "logged values across a resume, and which loggers draw a graph",
-        "_Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _first_loop_iter _log_graph"
-        " _logger_connector _restarting _results",
+        "_ResultCollection _callback_metrics _first_loop_iter _log_graph _logger_connector _results",
     ),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset"),
@@ -159,7 +148,6 @@ NOT_REQUIRED = {
     "_no_split_modules": "Hugging Face's models have it, others need not",
     "_schema": "higher-order operators have none",
     "_sharded_post_forward_param": "there with an integer reshard_after_forward alone",
-    "_val_check_time_interval": "Lightning sets it on the Trainer outside of its class",
     "_torchdynamo_orig_callable": "compiled functions have it",
 }
 
@@ -284,6 +272,11 @@ def test_a_name_that_vanished_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         require(Library, "_method _gone")
     with pytest.raises(ImportError, match="_pytree"):
         require(types.ModuleType("torch.utils"), "_pytree")
+    module = types.ModuleType(__name__)
+    vars(module).update(Library=Library, Path=Path)
+    require(module, "_declared _set_here _method")
+    with pytest.raises(ImportError, match="has no _gone, glob,"):
+        require(module, "_method _gone glob")
 
 
 @pytest.mark.parametrize("name", ["torch", "Lightning", "DeepSpeed"])

@@ -10,50 +10,41 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
+from lightning.fabric.utilities import distributed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
+from lightning.pytorch.loops import evaluation_loop, fit_loop, loop, training_epoch_loop
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.connectors import checkpoint_connector, data_connector, signal_connector
+from lightning.pytorch.trainer.connectors.logger_connector import logger_connector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.data import _update_dataloader
 
 from lightning_shard.private_names import require
-
-Loop = _Loop
-DatasetSamplerWrapper = _DatasetSamplerWrapper
-update_dataloader = _update_dataloader
 
 _REQUIRED = (
     (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
     (stock.BaseFinetuning, "_store"),
     (CombinedLoader, "_mode"),
-    (LightningModule, "_compiler_ctx _current_fx_name _device_mesh"),
+    (LightningModule, "_current_fx_name _device_mesh"),
     (stock.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _monitor_candidates"),
     (stock.ModelCheckpoint, "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint"),
-    (stock.ModelSummary, "_summary _max_depth"),
     (stock.StochasticWeightAveraging, "_average_model _device _scheduler_state"),
     (stock.WeightAveraging, "_average_model _copy_average_to_current _device _swap_models"),
     (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
-    (_AcceleratorConnector, "_check_and_init_precision strategy"),
-    (_CheckpointConnector, "resume_start"),
-    (_DataConnector, "_prepare_dataloader _requires_distributed_sampler"),
-    (_DatasetSamplerWrapper, "_sampler"),
-    (_EvaluationLoop, "_data_source inference_mode _results"),
-    (_FitLoop, "_can_stop_early _combined_loader_states_to_load _data_fetcher _data_source _should_accumulate"),
-    (_FitLoop, "_combined_loader _last_train_dl_reload_epoch _skip_backward"),
-    (_LoggerConnector, "_callback_metrics _first_loop_iter"),
-    (_Loop, "_restarting"),
-    (_SignalConnector, "register_signal_handlers teardown"),
-    (_TrainingEpochLoop, "_batches_that_stepped _broadcast_sigterm_tensor _results _skip_next_val"),
-    (_TrainingEpochLoop, "_should_accumulate _should_check_val_fx on_advance_end update_lr_schedulers"),
+    # Modules, for the private classes in them.
+    (checkpoint_connector, "resume_start"),
+    (data_connector, "_resolve_sampler"),
+    (distributed, "_sampler"),
+    (evaluation_loop, "_data_source inference_mode _results"),
+    (fit_loop, "_combined_loader_states_to_load _data_fetcher _data_source"),
+    (fit_loop, "_combined_loader _last_train_dl_reload_epoch"),
+    (logger_connector, "_callback_metrics _first_loop_iter"),
+    (loop, "_restarting"),
+    (signal_connector, "register_signal_handlers teardown"),
+    (training_epoch_loop, "_batches_that_stepped _broadcast_sigterm_tensor _results _skip_next_val"),
+    (training_epoch_loop, "_should_check_val_fx on_advance_end update_lr_schedulers"),
 )
 for _owner, _names in _REQUIRED:
     require(_owner, _names)
@@ -71,7 +62,6 @@ REPLACED = {
     "ModelCheckpoint.on_train_batch_end": "saves come after an optimizer step",
     "ModelCheckpoint.on_train_end": "saves come after an optimizer step, or at the end",
     "ModelCheckpoint.on_validation_end": "saves come after an optimizer step",
-    "ModelSummary._summary": "parameters that ZeRO-3 has sharded are counted with their full size",
     "Profiler.start": "what the main thread does is noted, and a meter sums up the seconds of some actions",
     "Profiler.stop": "what the main thread does is noted, and a meter sums up the seconds of some actions",
     "StochasticWeightAveraging._average_model": "averages lie in shards",
@@ -85,7 +75,7 @@ REPLACED = {
     "WeightAveraging.on_load_checkpoint": "averages are read with the weights",
     "WeightAveraging.setup": "it would copy the module",
     "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",
-    "_DataConnector._prepare_dataloader": "training dataloaders keep their order",
+    "_DataConnector._resolve_sampler": "training dataloaders keep their order",
     "_EvaluationLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
     "_PredictionLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
     "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",
@@ -99,6 +89,7 @@ REPLACED = {
     "_TrainingEpochLoop.update_lr_schedulers": "schedulers stay where they are after a step that was skipped",
     "function.__code__": "grad_norm reads gradients that are sharded, or that DeepSpeed keeps",
     "function.shard_run": "the module and the gradients that grad_norm reads",
+    "module.summarize": "parameters that ZeRO-3 has sharded are counted with their full size",
 }
 """Class and attribute, and why. `Replacements` refuses anything else."""
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
+from lightning.pytorch.callbacks import model_summary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
+from lightning.pytorch.utilities.model_summary import DeepSpeedSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -35,15 +36,14 @@ def watches_zero_grad(trainer: Trainer) -> bool:
     )
 
 
-def count_sharded_parameters(replacements: Replacements, trainer: Trainer) -> None:
+def count_sharded_parameters(replacements: Replacements) -> None:
     """Let ``ModelSummary`` count ZeRO-3's parameters in full, as Lightning does for its own strategy alone."""
 
-    def summary(depth: int, trainer: Trainer, module: LightningModule) -> Any:
+    def summary(summarize: Callable[..., Any], module: LightningModule, max_depth: int) -> Any:
         sharded = any(hasattr(p, "ds_numel") for p in module.parameters())
-        return (DeepSpeedSummary if sharded else summarize)(module, max_depth=depth)
+        return (DeepSpeedSummary if sharded else summarize)(module, max_depth=max_depth)
 
-    for callback in callbacks(trainer, stock.ModelSummary):
-        replacements.replace(callback, "_summary", partial(summary, callback._max_depth))
+    replacements.wrap(model_summary, "summarize", summary)
 
 
 def leave_flat_groups_unnamed(replacements: Replacements, trainer: Trainer) -> None:
@@ -233,17 +233,20 @@ def evaluates_average(trainer: Trainer) -> bool:
 
 def collects_statistics(trainer: Trainer) -> bool:
     """Whether ``StochasticWeightAveraging`` makes its last pass over the data, for batch norms, without gradients."""
-    return trainer.fit_loop._skip_backward
+    ends = [callback.swa_end + 1 for callback in callbacks(trainer, stock.StochasticWeightAveraging)]
+    return trainer.current_epoch in ends
 
 
-def go_on_in_mid_epoch(trainer: Trainer) -> None:
-    """Have callbacks do in mid-epoch too what they do as an epoch begins, which Lightning forgets: a number of batches
-    to accumulate, the scheduler of ``StochasticWeightAveraging``; learning rates stay the checkpoint's.
+def go_on_in_mid_epoch(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Have callbacks, with the checkpoint's ``states``, do in mid-epoch too what they do as an epoch begins, which
+    Lightning forgets: a number of batches to accumulate, the scheduler of ``StochasticWeightAveraging``; learning rates
+    stay the checkpoint's.
     """
     for callback in callbacks(trainer, stock.GradientAccumulationScheduler):
         callback.on_train_epoch_start(trainer)
     for callback in callbacks(trainer, stock.StochasticWeightAveraging):
-        if trainer.fit_loop.restarted_mid_epoch and callback._scheduler_state is not None:
+        begun = states.get(callback.state_key, {}).get("scheduler_state") is not None
+        if trainer.fit_loop.restarted_mid_epoch and begun:
             groups = trainer.optimizers[0].param_groups
             kept = [(group["lr"], group.get("initial_lr")) for group in groups]
             callback.on_train_epoch_start(trainer, trainer.lightning_module)

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_shard._lightning import DatasetSamplerWrapper, Replacements, update_dataloader
+from lightning_shard._lightning import Replacements
 from lightning_shard._lightning.loops import data_fetcher, loader_states_to_load, settle_progress
 from lightning_shard.resume.loader import Draws, ResumableLoader
 from lightning_shard.resume.reachable import generators_of, module_generators
@@ -43,7 +43,6 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
     """Deal out a training loader's samples in the loader's own order, which is said once: Lightning shuffles them, and
     forgets the batch size of a stock ``BatchSampler``.
     """
-    connector = trainer._data_connector
 
     @cache
     def say() -> None:
@@ -52,24 +51,31 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
             "set DataLoader(shuffle=True) for that."
         )
 
-    def prepare_dataloader(prepare: Any, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        if not isinstance(dataloader, DataLoader) or not connector._requires_distributed_sampler(dataloader):
-            return prepare(dataloader, shuffle, mode)
-        given: Any = dataloader.batch_sampler
+    def resolve_sampler(resolve: Any, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage) -> Any:
         if mode == RunningStage.TRAINING:
-            sampler = _dealt(dataloader, trainer.distributed_sampler_kwargs or {})
+            sampler: Any = _dealt(dataloader, trainer.distributed_sampler_kwargs or {})
             if not sampler.shuffle and not getattr(trainer, "overfit_batches", 0):
                 say()
-            prepared: Any = update_dataloader(dataloader, sampler, mode)
         else:
-            prepared = prepare(dataloader, shuffle, mode)
-        if stock_type(given) is BatchSampler and mode != RunningStage.PREDICTING:
-            # A DataLoader refuses to have it set.
-            dealing = getattr(prepared.batch_sampler, "sampler", prepared.sampler)
-            vars(prepared)["batch_sampler"] = BatchSampler(dealing, given.batch_size, given.drop_last)
-        return prepared
+            sampler = resolve(dataloader, shuffle, mode)
+        if stock_type(dataloader.batch_sampler) is BatchSampler and mode != RunningStage.PREDICTING:
+            vars(sampler)[_BATCHES] = dataloader.batch_sampler
+        return sampler
 
-    replacements.wrap(connector, "_prepare_dataloader", prepare_dataloader)
+    replacements.wrap(trainer._data_connector, "_resolve_sampler", resolve_sampler)
+
+
+_BATCHES = "shard_batches"
+
+
+def keep_batches(loader: Any) -> None:
+    """Give ``loader``, which Lightning made after `keep_order`, the batch size of a stock ``BatchSampler``."""
+    dealing = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    given: Any = getattr(dealing, _BATCHES, None)
+    if dealing is not None and given is not None:
+        # A DataLoader refuses to have it set.
+        vars(loader)["batch_sampler"] = BatchSampler(dealing, given.batch_size, given.drop_last)
+        delattr(dealing, _BATCHES)
 
 
 def _dealt(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler[Any]:
@@ -96,8 +102,8 @@ def prepare_loader(trainer: Trainer, dataloader: Any, world_size: int, rank: int
     settle_progress(trainer)
     loop = trainer.fit_loop
     samplers = [getattr(owner, "sampler", None) for owner in (dataloader, getattr(dataloader, "batch_sampler", None))]
-    # What Lightning wrapped in a distributed sampler.
-    dealt = [wrapped for s in samplers if isinstance(wrapped := getattr(s, "dataset", None), DatasetSamplerWrapper)]
+    # What Lightning wrapped in a distributed sampler, as if it were a dataset.
+    dealt: list[Any] = [sampler.dataset for sampler in samplers if isinstance(sampler, DistributedSamplerWrapper)]
     inner = dealt[0]._sampler if dealt else None
     draws = Draws(seed=_seed(), epoch=lambda: trainer.current_epoch) if sample_seeds else None
     loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner, draws=draws)
@@ -140,16 +146,10 @@ def helpers(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def reload_epoch(trainer: Trainer) -> int | None:
-    """The epoch at which the training loaders were made, where some are made anew every few epochs."""
-    every: int = vars(trainer)["reload_dataloaders_every_n_epochs"]
-    return int(trainer.fit_loop._last_train_dl_reload_epoch) if every else None
-
-
 def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:
     """Count the batches of an interrupted epoch in units of the present loaders, whose state was loaded (all ranks),
-    where the world or batch size differs, and tell iterable ones how far the loop fetches ahead. ``reloaded``:
-    `reload_epoch` then.
+    where the world or batch size differs, and tell iterable ones how far the loop fetches ahead. ``reloaded``: the
+    epoch in which the loaders of the interrupted run were made.
     """
     loop = trainer.fit_loop
     if reloaded is not None:

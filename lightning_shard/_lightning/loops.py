@@ -20,7 +20,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_shard._lightning import Loop, Replacements
+from lightning_shard._lightning import Replacements
 from lightning_shard.resume.shape import KINDS
 
 
@@ -32,14 +32,18 @@ def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> N
 
 def validate_by_one_clock(replacements: Replacements, trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
     """With ``val_check_interval`` as a time, validate when rank 0's clock says so, which all ranks ``broadcast``."""
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        loop = trainer.fit_loop.epoch_loop
-        replacements.wrap(loop, "_should_check_val_fx", lambda due_here, fetcher: broadcast(due_here(fetcher)))
+
+    def should_check(check: Callable[[Any], bool], fetcher: Any) -> bool:
+        due = check(fetcher)
+        return broadcast(due) if trainer.val_check_batch is None else due
+
+    replacements.wrap(trainer.fit_loop.epoch_loop, "_should_check_val_fx", should_check)
 
 
 def should_accumulate(trainer: Trainer) -> bool:
     """Whether this batch's gradients are only added up, with no optimizer step after it."""
-    return trainer.fit_loop._should_accumulate()
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(batches.current.ready % trainer.accumulate_grad_batches) and not _batches_are_done(trainer)
 
 
 def accumulated_batches(trainer: Trainer) -> int:
@@ -108,18 +112,10 @@ def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Tol
     replacements.wrap(profiler, "stop", on_stop)
 
 
-def leave_signals_alone(replacements: Replacements, trainer: Trainer) -> None:
-    """Keep Lightning's signal handlers out of this run: they save and broadcast in whatever line the signal comes, and
-    what they note is waited for by all ranks and the device before every batch.
-    """
-    # Nothing was installed, and so the connector's own teardown has nothing to put back.
-    replacements.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
-    replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-
-
-def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable[[], None]) -> None:
+def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable[[], None], signals: bool) -> None:
     """Call each hook at the end of this run, after the strategy's teardown, then restore all. Call this before anything
-    else is replaced; what an earlier run left is restored first.
+    else is replaced; what an earlier run left is restored first. ``signals``: keep out Lightning's handlers, which save
+    in whatever line a signal comes; what they note is waited for by all ranks and the device before every batch.
     """
     replacements.restore()
 
@@ -130,7 +126,11 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable
         finally:
             replacements.restore()
 
-    replacements.wrap(trainer._signal_connector, "teardown", teardown_and_restore)
+    replacements.wrap(connector := trainer._signal_connector, "teardown", teardown_and_restore)
+    if signals:
+        # Nothing is installed, and so the connector's own teardown has nothing to put back.
+        replacements.replace(connector, "register_signal_handlers", lambda: None)
+        replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 # When a run stops
@@ -172,7 +172,9 @@ def _batches_are_done(trainer: Trainer) -> bool:
 
 def stop_is_due(trainer: Trainer) -> bool:
     """Whether the fit was told to stop, and goes on until it has had ``min_epochs`` and ``min_steps``."""
-    return bool(trainer.should_stop and not trainer.fit_loop._can_stop_early)
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    goes_on = epochs.processed < (trainer.min_epochs or 0) or trainer.global_step < (trainer.min_steps or 0)
+    return bool(trainer.should_stop and goes_on)
 
 
 def mark_after_batch(trainer: Trainer) -> None:
@@ -255,9 +257,14 @@ def loader_states_to_load(trainer: Trainer) -> list[dict[str, Any]]:
     return trainer.fit_loop._combined_loader_states_to_load
 
 
+def leave_restart(trainer: Trainer) -> None:
+    """Let the fit loop, not those in it, not restart, which its own setter forces in iteration-based training."""
+    trainer.fit_loop._restarting = False
+
+
 def _begin_epoch_anew(trainer: Trainer) -> None:
-    # The fit loop's own setter would force it back on for iteration-based training.
-    Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]
+    leave_restart(trainer)
+    trainer.fit_loop.epoch_loop.restarting = False
 
 
 def count_begun_epoch(trainer: Trainer) -> None:

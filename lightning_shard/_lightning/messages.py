@@ -7,8 +7,8 @@ from functools import cache
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.utilities import rank_zero
+from lightning.pytorch.utilities.compile import to_uncompiled
 
 from lightning_shard.errors import ConfigurationError
 
@@ -34,26 +34,29 @@ class Uncompiled:
         return vars(strategy).get("_lightning_module") if strategy is not None else None
 
     def __set__(self, strategy: Strategy, module: LightningModule | None) -> None:
-        if module is not None and module._compiler_ctx is not None:
-            raise ConfigurationError(
-                f"The Trainer was given torch.compile({type(module).__name__}(...)). The strategies here compile "
-                "the shard units, inside of what the engine does at each: pass the module itself, with `compile: true` "
-                "of the strategy; or compile submodules in configure_model."
-            )
-        vars(strategy)["_lightning_module"] = module
+        try:
+            to_uncompiled(module)  # type: ignore[arg-type]
+        except ValueError:  # It was not compiled, or there is none.
+            vars(strategy)["_lightning_module"] = module
+            return
+        raise ConfigurationError(
+            f"The Trainer was given torch.compile({type(module).__name__}(...)). The strategies here compile the shard "
+            "units, inside of what the engine does at each: pass the module itself, with `compile: true` of the "
+            "strategy; or compile submodules in configure_model."
+        )
 
 
 @cache
 def leave_out_amp_message(kind: type[Strategy]) -> None:
     """Let Lightning not say that strategies of class ``kind`` use autocast, where they cast modules instead. It says so
-    for the Trainer's flag alone: who asked for the flag is found on the stack.
+    for the Trainer's flag alone: whose strategy that is for is found on the stack.
     """
 
     def is_true(record: logging.LogRecord) -> bool:
         if "Automatic Mixed Precision (AMP)" not in str(record.msg):
             return True
         frame = inspect.currentframe()
-        while frame is not None and frame.f_code is not _AcceleratorConnector._check_and_init_precision.__code__:
+        while frame is not None and not hasattr(frame.f_locals.get("self"), "strategy"):
             frame = frame.f_back
         return frame is None or not isinstance(frame.f_locals["self"].strategy, kind)
 

@@ -5,7 +5,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from lightning_shard._lightning import Replacements
 
 def is_missing_optimizer(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` stands for none, which Lightning puts where ``configure_optimizers`` returned None."""
-    return isinstance(optimizer, _MockOptimizer)
+    return type(optimizer).__module__ == LightningOptimizer.__module__
 
 
 def settle_wrappers(wrappers: list[LightningOptimizer]) -> None:

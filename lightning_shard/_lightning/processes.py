@@ -12,11 +12,9 @@ import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_at_exit
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_threads
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_reduce
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -34,7 +32,8 @@ _LAST_WORDS_SECONDS = 5.0
 
 def reduce(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
     """As Lightning reduces, also a tensor on the host where the group reaches devices alone."""
-    return sync_reduce(reachable(tensor, group), group, reduce_op=reduce_op).to(tensor.device)
+    strategy: Any = None  # which it does not look at
+    return DDPStrategy.reduce(strategy, reachable(tensor, group), group, reduce_op).to(tensor.device)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -86,8 +85,10 @@ def share_cores(count: int) -> None:
     """Give a process that `ScriptLauncher` started its part of the cores, of ``count`` processes on this node:
     Lightning's launcher is in the one that starts the others, and sets the threads of that one.
     """
-    if os.environ.get(_STARTED_BY, own := str(os.getpid())) != own:
-        set_threads(count)
+    if os.environ.get(_STARTED_BY, own := str(os.getpid())) != own and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // count))
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
 def end_behind() -> None:

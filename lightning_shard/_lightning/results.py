@@ -10,18 +10,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shard._lightning import Replacements, processes
+from lightning_shard._lightning.loops import leave_restart
 from lightning_shard.resume.metrics import set_update_count
 from lightning_shard.tensors.full import full_of
 from lightning_shard.text import listed
@@ -138,7 +134,7 @@ def restore_training_results(
         # The next batch is not the first of its epoch, at which values of the epoch before are cleared.
         _loggers(trainer)._first_loop_iter = False
     # Lightning would leave the schedulers that monitor a value alone at this epoch's end, for want of the value.
-    fit_loop._restarting = False
+    leave_restart(trainer)
 
 
 def _step_plateau_schedulers(trainer: Trainer, due: str | None, late: list[str]) -> None:
@@ -184,7 +180,7 @@ class _ResumedResults(_ResultCollection):
             del self[key]
         super().log(fx, name, value, *args, **kwargs)
 
-    def __setitem__(self, key: str, entry: _ResultMetric) -> None:
+    def __setitem__(self, key: str, entry: Any) -> None:
         saved = self.pending.pop(key, None)
         if saved is not None:
             _give(entry, saved)
@@ -210,13 +206,19 @@ class _ResumedResults(_ResultCollection):
         # `__setitem__` takes them out.
         for key, saved in list(self.pending.items()):
             self.pop(key, None)
-            entry = _new_entry(self._trainer, saved)
-            if entry is None:
+            value = _logged(self._trainer, saved)
+            if value is None:
                 lost.append(saved["meta"]["name"])
                 del self.pending[key]
-            else:
-                self[key] = entry
-                self._created.append(key)
+                continue
+            how = {"metric_attribute": saved["attribute"], "rank_zero_only": saved["rank_zero_only"]}
+            reduce = self._trainer.strategy.reduce
+            super().log(value=value, batch_size=1, sync_dist_fn=reduce, **saved["meta"], **how)
+            # What `log` has added is taken out again, and nothing was communicated for it.
+            _give(self[key], saved)
+            self[key].meta.sync.should = saved["sync"]
+            set_update_count(self[key], saved["count"])
+            self._created.append(key)
         if lost:
             rank_zero_warn(
                 f"{listed(lost)} is not reported for this epoch: it was logged before the checkpoint and not since, "
@@ -237,11 +239,11 @@ def _results(loop: Any) -> Any:
     return loop._results
 
 
-def _live(results: _ResultCollection) -> Iterator[tuple[str, _ResultMetric]]:
+def _live(results: _ResultCollection) -> Iterator[tuple[str, Any]]:
     return ((key, entry) for key, entry in results.items() if not entry.has_reset)
 
 
-def _entry_state(entry: _ResultMetric) -> dict[str, Any]:
+def _entry_state(entry: Any) -> dict[str, Any]:
     meta = entry.meta
     state: dict[str, Any] = {
         "meta": {name: getattr(meta, name) for name in _META} | {"reduce_fx": meta.reduce_fx.__name__},
@@ -259,7 +261,7 @@ def _entry_state(entry: _ResultMetric) -> dict[str, Any]:
     return state
 
 
-def _give(entry: _ResultMetric, saved: Mapping[str, Any]) -> None:
+def _give(entry: Any, saved: Mapping[str, Any]) -> None:
     """Make ``entry``, just created, what it was; one that is now logged in another way starts anew."""
     same = entry.is_tensor and saved["is_tensor"] and entry.meta.reduce_fx.__name__ == saved["meta"]["reduce_fx"]
     if not same or not entry.meta.on_epoch:
@@ -270,20 +272,11 @@ def _give(entry: _ResultMetric, saved: Mapping[str, Any]) -> None:
     set_update_count(entry, saved["count"])
 
 
-def _new_entry(trainer: Trainer, saved: Mapping[str, Any]) -> _ResultMetric | None:
-    """The entry that a ``log`` call would create; None if that can't be known."""
-    meta = _Metadata(**saved["meta"], metric_attribute=saved["attribute"])
-    if saved["grouped"]:
-        return None
-    meta.sync = _Sync(_should=saved["sync"], fn=trainer.strategy.reduce, rank_zero_only=saved["rank_zero_only"])
-    entry = _ResultMetric(meta, saved["is_tensor"])
-    if not saved["is_tensor"]:
-        metric = _metric(trainer.lightning_module, saved["attribute"])
-        if metric is None:
-            return None
-        entry.value = metric
-        set_update_count(entry, saved["count"])
-    return entry.to(trainer.strategy.root_device)
+def _logged(trainer: Trainer, saved: Mapping[str, Any]) -> Tensor | Metric | None:
+    """What a ``log`` call may be given to create the entry; None if that can't be known."""
+    if saved["grouped"] or not saved["is_tensor"]:
+        return None if saved["grouped"] else _metric(trainer.lightning_module, saved["attribute"])
+    return torch.zeros((), device=trainer.strategy.root_device)
 
 
 def _metric(module: LightningModule, name: str | None) -> Metric | None:

@@ -72,10 +72,14 @@ class Data:
         self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
         self._kept: dict[str, str] | None = None  # What objects kept as training began.
+        self._made: int | None = None  # The epoch in which the training loaders were made.
+        self._callbacks: Mapping[str, Any] = {}  # Their states in the checkpoint.
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make a training loader, which Lightning gives on all ranks, resumable, and check it for ``coordinates``."""
+        loaders.keep_batches(loader)
         if trainer.training:
+            self._made = trainer.current_epoch
             loader = loaders.prepare_loader(trainer, loader, *coordinates, sample_seeds=self._sample_seeds)
             if self._resumed is not None and (warning := order_warning(loader)) is not None:
                 rank_zero_warn(warning)
@@ -115,7 +119,8 @@ class Data:
                 "gradients are not given back yet: it lacks them. Save after a step."
             )
         kept = {"seed": torch.initial_seed(), "epoch_ends": follows == "end of the epoch", "batch": _factors(trainer)}
-        kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
+        made = self._made if vars(trainer)["reload_dataloaders_every_n_epochs"] else None
+        kept |= {"reloaded": made, "stop": loops.stop_is_due(trainer)}
         if (first := self._kept) is not None:
             kept["numbers"] = {name: now for name, now in _kept_values(trainer).items() if now != first.get(name)}
         schedules = kinds_of(trainer.strategy.lr_scheduler_configs)
@@ -134,7 +139,7 @@ class Data:
 
     def resume(self, checkpoint: Mapping[str, Any], trainer: Trainer, *, thaws: bool) -> None:
         """Remember what a fit goes on with, ahead of its tensors. ``thaws``: in what the saved run had thawed."""
-        self._resumed = checkpoint.get(RUN_STATE)
+        self._resumed, self._callbacks = checkpoint.get(RUN_STATE), checkpoint.get("callbacks", {})
         if thaws:
             thaw_again(trainer, checkpoint)
 
@@ -150,14 +155,17 @@ class Data:
         resumed, self._resumed = self._resumed, None
         module = trainer.lightning_module
         self._kept = _kept_values(trainer)
-        go_on_in_mid_epoch(trainer)
+        go_on_in_mid_epoch(trainer, self._callbacks)
+        self._callbacks = {}
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
             frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))
             for warning in filter(None, (other, frozen, other_numbers(resumed.get("numbers", {}), self._kept))):
                 rank_zero_warn(warning)
         # Ahead of what says that the loops do not resume any more.
-        loaders.recount_batches(trainer, (resumed or {}).get("reloaded"))
+        made = (resumed or {}).get("reloaded")
+        self._made = self._made if made is None else made
+        loaders.recount_batches(trainer, made)
         loops.count_begun_epoch(trainer)
         if resumed is not None:
             trainer.should_stop = trainer.should_stop or bool(resumed.get("stop"))

@@ -180,10 +180,8 @@ def take_over(
         return str(chosen.path) if isinstance(chosen, OpenCheckpoint) else chosen
 
     callbacks.choose_checkpoint(replacements, trainer, choose)
-    if preemption.signals:
-        loops.leave_signals_alone(replacements, trainer)
-        if fitting:
-            preemption.take_over_signals()  # which end the process elsewhere
+    if preemption.signals and fitting:
+        preemption.take_over_signals()  # which end the process elsewhere
 
 
 GoBack = Callable[[Callable[[str], None]], None]
@@ -216,7 +214,7 @@ def settle_fit(
     """In a fit let errors through, log sharded tensors in full, validate at one time, save between steps."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     full_gradient_norms(replacements, module, partial(read_full, engine, checkpoints, kind="gradient", device=device))
-    callbacks.count_sharded_parameters(replacements, trainer)
+    callbacks.count_sharded_parameters(replacements)
     callbacks.let_errors_through(replacements, trainer)
     if not engine.follows_freezing:
         callbacks.leave_flat_groups_unnamed(replacements, trainer)

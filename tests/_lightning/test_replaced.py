@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     StochasticWeightAveraging,
     WeightAveraging,
+    model_summary,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
@@ -75,7 +76,7 @@ def _live(trainer: pl.Trainer) -> Iterator[Any]:
     kinds = BaseFinetuning | ModelCheckpoint | ModelSummary | StochasticWeightAveraging | WeightAveraging
     yield from (c for c in trainer.callbacks if isinstance(c, kinds))
     yield from trainer.loggers
-    yield grad_norm
+    yield from (grad_norm, model_summary)
     yield from filter(None, [trainer.strategy.lightning_module])  # from the fit on
 
 

@@ -243,11 +243,14 @@ class Stops(pl.Callback):
         trainer.should_stop = trainer.should_stop or trainer.global_step == 2
 
 
-def test_a_stop_that_waits_for_min_steps_comes_in_a_resumed_run_too() -> None:
-    settings = {"callbacks": [Stops()], "min_steps": 6, "limit_val_batches": 0}
+@pytest.mark.parametrize(
+    ("least", "length"), [({"min_steps": 6}, 8), pytest.param({"min_epochs": 2}, 10, marks=pytest.mark.matrix)]
+)
+def test_a_stop_that_waits_comes_in_a_resumed_run_too(least: dict[str, int], length: int) -> None:
+    settings = {"callbacks": [Stops()], **least, "limit_val_batches": 0}
     run = ("on_train_batch_end", [1, 3, 5], _shuffled)
     [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
-    assert len(whole) == 8  # with the ends of two epochs
+    assert len(whole) == length  # with the ends of two epochs
     assert rests == [whole[start:] for start in starts]
 
 

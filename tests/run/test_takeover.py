@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import grad_norm
 
 from lightning_shard._lightning import Replacements
@@ -95,8 +96,11 @@ def test_values_of_sharded_tensors_are_logged_in_full() -> None:
     assert [norms for _, norms in fsdp + zero] == [norms for _, norms in ddp + ddp]
 
 
-def test_validation_by_the_clock_of_rank_0() -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval="00:00:00:01")
+@pytest.mark.parametrize(("interval", "of_rank_0"), [("00:00:00:01", True), (3, False)])
+def test_validation_by_the_clock_of_rank_0(interval: str | int, of_rank_0: bool) -> None:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, val_check_interval=interval, max_steps=1, **quiet)
+    trainer.fit(BoringModel())  # its loop says by what a validation is due
     loop, replacements = trainer.fit_loop.epoch_loop, Replacements()
     asked: list[bool] = []
 
@@ -106,11 +110,7 @@ def test_validation_by_the_clock_of_rank_0() -> None:
 
     vars(loop)["_should_check_val_epoch"] = lambda: False  # this rank's own answer
     validate_by_one_clock(replacements, trainer, broadcast)
-    assert loop._should_check_val_fx(None) is True
-    assert asked == [False]
+    assert loop._should_check_val_fx(None) is of_rank_0
+    assert asked == [False] * of_rank_0
     replacements.restore()
     assert loop._should_check_val_fx(None) is False
-
-    counted = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval=3)
-    validate_by_one_clock(replacements, counted, broadcast)
-    assert "_should_check_val_fx" not in vars(counted.fit_loop.epoch_loop)
