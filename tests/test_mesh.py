@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,13 +71,14 @@ def test_sizes_that_are_none_are_refused_by_name_and_value(axis: str, size: Any)
 
 
 def _coordinates(shape: tuple[int, int]) -> dict[str, Any]:
-    mesh = build_mesh(shape, device_type="cpu")
+    mesh = build_mesh(shape, device_type="cpu", timeout=timedelta(seconds=77))
     replicas, place = data_parallel_coordinates(mesh)
     return {
         "names": mesh.mesh_dim_names,
         "size": (mesh["replicate"].size(), mesh["shard"].size()),
         "shard_group": dist.get_process_group_ranks(mesh.get_group("shard")),
         "replicate_group": dist.get_process_group_ranks(mesh.get_group("replicate")),
+        "timeouts": {mesh.get_group(axis)._get_backend(torch.device("cpu")).options._timeout for axis in (0, 1)},
         "place": place,
         "samples": list(DistributedSampler(range(8), num_replicas=replicas, rank=place, shuffle=False)),
     }
@@ -87,6 +90,7 @@ def _check_coordinates() -> None:
         found = _coordinates(shape)
         assert found["names"] == ("replicate", "shard")
         assert found["size"] == shape
+        assert found["timeouts"] == {timedelta(seconds=77)}
         # Neighbours share a shard group, so that it lies inside a node.
         first = rank // shape[1] * shape[1]
         assert found["shard_group"] == list(range(first, first + shape[1]))
