@@ -49,7 +49,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 class Model(BoringModel):
     def on_train_start(self):
-        print(f"rank {self.global_rank} has {torch.get_num_threads()}", flush=True)
+        print(f"rank {self.global_rank} has {torch.get_num_threads()}\\n", end="", flush=True)  # in one piece
 
 if __name__ == "__main__":
     options = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
