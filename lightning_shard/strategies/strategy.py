@@ -51,8 +51,7 @@ class ShardStrategy(ParallelStrategy):
         """Build the parts; nothing is touched before the Trainer sets the strategy up."""
         super().__init__()
         messages.leave_out_amp_message(ShardStrategy)
-        self._settings = settings
-        self.num_nodes = 1
+        self._settings, self.num_nodes = settings, 1
         vars(self).update(vars(settings))
         own = {"configured": settings.resume_hyperparameters == "configuration", "save_frozen": settings.save_frozen}
         self.checkpoints = parts.Checkpoints(settle=partial(settle, self), **own)
