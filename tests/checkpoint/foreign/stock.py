@@ -154,6 +154,10 @@ def save_deepspeed(stage: int, bf16: bool, path: str, client: dict[str, Any], su
         safe_get_full_optimizer_state,
     )
 
+    from lightning_shard.engines.zero.process import _choose_accelerator
+
+    # Another one compiles a kernel for a minute, which nothing uses.
+    _choose_accelerator(torch.device("cpu"))
     forget_groups()
     warnings.filterwarnings("ignore")
     module = Tied()
