@@ -40,16 +40,18 @@ class GradientUses:
         self._strategy, self._dropped = strategy, dropped
         self._masters = [group.flat for group in groups]
         self._parameters = list(names)  # Else an id could become another's.
-        self._fqns = {id(parameter): [fqn] for parameter, fqn in names.items()}
-        self._fqns |= {id(group.flat): [m.fqn for m in group.members if m.stepped] for group in groups}
+        self.fqns = {id(parameter): [fqn] for parameter, fqn in names.items()}
+        self.fqns |= {id(group.flat): [m.fqn for m in group.members if m.stepped] for group in groups}
         self._readers: set[CodeType] = set()
         self._stepping = False
 
     @contextmanager
     def watched(self) -> Generator[None, None, None]:
         """Look at every use."""
-        grad: Any = property(self._read, self._write, lambda p: self._write(p, None))
-        nn.Parameter.grad = grad
+        if not _watching:
+            grad: Any = property(_read_grad, _write_grad, lambda p: _write_grad(p, None))
+            nn.Parameter.grad = grad
+        _watching.append(self)
         shown = type("Master", (nn.Parameter,), {"data": property(_read_data, _write_data)})
         kinds = [type(master) for master in self._masters]
         for master in self._masters:
@@ -59,7 +61,9 @@ class GradientUses:
         finally:
             for master, kind in zip(self._masters, kinds, strict=True):
                 master.__class__ = kind
-            del nn.Parameter.grad
+            _watching.remove(self)
+            if not _watching:
+                del nn.Parameter.grad
 
     @contextmanager
     def stepping(self) -> Generator[None, None, None]:
@@ -70,9 +74,9 @@ class GradientUses:
         finally:
             self._stepping = False
 
-    def _read(self, parameter: Tensor) -> Tensor | None:
+    def read(self, parameter: Tensor) -> Tensor | None:
         gradient: Tensor | None = _GRAD.__get__(parameter)
-        if self._stepping or (fqns := self._fqns.get(id(parameter))) is None:
+        if self._stepping or (fqns := self.fqns.get(id(parameter))) is None:
             return gradient
         frame, through = user()
         if frame is None:
@@ -84,8 +88,8 @@ class GradientUses:
         # A master may have one, of this rank's part.
         return None
 
-    def _write(self, parameter: Tensor, value: Tensor | None) -> None:
-        fqns = None if self._stepping else self._fqns.get(id(parameter))
+    def write(self, parameter: Tensor, value: Tensor | None) -> None:
+        fqns = None if self._stepping else self.fqns.get(id(parameter))
         if fqns is not None and (frame := user()[0]) is not None:
             if value is not None:
                 raise self._lost(fqns[0], frame)
@@ -113,6 +117,19 @@ class GradientUses:
             f'{self._use(fqn, frame)}, and what is written to it is lost. Use full_tensor(trainer, name, "gradient") '
             "and set_full_tensor, Trainer(gradient_clip_val) or self.clip_gradients; or shard_ddp or shard_fsdp."
         )
+
+
+_watching: list[GradientUses] = []  # of the engines that are there, which may end in any order
+
+
+def _read_grad(parameter: Tensor) -> Tensor | None:
+    uses = next((uses for uses in _watching if id(parameter) in uses.fqns), None)
+    return _GRAD.__get__(parameter) if uses is None else uses.read(parameter)
+
+
+def _write_grad(parameter: Tensor, value: Tensor | None) -> None:
+    uses = next((uses for uses in _watching if id(parameter) in uses.fqns), None)
+    _GRAD.__set__(parameter, value) if uses is None else uses.write(parameter, value)
 
 
 def _read_data(master: Tensor) -> Tensor:
@@ -161,11 +178,11 @@ class SteppedOnce:
 
     def __init__(self, fqns: Collection[str], is_pending: Callable[[], bool]) -> None:
         """``is_pending``: whether a backward pass ran since the last step."""
-        self._fqns, self._is_pending = fqns, is_pending
+        self.fqns, self._is_pending = fqns, is_pending
         self._stepped: set[str] = set()
 
     def step(self) -> None:
-        self._stepped = set(self._fqns)
+        self._stepped = set(self.fqns)
 
     def drop(self, fqn: str) -> None:
         """Follow the user, who drops a gradient. ConfigurationError: it was not stepped on."""
@@ -178,7 +195,7 @@ class SteppedOnce:
 
     def drop_all(self, set_to_none: bool = True) -> None:
         """The optimizer's ``zero_grad``; the memory that gradients are offloaded to must stay."""
-        for fqn in self._fqns:
+        for fqn in self.fqns:
             self.drop(fqn)
 
     def check(self) -> None:
