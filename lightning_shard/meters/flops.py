@@ -93,9 +93,15 @@ class _ModelFlops:
         return count
 
     def count_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-        is_causal: bool = False, **_: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> Tensor:
         """In place of ``scaled_dot_product_attention``, whose kernels hide causality: counts, computes nothing."""
         flops = attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
         self.attention += flops if self._counts() else 0

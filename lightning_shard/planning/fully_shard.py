@@ -89,8 +89,8 @@ def start_of_fit(training: Training, engine: FSDPFacts) -> list[Point]:
 
 
 def padding_note(training: Training, engine: FSDPFacts) -> str:
-    """What padding costs, and the mesh that avoids it; "": less than a tenth. Dim 0 is cut into chunks as large as the
-    first, one for each shard (``FSDPParam._init_sharded_param``).
+    """What padding costs, and the mesh that avoids it; "": less than a tenth. Dim 0 is split into one chunk for each
+    rank, all as large as the first (``FSDPParam._init_sharded_param``).
     """
     divisors = [shards for shards in range(1, engine.shard + 1) if engine.shard % shards == 0]
     gathered = {s: _gathered_bytes(training.model.parameters, s, training.policy.compute) for s in divisors}

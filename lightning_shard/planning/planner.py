@@ -11,14 +11,13 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.engines.engine import Engine, PlannedRun
-from lightning_shard.engines.facts import EngineFacts, FSDPFacts
+from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.device_memory import DeviceMemory, Range, device_memory, verdict
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
-from lightning_shard.planning.fully_shard import padding_note
 from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, batch_size_of, trace_step
-from lightning_shard.planning.predict import collectives, start_points, step_points
+from lightning_shard.planning.predict import collectives, padding_note, start_points, step_points
 from lightning_shard.planning.report import FORMS, LARGEST_BATCH, Row, show_range
 from lightning_shard.planning.step_memory import Point, peak, with_averages
 from lightning_shard.planning.step_time import Rates, StepTime, step_time
@@ -67,7 +66,7 @@ class Planner:
             return Row(name=candidate.name, checkpointing=candidate.checkpointing, refused=str(error))
         largest = largest_batch(run, self.memory)
         if confirm:
-            if isinstance(run.engine, FSDPFacts) and (note := padding_note(run.training, run.engine)):
+            if note := padding_note(run.training, run.engine):
                 self.notes.append(note)
             try:
                 largest = confirmed_batch(run, self.memory, partial(self._trace, candidate))

@@ -1,8 +1,5 @@
 """Averages of a fit's weights that lie in shards beside what is stepped, for Lightning's callbacks that average:
 elementwise, by torch's and Lightning's arithmetic over this rank's boxes.
-
-And what each rank's own state keeps of buffers, and their averages: those that no ``state_dict`` has; and in the middle
-of a step, or of a validation, which runs again, its own values of the others.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -25,8 +22,7 @@ from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.resident import Resident
 from lightning_shard.tensors.flat import BoxTensor, LiveTensor
-from lightning_shard.tensors.names import Names, fqns, persistent_buffers
-from lightning_shard.tensors.nonpersistent import Known, changed_buffers, load_buffers
+from lightning_shard.tensors.names import Names, fqns
 
 
 class Shards(nn.Module):
@@ -165,45 +161,3 @@ class Averaging:
         for ours, live in zip(average, current, strict=True):
             ours.copy_(live)
         self._average.set_count(0)
-
-
-_BUFFERS, _AVERAGES = "passing", "passing_averages"
-OWN = "buffers"
-OWN_AVERAGES = "averages_of_buffers"
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies on the host of the persistent buffers of ``module``, by key."""
-    found = {key: buffer for key, _, buffer in persistent_buffers(module) if buffer is not None}
-    return {key: buffer.detach().to("cpu", copy=True) for key, buffer in found.items()}
-
-
-def buffer_state(module: nn.Module, known: Known | None, averaging: Averaging | None) -> dict[str, Any]:
-    """Buffers with ``persistent=False`` that have changed since ``known``, and averages; none is swapped in."""
-    changed = {} if known is None else changed_buffers(module, known)
-    averages = {} if averaging is None else averaging.buffers()
-    kept = {name: averages[name].cpu().clone() for name, b in changed.items() if name in averages and b is not None}
-    return {_BUFFERS: changed, _AVERAGES: kept}
-
-
-@torch.no_grad()
-def set_buffers(module: nn.Module, averaging: Averaging | None, own: Mapping[str, Any], device: torch.device) -> None:
-    """Set what `buffer_state` put into this rank's ``own`` state; which begin anew is told."""
-    if anew := load_buffers(module, own.get(_BUFFERS, {}), device):
-        rank_zero_warn(
-            f"Buffers with persistent=False that steps have changed begin anew: {', '.join(anew)}. They are in the "
-            "checkpoint if they are plain tensors of at most 64 MiB in all. Register others as persistent."
-        )
-    averages = {} if averaging is None else averaging.buffers()
-    for name, value in own.get(_AVERAGES, {}).items():
-        if name in averages and averages[name].shape == value.shape:
-            averages[name].copy_(value)
-
-
-@torch.no_grad()
-def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Write the values of ``saved``, by key, into the persistent buffers of ``module``."""
-    for key, _, buffer in persistent_buffers(module):
-        if buffer is not None and key in saved and saved[key].shape == buffer.shape:
-            # Lest a backward pass that is to come take it for changed.
-            buffer.data.copy_(saved[key])

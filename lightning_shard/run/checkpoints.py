@@ -34,7 +34,8 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.reachable import set_values
-from lightning_shard.run.averaging import OWN, OWN_AVERAGES, Averaging, buffer_state, own_buffers, restore_buffers
+from lightning_shard.run.averaging import Averaging
+from lightning_shard.run.buffers import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers

@@ -23,7 +23,7 @@ from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.reachable import kept_values
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.averaging import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers, set_buffers
+from lightning_shard.run.buffers import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers, set_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]

@@ -21,7 +21,7 @@ from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import CheckpointError, ConfigurationError, DataError
 from lightning_shard.ranks import Ranks, warn_on_first_rank
 from lightning_shard.resume.rng import set_rng_state
-from lightning_shard.run.averaging import set_buffers
+from lightning_shard.run.buffers import set_buffers
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.tensors.clipping import all_finite
 from lightning_shard.tensors.flat import FlatTensor

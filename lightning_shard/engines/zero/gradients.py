@@ -122,14 +122,16 @@ class GradientUses:
 _watching: list[GradientUses] = []  # of the engines that are there, which may end in any order
 
 
+def _uses_of(parameter: Tensor) -> GradientUses | None:
+    return next((uses for uses in _watching if id(parameter) in uses.fqns), None)
+
+
 def _read_grad(parameter: Tensor) -> Tensor | None:
-    uses = next((uses for uses in _watching if id(parameter) in uses.fqns), None)
-    return _GRAD.__get__(parameter) if uses is None else uses.read(parameter)
+    return _GRAD.__get__(parameter) if (uses := _uses_of(parameter)) is None else uses.read(parameter)
 
 
 def _write_grad(parameter: Tensor, value: Tensor | None) -> None:
-    uses = next((uses for uses in _watching if id(parameter) in uses.fqns), None)
-    _GRAD.__set__(parameter, value) if uses is None else uses.write(parameter, value)
+    _GRAD.__set__(parameter, value) if (uses := _uses_of(parameter)) is None else uses.write(parameter, value)
 
 
 def _read_data(master: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -163,3 +164,18 @@ def test_a_look_at_a_gradient_keeps_nothing_of_its_callers(watched: tuple[nn.Par
         assert reads()() is None
     finally:
         gc.enable()
+
+
+def test_engines_end_in_any_order() -> None:
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    dropped: list[str] = []
+    stacks = ExitStack(), ExitStack()
+    for name, parameter, stack in (("first", first, stacks[0]), ("second", second, stacks[1])):
+        stack.enter_context(GradientUses("a strategy", {parameter: name}, [], dropped.append).watched())
+    stacks[0].close()
+    second.grad = None
+    first.grad = torch.ones(2)  # nobody's any more
+    stacks[1].close()
+    assert dropped == ["second"]
+    assert "grad" not in vars(nn.Parameter)
+    assert torch.equal(first.grad, torch.ones(2))
