@@ -194,6 +194,8 @@ def test_a_unit_is_one_graph_whatever_is_cast_and_checkpointed(spec: Checkpointi
     assert forward["addmm"] + forward["mm"] == 2
     # Two for each layer; one more where the layer itself runs again, which the last one needs not for any gradient.
     assert backward["addmm"] + backward["mm"] == (6 if spec == "units" else 4)
+    # And what is not kept runs again.
+    assert spec is None or backward["gelu"] == 1
 
 
 def test_what_was_compiled_before_is_no_reason_to_complain() -> None:

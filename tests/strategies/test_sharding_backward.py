@@ -248,3 +248,32 @@ def test_gradients_inside_a_step(precision: str) -> None:
 @pytest.mark.parametrize("precision", sampled(["32-true", "bf16-mixed"], 1))
 def test_a_unit_that_is_thawed_later(precision: str) -> None:
     run_distributed(_check_thawed, 2, precision)
+
+
+class Watching(Regression):
+    """Notes at the end of each layer's backward pass which layers have reduced gradients."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(*(Layer() for _ in range(3)))
+        self.reduced: list[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = layer(x)
+            if x.requires_grad:
+                x.register_hook(self.look)
+        return x
+
+    def look(self, gradient: Tensor) -> None:
+        weights = [(index, layer.a.weight) for index, layer in enumerate(self.net)]
+        self.reduced.append([i for i, weight in weights if isinstance(weight, DTensor) and weight.grad is not None])
+
+
+def _check_reduced_in_turn() -> None:
+    module = fit(Watching, ShardFSDPStrategy(units=["Layer"]))
+    # The hook of a layer's output comes ahead of that layer's backward pass.
+    assert module.reduced == [[], [2], [1, 2]] * STEPS
+
+
+def test_a_layers_gradients_are_reduced_before_the_next_ones_backward() -> None:
+    run_distributed(_check_reduced_in_turn, 2)
