@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_shard.resume import rng
 from lightning_shard.tensors.names import unwrapped_modules
 
 _MOST_OBJECTS, _OF_EACH = 10_000, 100
-_MOST_SUMMED = 1 << 20  # Numbers of a tensor, above which it is not looked into.
 _LIBRARIES = {
     *sys.stdlib_module_names,
     *("torch", "torchdata", "numpy", "deepspeed", "lightning", "pytorch_lightning", "lightning_shard"),
@@ -140,22 +138,6 @@ def module_generators(module: nn.Module, others: Mapping[str, Any], apart: Itera
     return found | {path: value for path, value in deeper if rng.generator_kind(value) is not None}
 
 
-def kept_values(module: nn.Module, others: Mapping[str, Any]) -> dict[str, str]:
-    """Path to value, in words, of what ``module``, the modules in it and ``others``, which no library has, keep as
-    attributes, and objects there: plain values, tensors, and of collections the number of values.
-    """
-    found: dict[str, str] = {}
-    owners = [*unwrapped_modules(module), *((path, owner) for path, owner in others.items() if not _of_library(owner))]
-    for path, owner in owners:
-        for name, value in _own_values(path, owner):
-            found |= _in_words(name, value)
-            # What loads samples is restored by its loader.
-            gives = hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")
-            for inner, part in [] if gives or callable(value) or _of_library(value) else _own_values(name, value):
-                found |= _in_words(inner, part)
-    return found
-
-
 def small_values(owner: Any) -> dict[str, Any]:
     """Attributes of ``owner`` that are plain values, or collections of a few, as `set_values` takes them."""
     return {
@@ -166,30 +148,6 @@ def small_values(owner: Any) -> dict[str, Any]:
 def set_values(owner: Any, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         setattr(owner, name, rng.decoded(copy.deepcopy(value["value"])))
-
-
-def _own_values(path: str, owner: Any) -> list[tuple[str, Any]]:
-    with suppress(Exception):  # as there
-        held = {} if isinstance(owner, Metric) else owner.__dict__
-        own = [name for name in held if name not in _OF_MODULES and not name.startswith(("_", "ds_"))]
-        return [(f"{path}.{name}".lstrip("."), held[name]) for name in own]
-    return []
-
-
-def _in_words(path: str, value: Any) -> dict[str, str]:
-    with suppress(Exception):  # as there
-        kind, noted = _noted(value)
-        if kind in _LARGE and type(value) is torch.Tensor and value.numel() <= _MOST_SUMMED:
-            return {path: f"a tensor of sum {value.detach().double().sum().item():.9g}"}
-        if kind in _LARGE and isinstance(value, list | dict | set | deque):
-            return {path: f"{len(value)} values"}
-        if kind not in (*_LARGE, "generator"):
-            return {path: str(noted)}
-    return {}
-
-
-def _of_library(owner: Any) -> bool:
-    return type(owner).__module__.partition(".")[0] in _LIBRARIES
 
 
 _SCALARS = (bool, int, float, str, type(None), np.generic)

@@ -21,7 +21,6 @@ from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
-from lightning_shard.resume.reachable import kept_values
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.buffers import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers, set_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
@@ -71,7 +70,6 @@ class Data:
         """Nothing was resumed yet; ``sample_seeds``: training samples' random numbers are seeded by epoch and index."""
         self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
-        self._kept: dict[str, str] | None = None  # What objects kept as training began.
         self._made: int | None = None  # The epoch in which the training loaders were made.
         self._callbacks: Mapping[str, Any] = {}  # Their states in the checkpoint.
 
@@ -121,8 +119,6 @@ class Data:
         kept = {"seed": torch.initial_seed(), "epoch_ends": follows == "end of the epoch", "batch": _factors(trainer)}
         made = self._made if vars(trainer)["reload_dataloaders_every_n_epochs"] else None
         kept |= {"reloaded": made, "stop": loops.stop_is_due(trainer)}
-        if (first := self._kept) is not None:
-            kept["numbers"] = {name: now for name, now in _kept_values(trainer).items() if now != first.get(name)}
         schedules = kinds_of(trainer.strategy.lr_scheduler_configs)
         # Lightning's averaging of weights puts its own in their place, and makes it again.
         kept |= {} if "SWALR" in schedules else {SCHEDULES: schedules}
@@ -154,13 +150,12 @@ class Data:
         """Go on with what a resumed run had, after all that draws from or resets it. All ranks call it."""
         resumed, self._resumed = self._resumed, None
         module = trainer.lightning_module
-        self._kept = _kept_values(trainer)
         go_on_in_mid_epoch(trainer, self._callbacks)
         self._callbacks = {}
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
             frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))
-            for warning in filter(None, (other, frozen, other_numbers(resumed.get("numbers", {}), self._kept))):
+            for warning in filter(None, (other, frozen)):
                 rank_zero_warn(warning)
         # Ahead of what says that the loops do not resume any more.
         made = (resumed or {}).get("reloaded")
@@ -227,30 +222,6 @@ def other_frozen(saved: list[str] | None, frozen: Mapping[str, bool]) -> str | N
         f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''} (parameters: {len(shown)}) were {was} when the "
         f"checkpoint was saved, and are {here} here. What a hook freezes or thaws at some epoch is not done again on "
         "resuming: where it is to go on, do it in on_train_start too, or with a callback of BaseFinetuning."
-    )
-
-
-def _kept_values(trainer: Trainer) -> dict[str, str]:
-    helpers = loaders.helpers(trainer)
-    named = {name if name == "datamodule" else f"{_CALLBACK}{name}": each for name, each in helpers.items()}
-    return kept_values(trainer.lightning_module, named)
-
-
-_CALLBACK = "callback "
-
-
-def other_numbers(saved: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """What to say of values, by name and in words, that steps had changed and are others ``here``."""
-    # A callback that is gone has nothing to go on with.
-    there = [name for name in saved if name in here or not name.startswith(_CALLBACK)]
-    other = [name for name in there if here.get(name) != saved[name]]
-    if not other:
-        return None
-    shown = [f"{name} ({saved[name][:40]} then, {here.get(name, 'not there')[:40]} now)" for name in other[:6]]
-    return (
-        "What the module and callbacks keep as attributes and change in training is not in a checkpoint, and begins "
-        f"anew: {', '.join(shown)}{', and others' if other[6:] else ''}. Where a step needs it, register a buffer, or "
-        "keep it in on_save_checkpoint and on_load_checkpoint."
     )
 
 
