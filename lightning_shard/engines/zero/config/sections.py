@@ -2,49 +2,29 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_shard.engines.zero.config.fields import RunFacts
-from lightning_shard.engines.zero.config.reading import AUTO, get, put, understood
+from lightning_shard.engines.zero.config.reading import AUTO, READERS, get, put
 from lightning_shard.text import nearest
-
-ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "foreach")
-
-OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
-    "adam": (*ADAM, "fp32_optimizer_states"),
-    "adamw": (*ADAM, "fp32_optimizer_states"),
-    "adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad"),
-    "lion": ("lr", "betas", "weight_decay", "fp32_optimizer_states"),
-    "lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "max_coeff", "min_coeff"),
-    "muon": (*ADAM, "momentum", "muon_lr", "adam_lr", "ns_method", "fp32_optimizer_states"),
-    "muadam": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
-    "muadamw": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
-    "musgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-}
-"""DeepSpeed's own types, in lower case, and what each takes; any other is a class of torch.optim."""
 
 ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 """Types that older versions of DeepSpeed had, which compress what they communicate."""
 
-SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-"""DeepSpeed's own types; any other is a class of torch.optim.lr_scheduler."""
-
-KINDS = {
-    **dict.fromkeys(("lr", "eps", "weight_decay", "momentum", "muon_lr", "adam_lr"), "float"),
-    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio"), "float"),
-    **dict.fromkeys(("bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "nesterov"), "bool"),
-    "fp32_optimizer_states": "bool",
-    "warmup_num_steps": "int",
-    "total_num_steps": "int",
-    "warmup_type": "str",
-}
-"""Kinds of hyperparameters; the others pass as they are."""
+MUON = (
+    *("lr", "weight_decay", "momentum", "muon_lr", "adam_lr", "ns_method", "betas", "eps"),
+    *("adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"),
+)
+"""What DeepSpeed's Muon takes; it drops others without a word, where other types' constructors raise."""
 
 
 def read_sections(config: dict[str, Any], problems: list[str]) -> None:
-    """Check the types and hyperparameters of both sections and put their values right, in place."""
+    """Check that the types of both sections exist, and read the numbers that are written as text, in place."""
     for name in ("optimizer", "scheduler"):
         section = config.get(name)
         if not section:
@@ -58,69 +38,44 @@ def read_sections(config: dict[str, Any], problems: list[str]) -> None:
             )
         elif not isinstance(params, Mapping):
             problems.append(f"{name}.params is {params!r}, but must be a mapping")
-        elif (known := known_params(name, kind)) is None:
-            names = [*OPTIMIZERS, "AdamW", "SGD"] if name == "optimizer" else [*SCHEDULERS, "CosineAnnealingLR"]
-            hint = "".join(f": the nearest is {near!r}" for near in nearest(kind, names))
-            why = "which neither DeepSpeed nor torch has"
-            if name == "optimizer" and str(kind).lower() in ONE_BIT:
-                why = "which DeepSpeed has removed"
-            problems.append(f"{name}.type is {kind!r}, {why}{hint}")
+        elif not _exists(name, kind):
+            near = nearest(kind, [*_own_types(name), "AdamW", "SGD"])
+            hint = f": the nearest is {near[0]!r}" if near else ""
+            problems.append(f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has{hint}")
         else:
-            section["params"] = _read_params(params, known, f"{name}.params", problems)
+            section["params"] = {key: _without_text(value) for key, value in params.items()}
+            for key in params:
+                path = f"{name}.params.{key}"
+                if key == "max_grad_norm":
+                    problems.append(f"{path} can't be used: clipping is the Trainer's. Set gradient_clip_val instead")
+                elif str(kind).lower() == "muon" and key not in MUON:
+                    problems.append(f"{path} is no hyperparameter of Muon's: known are {', '.join(MUON)}")
 
 
-def known_params(section: str, kind: str) -> dict[str, bool] | None:
-    """Names of the hyperparameters of a type, and whether each must be given; None for a type that there is not."""
-    found: Any = getattr(torch.optim if section == "optimizer" else torch.optim.lr_scheduler, kind, None)
-    if section == "optimizer" and kind.lower() in OPTIMIZERS:
-        return dict.fromkeys(OPTIMIZERS[kind.lower()], False)
-    if section == "scheduler" and kind in SCHEDULERS:
-        from deepspeed.runtime import lr_schedules
+def _own_types(section: str) -> list[str]:
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
-        found = getattr(lr_schedules, kind)
-    if not inspect.isclass(found) or (section == "optimizer" and not issubclass(found, torch.optim.Optimizer)):
-        return None
-    arguments = inspect.signature(found).parameters.values()
-    return {a.name: a.default is a.empty for a in arguments if a.name not in ("params", "optimizer")}
+    return list(DEEPSPEED_OPTIMIZERS if section == "optimizer" else VALID_LR_SCHEDULES)
 
 
-def _read_params(
-    params: Mapping[str, Any], known: Mapping[str, bool], path: str, problems: list[str]
-) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key in (key for key, required in known.items() if required):
-        if params.get(key) is None or (params[key] == AUTO and key != "total_num_steps"):
-            problems.append(f"{path}.{key} is {params.get(key)!r}, but this type needs it: write a value")
-    for key, value in params.items():
-        where = f"{path}.{key}"
-        if key == "max_grad_norm":
-            problems.append(f"{where} is {value!r}, but clipping is the Trainer's: set gradient_clip_val and remove it")
-        elif key not in known:
-            near = nearest(str(key), known)
-            hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(known)}"
-            problems.append(f"{where} is no hyperparameter of this type: {hint}")
-        elif key == "betas" and value != AUTO:
-            result[key] = _read_betas(value, where, problems)
-        else:
-            # DeepSpeed's schedulers take one rate per parameter group too.
-            kind = "any" if isinstance(value, list) else KINDS.get(key, "any")
-            read = understood(value, kind, where, problems)
-            if read is not None:
-                result[key] = read
-    # DeepSpeed takes any other word for "log", and refuses 0 steps when it is too late.
-    if result.get("warmup_type", AUTO) not in (AUTO, "log", "linear"):
-        problems.append(f"{path}.warmup_type is {result['warmup_type']!r}, but must be 'log' or 'linear'")
-    steps = result.get("warmup_num_steps", AUTO)
-    if steps != AUTO and steps < 1:
-        problems.append(f"{path}.warmup_num_steps is {steps}, but must be 1 or more")
-    return result
+def _exists(section: str, kind: str) -> bool:
+    """Whether it is a type of DeepSpeed's own, which are in lower case for optimizers, or else a class of torch's."""
+    if (kind.lower() if section == "optimizer" else kind) in _own_types(section):
+        return True
+    where, base = (torch.optim, Optimizer) if section == "optimizer" else (torch.optim.lr_scheduler, LRScheduler)
+    found = getattr(where, kind, None)
+    return inspect.isclass(found) and issubclass(found, base)
 
 
-def _read_betas(value: Any, where: str, problems: list[str]) -> list[float]:
-    if not isinstance(value, list | tuple) or AUTO in value:
-        problems.append(f"{where} is {value!r}, but must be 'auto' or a list of numbers")
-        return []
-    return [understood(beta, "float", f"{where}[{i}]", problems) for i, beta in enumerate(value)]
+def _without_text(value: Any) -> Any:
+    """A hyperparameter, of which numbers and flags may be text, in lists too; other words stay as they are."""
+    if isinstance(value, list):
+        return [_without_text(item) for item in value]
+    for read in (READERS["bool"], READERS["int"], READERS["float"]) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return read(value)
+    return value
 
 
 def differ(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:

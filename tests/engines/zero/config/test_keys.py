@@ -66,14 +66,12 @@ def test_removed_keys_are_deepspeeds() -> None:
     assert set(keys.REMOVED_ZERO) == set(library._REMOVED_ZERO_CONFIG_KEYS)
 
 
-def test_types_of_optimizers_and_schedulers_are_deepspeeds() -> None:
-    from deepspeed.runtime import lr_schedules
+def test_muons_hyperparameters_are_deepspeeds() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    assert set(sections.OPTIMIZERS) == set(library.DEEPSPEED_OPTIMIZERS)
-    assert list(sections.SCHEDULERS) == lr_schedules.VALID_LR_SCHEDULES
-    params = {name for kind in sections.SCHEDULERS for name in sections.known_params("scheduler", kind) or ()}
-    optimizers = {name for names in sections.OPTIMIZERS.values() for name in names}
-    assert set(sections.KINDS) <= params | optimizers
+    halves = {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}
+    read = {"muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"}
+    assert set(sections.MUON) == halves | read
 
 
 def test_stage_3_compiles_nothing() -> None:

@@ -79,26 +79,11 @@ def test_what_is_no_flag_is_never_read_as_one(value: Any) -> None:
             "which neither DeepSpeed nor torch has: the nearest is 'WarmupDecayLR'",
         ),
         ({"optimizer": {"type": "AdamW", "params": []}}, "optimizer.params is [], but must be a mapping"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, "params.lr is 'fast', but must be a number"),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}},
-            "params.betas is 0.9, but must be 'auto' or a list",
-        ),
         (
             {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}},
-            "clipping is the Trainer's: set gradient_cl",
+            "clipping is the Trainer's. Set gradient_clip_val",
         ),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is None, but this type needs it: write a value"),
-        (
-            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": "auto"}}},
-            "cycle_min_lr is 'auto', but this type",
-        ),
-        (
-            {"scheduler": {"type": "StepLR", "params": {"gamma": 0.5}}},
-            "params.step_size is None, but this type needs it",
-        ),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, "but must be 'log' or 'linear'"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "is 0, but must be 1 or more"),
+        ({"optimizer": {"type": "Muon", "params": {"momentm": 0.9}}}, "params.momentm is no hyperparameter of Muon's"),
         ({1: 2}, "1 is no key of DeepSpeed's"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "bf16 is given twice, as {'enabled': True} and"),
@@ -107,7 +92,7 @@ def test_what_is_no_flag_is_never_read_as_one(value: Any) -> None:
         ({"compile": {"deepcompile": True}}, "compile.deepcompile is true, but DeepCompile needs"),
         ({ZERO: {"stage": 2}, "prescale_gradients": True}, "prescale_gradients is true with stage 2, but DeepSpeed"),
         ({ZERO: {"stage": 3}, "gradient_predivide_factor": 8}, "gradient_predivide_factor is 8 with stage 3"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type is 'OneBitAdam', which DeepSpeed has removed"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type is 'OneBitAdam', which neither DeepSpeed"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal is true, but checkpoints are this"),
     ],
 )
@@ -135,9 +120,6 @@ def test_values_that_can_not_be_used(config: dict[str, Any], text: str) -> None:
         ({"activation_checkpointing": {"partitioned_activations": True}}, "the nearest is 'partition_activations'"),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, "the nearest is 'grad_accum_dtype'"),
         ({"comms_logger": {"enable": True}}, "comms_logger.enable is no key of DeepSpeed's: the nearest is 'enabled'"),
-        ({"optimizer": {"type": "AdamW", "params": {"weight_decy": 0}}}, "the nearest is 'weight_decay'"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, "the nearest is 'warmup_num_steps'"),
-        ({"optimizer": {"type": "SGD", "params": {"momntum": 0.9}}}, "the nearest is 'momentum'"),
     ],
 )
 def test_unknown_keys_name_the_nearest(config: dict[str, Any], text: str) -> None:

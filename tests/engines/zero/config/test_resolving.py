@@ -138,6 +138,16 @@ def test_warm_up_steps() -> None:
     assert result["scheduler"]["params"] == {"warmup_num_steps": 1}
 
 
+def test_hyperparameters_may_be_text() -> None:
+    params = {"lr": "1e-4", "betas": ["0.9", "0.95"], "adam_w_mode": "False"}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "1e2", "warmup_type": "linear"}}
+    config = {"optimizer": {"type": "Adam", "params": params}, "scheduler": schedule}
+    result = deepspeed_config(DeepSpeedFields(config=config), run_facts(optimizer=None))
+    assert result["optimizer"]["params"] == {"lr": 1e-4, "betas": [0.9, 0.95], "adam_w_mode": False}
+    assert result["scheduler"]["params"] == {"warmup_num_steps": 100, "warmup_type": "linear"}
+    assert type(result["scheduler"]["params"]["warmup_num_steps"]) is int
+
+
 def test_hyperparameters_fall_back_to_each_other() -> None:
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": "auto", "eps": "auto"}},
