@@ -123,7 +123,7 @@ class ShardCLI(ConfiguredCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse into ``self.config``, and check what needs no Trainer."""
         if parser.parser_mode == "yaml":
-            # The parser does not say which file is no YAML mapping, and of a key that is there twice it takes the last.
+            # The parser does not say which file is no YAML mapping.
             for file in filter(Path.is_file, map(Path, commands.config_files(self._arguments))):
                 read_file(file)
         super().parse_arguments(parser, args)

@@ -6,13 +6,17 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from lightning_shard.engines.zero.config.checks import SCALE_KEYS, TRAINER_OWNED, check_fields, loss_scaling_of
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, TOP_LEVEL, Section, known_keys
-from lightning_shard.engines.zero.config.merging import KEYS, ZERO, merge
-from lightning_shard.engines.zero.config.reading import AUTO, get, is_off
-from lightning_shard.engines.zero.config.sections import ONE_BIT
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.engines.zero.config.reading import AUTO, ONE_BIT, get, is_off
+from lightning_shard.engines.zero.config.settings import (
+    KEYS,
+    SCALE_KEYS,
+    TRAINER_OWNED,
+    ZERO,
+    loss_scaling_of,
+    read_settings,
+)
 from lightning_shard.migrate.neutral import LEVELS, Reading, setting
 from lightning_shard.text import nearest
 
@@ -85,12 +89,7 @@ def read_deepspeed(
         note = f"DeepSpeed's default; {CLIP_NOTE}"
         reading.ask("trainer.gradient_clip_val", default, f"{prefix}gradient_clipping", None, note)
     problems: list[str] = []
-    merged = merge(DeepSpeedFields(config=content), problems)
-    if not problems:
-        try:
-            check_fields(DeepSpeedFields(config=content), aligned=False)
-        except ConfigurationError as error:
-            problems = [line.strip(" -.") for line in str(error).splitlines()]
+    merged = read_settings(DeepSpeedFields(config=content), aligned=False, problems=problems).merged
     reading.problems += [f"{prefix}{problem}" for problem in problems]
     if problems:
         return
@@ -173,7 +172,7 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
         reading.lose(f"{prefix}fp16.consecutive_hysteresis", value, reason, "fp16.hysteresis")
 
 
-def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
+def _typed(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
     for name, path in KEYS.items():
         value = get(merged, path)
         if value is None or name == "stage":
@@ -186,7 +185,7 @@ def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
             reading.ask(name, value, f"{prefix}{path}", value)
 
 
-def _precision(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
+def _precision(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
     fp16 = merged.get("fp16", {})
     if fp16.get("auto_cast"):
         reading.meet(f"{prefix}fp16.auto_cast", True, "floating inputs are cast on every engine")
@@ -227,7 +226,7 @@ _HANDLED = {
 }
 
 
-def _rest(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
+def _rest(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
     """Further keys: they stay in ``config`` under DeepSpeed."""
     flat: dict[str, Any] = {}
     for key, value in merged.items():

@@ -10,11 +10,10 @@ from typing_extensions import Unpack, override
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config import fields
-from lightning_shard.engines.zero.config.checks import check_fields
-from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.engines.zero.config.reading import read_config
+from lightning_shard.engines.zero.config.settings import RULE, read_settings
 from lightning_shard.engines.zero.engine import Zero
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.words import DType
 from lightning_shard.strategies.settings import AccumulateSync, CommonArguments, CommonSettings, with_common_arguments
@@ -58,7 +57,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             ConfigurationError: a value that can't work, before anything is touched.
         """
         process.require_tested_version()
-        self._fields = fields.DeepSpeedFields(
+        given = fields.DeepSpeedFields(
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
@@ -70,8 +69,10 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             config=read_config(config),
         )
         settings = CommonSettings(mesh=mesh or MeshConfig(), **common)
-        check_fields(self._fields, settings.aligned)
-        stage_number = effective(merge(self._fields, [])).stage
+        problems: list[str] = []
+        self._asked = read_settings(given, aligned=settings.aligned, problems=problems)
+        raise_problems(problems, RULE)
+        stage_number = self._asked.stage
         if settings.compile and stage_number == 3:
             raise ConfigurationError(
                 "compile is true with stage 3, but there DeepSpeed gathers parameters in hooks inside of each block, "
@@ -83,7 +84,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
-        return Zero(self._fields, self._settings.forward, mesh=self._settings.mesh, connection=self._connection)
+        return Zero(self._asked, self._settings.forward, mesh=self._settings.mesh, connection=self._connection)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

@@ -65,7 +65,6 @@ MISTAKES = {
     "no class at all": ({"model": "Boring"}, [], ["model: got Boring", "LightningModule", "class_path"]),
     "no such file": ({}, ["--config", "nope.yaml"], ["config", "nope.yaml", "not exist"]),
     "broken file": ("a: [1\nb: 2", [], ["overlay.yaml", "line 2"]),
-    "key twice": ("a: 1\na: 2", [], ["overlay.yaml", "'a' is there twice (lines 1 and 2); remove one"]),
     "no mapping": ("- 1", [], ["overlay.yaml holds a list, but must hold a mapping"]),
     "no checkpoint": ({}, ["--ckpt_path", "nope.ckpt"], ["ckpt_path", "'nope.ckpt' does not exist"]),
     "not a checkpoint": ({}, ["--ckpt_path", "base.yaml"], ["ckpt_path", "'base.yaml' is not a checkpoint"]),

@@ -20,6 +20,7 @@ from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
+from lightning_shard.engines.zero.config.settings import read_settings
 from lightning_shard.engines.zero.engine import Zero
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh
@@ -34,7 +35,8 @@ SHARDED, REPLICATED = MeshConfig(), MeshConfig(replicate="auto", shard=1)
 
 
 def _zero(stage: int) -> Callable[[], Engine]:
-    return lambda: Zero(DeepSpeedFields(stage=stage), ForwardOptions(), mesh=SHARDED)  # type: ignore[arg-type]
+    settings = read_settings(DeepSpeedFields(stage=stage), aligned=False, problems=[])  # type: ignore[arg-type]
+    return lambda: Zero(settings, ForwardOptions(), mesh=SHARDED)
 
 
 ENGINES: dict[str, Callable[[], Engine]] = {

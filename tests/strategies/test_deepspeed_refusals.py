@@ -78,7 +78,7 @@ REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
         {},
         "a scheduler section, which does not say whose",
     ),
-    (Lbfgs, {}, {}, "returns LBFGS"),
+    (Lbfgs, {}, {}, "LBFGS couples parameters"),
     (Thaws, {}, {}, "frozen or thawed after the fit began"),
     (Thaws, {"stage": 1}, {"precision": "bf16-mixed"}, "frozen or thawed after the fit began"),
     (DropsGradients, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),

@@ -23,9 +23,8 @@ from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.engines.zero import layout, offload, process, running
 from lightning_shard.engines.zero.config.building import deepspeed_config
-from lightning_shard.engines.zero.config.checks import check_optimizers, check_policy, loss_scaling_of
-from lightning_shard.engines.zero.config.fields import DeepSpeedFields, planned_facts, run_facts
-from lightning_shard.engines.zero.config.merging import effective, merge
+from lightning_shard.engines.zero.config.fields import planned_facts, run_facts
+from lightning_shard.engines.zero.config.settings import ZeroSettings, check_optimizers, check_policy
 from lightning_shard.engines.zero.gradients import GradientUses
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.stepping import Carrier, OneOptimizer, SeveralOptimizers, Stepping
@@ -57,19 +56,18 @@ class Zero(Engine):
 
     def __init__(
         self,
-        fields: DeepSpeedFields,
+        settings: ZeroSettings,
         forward: ForwardOptions,
         *,
         mesh: MeshConfig,
         connection: process.Connection | None = None,
     ) -> None:
         """``connection`` is DeepSpeed's to the process group, once there is one."""
-        self._fields = fields
+        self._settings = settings
         self._forward_options = forward
         self._mesh = mesh
         self._connection = connection
-        self._effective = effective(merge(fields, []))
-        self._stage = self._effective.stage
+        self._stage = settings.stage
         self.gathers_in_forward = self._stage == 3
         self._running: Running | None = None
         self._written: Written | None = None
@@ -93,23 +91,23 @@ class Zero(Engine):
                 "replicated over nodes, was removed, and hpZ (zero_plus_plus.hpz_partition_size) replicates parameters "
                 "alone. Use shard_fsdp_hybrid, or remove replicate."
             )
-        check_policy(self._effective, run)
+        check_policy(self._settings, run)
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
-        communicated = self._effective.communication_data_type
+        communicated = self._settings.communication_data_type
         policy = base if communicated is None else replace(base, reduce=DTYPES[communicated])
-        loss_scale = loss_scaling_of(merge(self._fields, []).get("fp16", {}))
+        loss_scale = self._settings.loss_scaling
         if policy.loss_scale is None or loss_scale is None or loss_scale_given:
             return policy
         return replace(policy, loss_scale=loss_scale)
 
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         # Of a run that goes on, what DeepSpeed was given.
-        config = self._config or deepspeed_config(self._fields, planned_facts(module, run))
+        config = self._config or deepspeed_config(self._settings, planned_facts(module, run))
         return deepspeed_facts(config, ranks=run.ranks, accumulate=run.policy.accumulate, device_type=run.device_type)
 
     def settings(self) -> Mapping[str, Any]:
-        return plain_settings(self._fields, self._forward_options, mesh=self._mesh)
+        return plain_settings(self._settings.fields, self._forward_options, mesh=self._mesh)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
@@ -142,7 +140,7 @@ class Zero(Engine):
         return module
 
     def _start_evaluation(self) -> None:
-        config = deepspeed_config(self._fields, run_facts(self._module, self._run, []))
+        config = deepspeed_config(self._settings, run_facts(self._module, self._run, []))
         # Evaluation has no optimizer.
         self._configure({key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}, None)
         self._partition([])
@@ -150,7 +148,7 @@ class Zero(Engine):
 
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         earlier_parameters.follow(optimizers, self._module)
-        check_optimizers(self._fields, optimizers)
+        check_optimizers(self._settings, optimizers)
         self._optimizers = optimizers
         several = len(optimizers) > 1
         # Several step full parameters in any case; what couples these is refused.
@@ -160,8 +158,8 @@ class Zero(Engine):
             self._refuse_closure(each)
         optimizer: Optimizer | None = Carrier(optimizers) if several else next(iter(optimizers), None)
         rests = full or {rests_at_zero(each) for each in optimizers} == {True}
-        facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
-        self._configure(deepspeed_config(self._fields, facts), optimizer)
+        facts = run_facts(self._module, self._run, optimizers, count_steps=self._settings.counts_steps)
+        self._configure(deepspeed_config(self._settings, facts), optimizer)
         master, loaded = self._run.policy.master, self._values.loaded
         self.upcast = {n: p.dtype for n, p in self._trainable.items() if p.dtype != master and n not in loaded}
         if self._stage == 3:
@@ -220,7 +218,7 @@ class Zero(Engine):
 
     def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
-        if self._effective.optimizer_device == "nvme":
+        if self._settings.optimizer_device == "nvme":
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__} needs full parameters, but with the optimizer offloaded to NVMe "
                 "DeepSpeed swaps state of flat shards alone. Use offload_optimizer with device: cpu, or an elementwise "

@@ -1,13 +1,12 @@
 """The final configuration: typed fields over ``config``, "auto" resolved by the run, and this package's own pins."""
 
+import copy
 import json
 from typing import Any
 
-from lightning_shard.engines.zero.config.checks import CONTRACT, RULE, check_policy
-from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
-from lightning_shard.engines.zero.config.merging import ZERO, effective, merge
+from lightning_shard.engines.zero.config.fields import RunFacts
 from lightning_shard.engines.zero.config.reading import AUTO, get, put
-from lightning_shard.engines.zero.config.sections import differ, resolve_sections
+from lightning_shard.engines.zero.config.settings import CONTRACT, RULE, ZERO, ZeroSettings, check_policy
 from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.precision.policy import DTYPES, short
 
@@ -20,15 +19,14 @@ BUCKET = 500_000_000  # DeepSpeed's default for both buckets, in elements.
 NVME_BUFFER = 100_000_000  # DeepSpeed's default for one buffer of parameters from NVMe, in elements.
 
 
-def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]:
+def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
     """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call. It never
-    clips (``gradient_clipping`` 0) nor scales the loss: this package's own formulas do. ``fields`` passed
-    `check_fields`. One ConfigurationError has all that contradicts the run; PrecisionError: a policy that can't be.
+    clips (``gradient_clipping`` 0) nor scales the loss: this package's own formulas do. One ConfigurationError has all
+    that contradicts the run; PrecisionError: a policy that can't be.
     """
     problems: list[str] = []
-    config = merge(fields, problems)
-    raise_problems(problems, RULE)
-    check_policy(effective(config), facts)
+    config = copy.deepcopy(dict(settings.merged))
+    check_policy(settings, facts)
     _batch(config, facts, problems)
     _clipping(config, facts, problems)
     _precision(config, facts, problems)
@@ -184,3 +182,79 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
 
 _BY_POLICY = ("communication_data_type", "data_types.grad_accum_dtype")
 """What the policy has set already, in fp32 under aligned; stage 0 takes no ``grad_accum_dtype``."""
+
+
+def differ(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:
+    """A problem where ``config`` has another value than the run at ``path``; nothing there, or "auto", is none."""
+    given = get(config, path)
+    if given not in (None, AUTO) and given != value:
+        problems.append(f"{path} is {given!r}, but {whose} is {value!r}")
+
+
+def _fill(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:
+    differ(config, path, value, whose, problems)
+    if get(config, path) == AUTO:
+        put(config, path, value)
+
+
+def resolve_sections(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    """Fill in the "auto" values of both sections in place; a number that the run contradicts is a problem."""
+    optimizer = facts.optimizer or {}
+    known = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.items() if v is not None}
+    if "optimizer" in config:
+        _optimizer(config, known, problems)
+        _adam(config["optimizer"], facts)
+    if "scheduler" in config:
+        _scheduler(config, facts, known, problems)
+
+
+def _optimizer(config: dict[str, Any], known: dict[str, Any], problems: list[str]) -> None:
+    kind, existing = config["optimizer"]["type"], known.get("type")
+    # Adam is DeepSpeed's name of AdamW too, unless ``adam_w_mode`` is off.
+    word = "adam" if kind.lower() == "adamw" else kind.lower()
+    if existing is not None and word not in existing.lower():
+        problems.append(
+            f"optimizer.type is {kind!r}, but configure_optimizers returns {existing}: remove the section, or return "
+            "no optimizer"
+        )
+    for key in ("lr", "betas", "eps", "weight_decay"):
+        if key in known:
+            _fill(config, f"optimizer.params.{key}", known[key], "the optimizer's", problems)
+    if get(config, "optimizer.params.lr") == AUTO:
+        problems.append(
+            "optimizer.params.lr is 'auto', but no learning rate is known: write a number, or return the optimizer "
+            "from configure_optimizers"
+        )
+
+
+def _adam(section: dict[str, Any], facts: RunFacts) -> None:
+    """Which of its three Adams DeepSpeed builds, where the section does not say: under the contract torch's, since its
+    own kernels round otherwise; in low memory the CPU's with moments in the masters' dtype.
+    """
+    if section["type"].lower() not in ("adam", "adamw"):
+        return
+    params = section["params"]
+    if facts.aligned and params.get("bias_correction", True) in (True, AUTO):
+        # torch's has no such argument, and always does it.
+        params.pop("bias_correction", None)
+        params.setdefault("torch_adam", True)
+    if facts.policy.is_low_memory and not params.get("torch_adam"):
+        params.setdefault("fp32_optimizer_states", False)
+
+
+def _scheduler(config: dict[str, Any], facts: RunFacts, known: dict[str, Any], problems: list[str]) -> None:
+    rate = known.get("lr", get(config, "optimizer.params.lr"))
+    # DeepSpeed refuses 0 warm-up steps, Hugging Face's default.
+    for key, least in (("warmup_num_steps", 1), ("warmup_min_lr", 0)):
+        if get(config, f"scheduler.params.{key}") == AUTO:
+            put(config, f"scheduler.params.{key}", least)
+    sources = {
+        "total_num_steps": (facts.total_steps, "the Trainer's number of optimizer steps"),
+        "warmup_max_lr": (None if rate == AUTO else rate, "the optimizer's learning rate"),
+    }
+    for key, (value, whose) in sources.items():
+        path = f"scheduler.params.{key}"
+        if value is not None:
+            _fill(config, path, value, whose, problems)
+        elif get(config, path) == AUTO:
+            problems.append(f"{path} is 'auto', but {whose} is not known: write a number")

@@ -3,14 +3,18 @@ What can't be understood becomes a problem, a line with the key's path; the call
 """
 
 import copy
+import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, Section, known_keys
 from lightning_shard.errors import ConfigurationError
@@ -19,11 +23,11 @@ from lightning_shard.text import nearest
 AUTO = "auto"  # The value that stands for what the Trainer, the model or DeepSpeed would say.
 
 
-def get(config: dict[str, Any], path: str) -> Any:
+def get(config: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path, None where there is none."""
     value: Any = config
     for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
+        value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
@@ -37,7 +41,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
 
 def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -> dict[str, Any]:
     """A copy of a configuration, given as it is or as its file's path. ConfigurationError: a file that is missing, is
-    not JSON or YAML, has a key twice or is not a mapping.
+    not JSON or YAML or is not a mapping.
     """
     if config is None:
         return {}
@@ -52,7 +56,7 @@ def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -
 
 
 def read_file(path: Path, name: str = "") -> dict[str, Any]:
-    """The content of a YAML or JSON file, which errors call ``name``; a key that is there twice is refused."""
+    """The content of a YAML or JSON file, which errors call ``name``; a key that JSON has twice is refused."""
     name = name or str(path)
     if not path.is_file():
         what = "it is a folder, and no file" if path.is_dir() else f"there is no such file (from {Path.cwd()})"
@@ -60,7 +64,7 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
     text = path.read_bytes()
     is_json = path.suffix == ".json" or (path.suffix not in (".yaml", ".yml") and text.lstrip().startswith(b"{"))
     try:
-        content = _json(text) if is_json else yaml.load(text, Loader=_Loader)
+        content = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.safe_load(text)
     except RecursionError as error:
         raise ConfigurationError(f"{name} is nested too deeply to be a configuration.") from error
     except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -68,41 +72,24 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
     if not isinstance(content, dict):
         held = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise ConfigurationError(f"{name} {held}, but must hold a mapping of keys.")
-    return content
+    return {**_without_comments(content)}
 
 
-def _json(text: bytes) -> Any:
-    """JSON; with comments and commas behind the last item where DeepSpeed is, which reads its files so."""
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError:
-        with suppress(ImportError, ValueError):
-            import hjson  # type: ignore[import-untyped]  # DeepSpeed's own dependency
-
-            if content := hjson.loads(text.decode(), object_pairs_hook=_unique):
-                return content
-        raise
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise yaml.YAMLError(f"the key {max(keys, key=keys.count)!r} is there twice; remove one")
+    return found
 
 
-def _unique(pairs: list[tuple[Any, Any]], lines: Sequence[int] = ()) -> dict[Any, Any]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-    if twice:
-        found = [str(line) for key, line in zip(keys, lines, strict=False) if str(key) in twice]
-        where = f" (lines {' and '.join(found)})" if found else ""
-        raise yaml.YAMLError(f"the key {', '.join(map(repr, twice))} is there twice{where}; remove one")
-    # JSON has no comments, and people write them as keys.
-    return {key: value for key, value in pairs if not str(key).startswith("_comment")}
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's, which refuses a key that is there twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # of an anchor it lays keys over
-        lines = [key.start_mark.line + 1 for key in own]
-        _unique([(self.construct_object(key, deep=True), None) for key in own], lines)
-        return _unique(list(super().construct_mapping(node, deep=True).items()))
+def _without_comments(value: Any) -> Any:
+    """JSON has no comments, and people write them as keys."""
+    if isinstance(value, list):
+        return [_without_comments(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_comments(item) for key, item in value.items() if not str(key).startswith("_comment")}
 
 
 def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -247,3 +234,68 @@ READERS: Mapping[str, Callable[[Any], Any]] = {
     "list": _list,
     "any": lambda value: value,
 }
+
+
+ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
+"""Types that older versions of DeepSpeed had, which compress what they communicate."""
+
+MUON = (
+    *("lr", "weight_decay", "momentum", "muon_lr", "adam_lr", "ns_method", "betas", "eps"),
+    *("adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"),
+)
+"""What DeepSpeed's Muon takes; it drops others without a word, where other types' constructors raise."""
+
+
+def read_sections(config: dict[str, Any], problems: list[str]) -> None:
+    """Check that the types of both sections exist, and read the numbers that are written as text, in place."""
+    for name in ("optimizer", "scheduler"):
+        section = config.get(name)
+        if not section:
+            config.pop(name, None)
+            continue
+        kind, params = section.get("type", AUTO), section.get("params", {})
+        if kind == AUTO:
+            problems.append(
+                f"{name}.type is {section.get('type')!r}, but must name one. Name it, or remove the section "
+                "and leave it to configure_optimizers"
+            )
+        elif not isinstance(params, Mapping):
+            problems.append(f"{name}.params is {params!r}, but must be a mapping")
+        elif not _exists(name, kind):
+            near = nearest(kind, [*_own_types(name), "AdamW", "SGD"])
+            hint = f": the nearest is {near[0]!r}" if near else ""
+            problems.append(f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has{hint}")
+        else:
+            section["params"] = {key: _without_text(value) for key, value in params.items()}
+            for key in params:
+                path = f"{name}.params.{key}"
+                if key == "max_grad_norm":
+                    problems.append(f"{path} can't be used: clipping is the Trainer's. Set gradient_clip_val instead")
+                elif str(kind).lower() == "muon" and key not in MUON:
+                    problems.append(f"{path} is no hyperparameter of Muon's: known are {', '.join(MUON)}")
+
+
+def _own_types(section: str) -> list[str]:
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+
+    return list(DEEPSPEED_OPTIMIZERS if section == "optimizer" else VALID_LR_SCHEDULES)
+
+
+def _exists(section: str, kind: str) -> bool:
+    """Whether it is a type of DeepSpeed's own, which are in lower case for optimizers, or else a class of torch's."""
+    if (kind.lower() if section == "optimizer" else kind) in _own_types(section):
+        return True
+    where, base = (torch.optim, Optimizer) if section == "optimizer" else (torch.optim.lr_scheduler, LRScheduler)
+    found = getattr(where, kind, None)
+    return inspect.isclass(found) and issubclass(found, base)
+
+
+def _without_text(value: Any) -> Any:
+    """A hyperparameter, of which numbers and flags may be text, in lists too; other words stay as they are."""
+    if isinstance(value, list):
+        return [_without_text(item) for item in value]
+    for read in (READERS["bool"], READERS["int"], READERS["float"]) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return read(value)
+    return value

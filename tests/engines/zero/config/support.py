@@ -13,10 +13,9 @@ from deepspeed.runtime import config as library
 
 from lightning_shard.engines.engine import TrainerFacts
 from lightning_shard.engines.zero.config.building import deepspeed_config
-from lightning_shard.engines.zero.config.checks import check_fields, loss_scaling_of
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
-from lightning_shard.engines.zero.config.merging import merge
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.engines.zero.config.settings import RULE, ZeroSettings, read_settings
+from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import policy_from
 
@@ -52,18 +51,30 @@ def accepted(config: dict[str, Any]) -> library.DeepSpeedConfig:
     return library.DeepSpeedConfig(json.loads(json.dumps(config, sort_keys=True)))
 
 
+def settings_of(fields: DeepSpeedFields, *, aligned: bool = False) -> ZeroSettings:
+    problems: list[str] = []
+    settings = read_settings(fields, aligned=aligned, problems=problems)
+    raise_problems(problems, RULE)
+    return settings
+
+
+def configured(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]:
+    """What DeepSpeed is given, whether the strategy would refuse the fields or not."""
+    return deepspeed_config(read_settings(fields, aligned=False, problems=[]), facts)
+
+
 def refusal(config: Mapping[str, Any] | str, *, aligned: bool = False, **typed: Any) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        check_fields(DeepSpeedFields(config=config, **typed), aligned)
+        settings_of(DeepSpeedFields(config=config, **typed), aligned=aligned)
     return str(caught.value)
 
 
 def loss_scaling(config: Any) -> LossScaling | None:
     """The loss scale that a configuration asks for."""
-    return loss_scaling_of(merge(DeepSpeedFields(config=config), []).get("fp16", {}))
+    return settings_of(DeepSpeedFields(config=config)).loss_scaling
 
 
 def contradiction(config: Mapping[str, Any], facts: RunFacts) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        deepspeed_config(DeepSpeedFields(config=dict(config)), facts)
+        configured(DeepSpeedFields(config=dict(config)), facts)
     return str(caught.value)

@@ -9,16 +9,23 @@ import pytest
 import torch
 from deepspeed.runtime import config as library
 
-from lightning_shard.engines.zero.config import merging
-from lightning_shard.engines.zero.config.building import deepspeed_config
-from lightning_shard.engines.zero.config.checks import CONTRACT, check_fields, check_policy
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, OptimizerOffload
-from lightning_shard.engines.zero.config.merging import effective, merge
+from lightning_shard.engines.zero.config.reading import put
+from lightning_shard.engines.zero.config.settings import CONTRACT, check_policy
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import short
 from lightning_shard.precision.words import PRECISIONS
-from tests.engines.zero.config.support import ZERO, accepted, contradiction, loss_scaling, refusal, run_facts
+from tests.engines.zero.config.support import (
+    ZERO,
+    accepted,
+    configured,
+    contradiction,
+    loss_scaling,
+    refusal,
+    run_facts,
+    settings_of,
+)
 
 
 @pytest.mark.parametrize("path", sorted(CONTRACT))
@@ -33,20 +40,20 @@ def test_settings_that_break_the_contract_are_named(path: str) -> None:
     }.get(path, True)
     allowed, rule = CONTRACT[path]
     config: dict[str, Any] = {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    merging.put(config, path, breaking)
+    put(config, path, breaking)
     if path in ("gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients"):
         # DeepSpeed itself has no sum in stage 3, and divides there after a reduce-scatter.
-        merging.put(config, f"{ZERO}.stage", 1)
+        put(config, f"{ZERO}.stage", 1)
     text = refusal(config, aligned=True)
     assert f"{path} is {breaking!r} under aligned, but the contract is: {rule}." in text
-    check_fields(DeepSpeedFields(config=config), aligned=False)
+    settings_of(DeepSpeedFields(config=config), aligned=False)
     for value in allowed:
-        merging.put(config, path, value)
-        check_fields(DeepSpeedFields(config=config), aligned=True)
+        put(config, path, value)
+        settings_of(DeepSpeedFields(config=config), aligned=True)
 
 
 def test_the_contract_is_pinned_not_left_to_defaults() -> None:
-    config = deepspeed_config(DeepSpeedFields(stage=3), run_facts(aligned=True))
+    config = configured(DeepSpeedFields(stage=3), run_facts(aligned=True))
     assert config[ZERO]["ignore_unused_parameters"] is True
     assert config[ZERO]["memory_efficient_linear"] is False
     assert config[ZERO]["round_robin_gradients"] is False
@@ -55,7 +62,7 @@ def test_the_contract_is_pinned_not_left_to_defaults() -> None:
     assert (config["communication_data_type"], config["data_types"]["grad_accum_dtype"]) == ("fp32", "fp32")
     assert config["gradient_predivide_factor"] == 1.0
     # A plain name leaves DeepSpeed its defaults.
-    assert "memory_efficient_linear" not in deepspeed_config(DeepSpeedFields(stage=3), run_facts())[ZERO]
+    assert "memory_efficient_linear" not in configured(DeepSpeedFields(stage=3), run_facts())[ZERO]
 
 
 # ---- precision
@@ -68,15 +75,15 @@ def test_the_contract_is_pinned_not_left_to_defaults() -> None:
 def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bool, aligned: bool) -> None:
     offloaded = OptimizerOffload() if offload and stage else None
     fields = DeepSpeedFields(stage=stage, offload_optimizer=offloaded)
-    check_fields(fields, aligned)
+    settings_of(fields, aligned=aligned)
     facts = run_facts(precision, aligned=aligned)
     policy = facts.policy
     if (stage == 0 and precision != "32-true") or (precision == "16-true" and not aligned and not offload):
         named = ("shard_ddp_aligned" if aligned else "shard_ddp,") if stage == 0 else "shard_deepspeed_stage_2_offload"
         with pytest.raises(PrecisionError, match=named):
-            deepspeed_config(fields, facts)
+            configured(fields, facts)
         return
-    taken = accepted(deepspeed_config(fields, facts))
+    taken = accepted(configured(fields, facts))
     assert taken.float16_config.enabled == (policy.compute == torch.float16)
     assert taken.bfloat16_config.enabled == (policy.compute == torch.bfloat16)
     assert taken.communication_data_type == policy.reduce
@@ -94,13 +101,13 @@ def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bo
     assert taken.zero_allow_untested_optimizer is True
     assert taken.zero_force_ds_cpu_optimizer is False
     explicit = {"zero_force_ds_cpu_optimizer": True, ZERO: {"stage": stage, "ignore_unused_parameters": False}}
-    taken = accepted(deepspeed_config(replace(fields, config=explicit), facts))
+    taken = accepted(configured(replace(fields, config=explicit), facts))
     assert taken.zero_force_ds_cpu_optimizer is True
     assert taken.zero_config.ignore_unused_parameters is False
 
 
 def test_a_precision_is_refused_before_the_run_is_known() -> None:
-    asked = effective(merge(DeepSpeedFields(stage=0), []))
+    asked = settings_of(DeepSpeedFields(stage=0))
     with pytest.raises(PrecisionError, match=r"DeepSpeed stage 0, .* Use shard_ddp_aligned,"):
         check_policy(asked, run_facts("bf16-mixed", aligned=True))
     check_policy(asked, run_facts("32-true", aligned=True))

@@ -13,8 +13,6 @@ import yaml
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser
 
-from lightning_shard.engines.zero.config import merging
-from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
     OptimizerOffload,
@@ -23,8 +21,9 @@ from lightning_shard.engines.zero.config.fields import (
     ZeroBuckets,
     ZeroPlusPlus,
 )
-from lightning_shard.engines.zero.config.merging import Effective, effective, merge
-from tests.engines.zero.config.support import ZERO, accepted, refusal, run_facts
+from lightning_shard.engines.zero.config.reading import get, put
+from lightning_shard.engines.zero.config.settings import KEYS, read_settings
+from tests.engines.zero.config.support import ZERO, accepted, configured, refusal, run_facts, settings_of
 
 TYPED: dict[str, tuple[DeepSpeedFields, Any]] = {
     "stage": (DeepSpeedFields(stage=3), 3),
@@ -106,15 +105,15 @@ def test_every_typed_field_has_a_key_and_a_case() -> None:
         inner = fields_of(group) if is_dataclass(group) else ()
         names += [f"{field.name}.{f.name}" for f in inner] or ([] if field.name == "config" else [field.name])
     assert names == [*dict.fromkeys(names)]
-    assert set(names) == set(merging.KEYS) == set(TYPED)
+    assert set(names) == set(KEYS) == set(TYPED)
 
 
 @pytest.mark.parametrize("name", sorted(TYPED))
 def test_typed_fields_reach_deepspeed(name: str) -> None:
     fields, value = TYPED[name]
-    path = merging.KEYS[name]
-    config = deepspeed_config(fields, run_facts(world_size=2))
-    assert merging.get(config, path) == value
+    path = KEYS[name]
+    config = configured(fields, run_facts(world_size=2))
+    assert get(config, path) == value
     # One process, for DeepSpeed's own check of the batch size; hpZ is checked against the group later.
     config["train_batch_size"] = 2
     taken: Any = accepted(config)
@@ -130,7 +129,7 @@ def test_typed_fields_reach_deepspeed(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(TYPED))
 def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
     fields, value = TYPED[name]
-    path = merging.KEYS[name]
+    path = KEYS[name]
     other = {
         bool: lambda v: not v,
         int: lambda v: 2 if name == "stage" else v + 1,
@@ -139,13 +138,13 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
         list: lambda v: [*v, "Other"],
     }[type(value)](value)
     config: dict[str, Any] = {}
-    merging.put(config, path, other)
+    put(config, path, other)
     text = refusal(config, **{f.name: getattr(fields, f.name) for f in fields_of(fields) if f.name != "config"})
     assert f"{name} is {value!r}, but config's {path} is {other!r}: remove one of the two" in text
-    merging.put(config, path, value)
-    assert merging.get(merging.merge(replace(fields, config=config), []), path) == value
-    merging.put(config, path, "auto")
-    assert merging.get(merging.merge(replace(fields, config=config), []), path) == value
+    put(config, path, value)
+    assert get(read_settings(replace(fields, config=config), aligned=False, problems=[]).merged, path) == value
+    put(config, path, "auto")
+    assert get(read_settings(replace(fields, config=config), aligned=False, problems=[]).merged, path) == value
 
 
 @pytest.mark.parametrize(
@@ -168,10 +167,9 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
             {"stage": 3, "offload_parameters": ParameterOffload(device="nvme")},
             "offload_parameters is 'nvme' without nvme_path",
         ),
-        ({"zero_plus_plus": ZeroPlusPlus(hpz_partition_size=2)}, "zero_hpz_partition_size is 2 with stage 2, but hpZ"),
-        ({"zero_plus_plus": ZeroPlusPlus(quantized_weights=True)}, "zero_quantized_weights is true with stage 2"),
-        ({"zero_plus_plus": ZeroPlusPlus(quantized_gradients=True)}, "zero_quantized_gradients is true with stage 2"),
-        ({"stage": 1, "offload_optimizer": OptimizerOffload(ratio=0.5)}, "offload_optimizer.ratio is 0.5 with stage 1"),
+        ({"zero_plus_plus": ZeroPlusPlus(hpz_partition_size=2)}, "zero_hpz_partition_size is 2 with stage 2, but Z"),
+        ({"zero_plus_plus": ZeroPlusPlus(quantized_weights=True)}, "zero_quantized_weights is True with stage 2"),
+        ({"zero_plus_plus": ZeroPlusPlus(quantized_gradients=True)}, "zero_quantized_gradients is True with stage 2"),
         (
             {"stage": 3, "offload_optimizer": OptimizerOffload(ratio=1.5)},
             "ratio is 1.5, but DeepSpeed's rule is: Input",
@@ -187,28 +185,17 @@ def test_fields_that_do_not_fit_each_other(typed: dict[str, Any], text: str) -> 
 
 
 def test_what_the_engine_is_built_by() -> None:
-    assert effective(merge(DeepSpeedFields(), [])) == Effective(
-        stage=2,
-        optimizer_device="none",
-        parameter_device="none",
-        communication_data_type=None,
-        has_optimizer=False,
-        counts_steps=False,
-    )
+    asked = settings_of(DeepSpeedFields())
+    assert (asked.stage, asked.optimizer_device, asked.parameter_device) == (2, "none", "none")
+    assert (asked.communication_data_type, asked.counts_steps) == (None, False)
     config = {
         ZERO: {"stage": "3", "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}},
         "communication_data_type": "FP32",
-        "optimizer": {"type": "AdamW"},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     }
-    assert effective(merge(DeepSpeedFields(config=config), [])) == Effective(
-        stage=3,
-        optimizer_device="none",
-        parameter_device="cpu",
-        communication_data_type="fp32",
-        has_optimizer=True,
-        counts_steps=True,
-    )
+    asked = settings_of(DeepSpeedFields(config=config))
+    assert (asked.stage, asked.optimizer_device, asked.parameter_device) == (3, "none", "cpu")
+    assert (asked.communication_data_type, asked.counts_steps) == ("fp32", True)
 
 
 @pytest.mark.parametrize("group", [OptimizerOffload, ParameterOffload, ZeroBuckets, Stage3Options, ZeroPlusPlus])

@@ -6,20 +6,17 @@ import json
 
 import pytest
 
-from lightning_shard.engines.zero.config.building import deepspeed_config
-from lightning_shard.engines.zero.config.checks import check_fields
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
-from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.precision.loss_scale import LossScaling
-from tests.engines.zero.config.support import FILES, ZERO, accepted, loss_scaling, run_facts
+from tests.engines.zero.config.support import FILES, ZERO, accepted, configured, loss_scaling, run_facts, settings_of
 
 
 def test_a_zero_2_file_with_auto_values() -> None:
     fields = DeepSpeedFields(config=str(FILES / "zero2_fp16_auto.json"))
-    check_fields(fields, aligned=True)
+    settings_of(fields, aligned=True)
     assert loss_scaling(fields.config) == LossScaling(initial=65536, growth_interval=1000, hysteresis=2)
     facts = run_facts("16-mixed", world_size=4, accumulate_grad_batches=3, gradient_clip_val=1.0)
-    config = deepspeed_config(fields, facts)
+    config = configured(fields, facts)
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (24, 2)
     assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (3, 0.0)
     assert config["optimizer"]["params"] == {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-7, "weight_decay": 0.05}
@@ -38,8 +35,8 @@ def test_a_zero_2_file_with_auto_values() -> None:
 
 def test_a_zero_3_file_with_offload() -> None:
     fields = DeepSpeedFields(stage=3, config=str(FILES / "zero3_offload.json"))
-    check_fields(fields, aligned=True)
-    zero = deepspeed_config(fields, run_facts())[ZERO]
+    settings_of(fields, aligned=True)
+    zero = configured(fields, run_facts())[ZERO]
     assert zero["stage3_gather_16bit_weights_on_model_save"] is True
     assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": True}
     # Hugging Face's formulas for a hidden size of 64.
@@ -52,10 +49,10 @@ def test_a_zero_3_file_with_offload() -> None:
 
 def test_an_nvme_file_with_old_names() -> None:
     fields = DeepSpeedFields(config=str(FILES / "zero3_nvme.json"))
-    check_fields(fields, aligned=False)
-    asked = effective(merge(fields, []))
+    settings_of(fields, aligned=False)
+    asked = settings_of(fields)
     assert (asked.stage, asked.optimizer_device, asked.parameter_device) == (3, "nvme", "nvme")
-    config = deepspeed_config(fields, run_facts())
+    config = configured(fields, run_facts())
     assert config["aio"]["intra_op_parallelism"] == 1
     assert "thread_count" not in config["aio"]
     assert config[ZERO]["stage3_gather_16bit_weights_on_model_save"] is True
@@ -64,11 +61,11 @@ def test_an_nvme_file_with_old_names() -> None:
 
 def test_a_file_whose_values_are_strings() -> None:
     fields = DeepSpeedFields(config=str(FILES / "zero1_strings.json"))
-    check_fields(fields, aligned=True)
+    settings_of(fields, aligned=True)
     facts = run_facts(
         world_size=2, micro_batch_size=4, accumulate_grad_batches=2, gradient_clip_val=1.0, optimizer=None
     )
-    config = deepspeed_config(fields, facts)
+    config = configured(fields, facts)
     assert config["bf16"]["enabled"] is True
     assert config["optimizer"] == {"type": "Adam", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "torch_adam": True}}
     assert config[ZERO]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
@@ -86,11 +83,11 @@ def test_a_file_whose_values_are_strings() -> None:
 
 def test_a_file_of_stage_0() -> None:
     fields = DeepSpeedFields(config=str(FILES / "zero0_plain.json"))
-    check_fields(fields, aligned=True)
+    settings_of(fields, aligned=True)
     facts = run_facts(
         "32-true", aligned=True, world_size=2, micro_batch_size=None, gradient_clip_val=0.5, optimizer={"lr": 0.1}
     )
-    config = deepspeed_config(fields, facts)
+    config = configured(fields, facts)
     assert config[ZERO]["stage"] == 0
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert "elasticity" not in config
@@ -104,7 +101,7 @@ def test_deepspeed_takes_every_file(name: str) -> None:
     before = json.dumps(given)
     fields = DeepSpeedFields(config=given)
     precision = "32-true" if name == "zero0_plain.json" else "bf16-mixed"
-    taken = accepted(deepspeed_config(fields, run_facts(precision)))
+    taken = accepted(configured(fields, run_facts(precision)))
     assert taken.train_batch_size == 2
     assert taken.zero_optimization_stage == int(name[4])
     assert json.dumps(given) == before

@@ -8,7 +8,7 @@ import pytest
 from deepspeed.runtime import config as library
 
 from lightning_shard import ShardDeepSpeedStrategy
-from lightning_shard.engines.zero.config import keys, sections
+from lightning_shard.engines.zero.config import keys, reading
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.registry import build
 
@@ -71,7 +71,7 @@ def test_muons_hyperparameters_are_deepspeeds() -> None:
 
     halves = {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}
     read = {"muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"}
-    assert set(sections.MUON) == halves | read
+    assert set(reading.MUON) == halves | read
 
 
 def test_stage_3_compiles_nothing() -> None:

@@ -13,8 +13,7 @@ from deepspeed.runtime import config as library
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER, deepspeed_config
-from lightning_shard.engines.zero.config.checks import check_fields
+from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER
 from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
     OptimizerOffload,
@@ -22,7 +21,7 @@ from lightning_shard.engines.zero.config.fields import (
     Stage3Options,
     ZeroBuckets,
 )
-from tests.engines.zero.config.support import ADAMW, FILES, ZERO, contradiction, run_facts
+from tests.engines.zero.config.support import ADAMW, FILES, ZERO, configured, contradiction, run_facts, settings_of
 
 
 def test_every_contradiction_is_in_one_error() -> None:
@@ -67,7 +66,7 @@ def test_values_that_agree_with_the_run_pass() -> None:
     facts = run_facts(
         world_size=2, accumulate_grad_batches=3, gradient_clip_val=1.0, optimizer={**ADAMW, "type": "DeepSpeedCPUAdam"}
     )
-    assert deepspeed_config(DeepSpeedFields(config=config), facts)["train_batch_size"] == 12
+    assert configured(DeepSpeedFields(config=config), facts)["train_batch_size"] == 12
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_clipping_is_the_trainers(clip: Any, value: float | None, algorithm: str
     facts = run_facts(gradient_clip_val=value, gradient_clip_algorithm=algorithm)
     if text is None:
         fields = DeepSpeedFields(config={"gradient_clipping": clip})
-        assert deepspeed_config(fields, facts)["gradient_clipping"] == 0.0
+        assert configured(fields, facts)["gradient_clipping"] == 0.0
     else:
         assert text in contradiction({"gradient_clipping": clip}, facts)
 
@@ -106,7 +105,7 @@ def test_the_batch_keys_always_multiply(
     if None not in (micro, given_micro) and micro != given_micro:
         assert f"is {given_micro}, but the dataloader's batch size is {micro}" in contradiction(config, facts)
         return
-    result = deepspeed_config(fields, facts)
+    result = configured(fields, facts)
     assert result["train_micro_batch_size_per_gpu"] == (micro or given_micro or 1)
     assert result["gradient_accumulation_steps"] == accumulate
     assert result["train_batch_size"] == result["train_micro_batch_size_per_gpu"] * accumulate * world
@@ -134,7 +133,7 @@ def test_auto_values_that_nobody_knows(config: dict[str, Any], facts: dict[str, 
 def test_warm_up_steps() -> None:
     # DeepSpeed takes no warm-up of 0 steps.
     config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
-    result = deepspeed_config(DeepSpeedFields(config=config), run_facts())
+    result = configured(DeepSpeedFields(config=config), run_facts())
     assert result["scheduler"]["params"] == {"warmup_num_steps": 1}
 
 
@@ -142,7 +141,7 @@ def test_hyperparameters_may_be_text() -> None:
     params = {"lr": "1e-4", "betas": ["0.9", "0.95"], "adam_w_mode": "False"}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "1e2", "warmup_type": "linear"}}
     config = {"optimizer": {"type": "Adam", "params": params}, "scheduler": schedule}
-    result = deepspeed_config(DeepSpeedFields(config=config), run_facts(optimizer=None))
+    result = configured(DeepSpeedFields(config=config), run_facts(optimizer=None))
     assert result["optimizer"]["params"] == {"lr": 1e-4, "betas": [0.9, 0.95], "adam_w_mode": False}
     assert result["scheduler"]["params"] == {"warmup_num_steps": 100, "warmup_type": "linear"}
     assert type(result["scheduler"]["params"]["warmup_num_steps"]) is int
@@ -153,7 +152,7 @@ def test_hyperparameters_fall_back_to_each_other() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": "auto", "eps": "auto"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
     }
-    result = deepspeed_config(DeepSpeedFields(config=config), run_facts(optimizer=None))
+    result = configured(DeepSpeedFields(config=config), run_facts(optimizer=None))
     # What no one knows is the optimizer's own default.
     assert result["optimizer"]["params"] == {"lr": 0.25}
     assert result["scheduler"]["params"] == {"warmup_max_lr": 0.25, "warmup_num_steps": 1}
@@ -176,19 +175,19 @@ def test_which_adam_deepspeed_builds(
     precision: str, aligned: bool, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = {"optimizer": {"type": "Adam", "params": {"lr": 0.5, **given}}}
-    result = deepspeed_config(DeepSpeedFields(config=config), run_facts(precision, aligned=aligned, optimizer=None))
+    result = configured(DeepSpeedFields(config=config), run_facts(precision, aligned=aligned, optimizer=None))
     assert result["optimizer"]["params"] == {"lr": 0.5, **expected}
 
 
 def test_buffers_are_no_larger_than_the_model() -> None:
     nvme = ParameterOffload(device="nvme", nvme_path="/x")
     fields = DeepSpeedFields(stage=3, offload_parameters=nvme)
-    zero = deepspeed_config(fields, run_facts())[ZERO]
+    zero = configured(fields, run_facts())[ZERO]
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == zero["offload_param"]["buffer_size"] == 10_000
-    zero = deepspeed_config(fields, run_facts(number_of_parameters=10**12))[ZERO]
+    zero = configured(fields, run_facts(number_of_parameters=10**12))[ZERO]
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == BUCKET
     assert zero["offload_param"]["buffer_size"] == NVME_BUFFER
-    assert deepspeed_config(fields, run_facts(number_of_parameters=None))[ZERO] == zero
+    assert configured(fields, run_facts(number_of_parameters=None))[ZERO] == zero
     own = library.DeepSpeedConfig({"train_batch_size": 1, ZERO: {"offload_param": {"device": "cpu"}}}).zero_config
     assert own.reduce_bucket_size == own.allgather_bucket_size == BUCKET
     assert own.offload_param.buffer_size == NVME_BUFFER
@@ -197,7 +196,7 @@ def test_buffers_are_no_larger_than_the_model() -> None:
 def test_auto_buckets_without_a_hidden_size_are_the_defaults() -> None:
     stage3 = Stage3Options(prefetch_bucket_size="auto", param_persistence_threshold="auto")
     fields = DeepSpeedFields(stage=3, buckets=ZeroBuckets(reduce="auto"), stage3=stage3)
-    zero = deepspeed_config(fields, run_facts(hidden_size=None))[ZERO]
+    zero = configured(fields, run_facts(hidden_size=None))[ZERO]
     assert zero["reduce_bucket_size"] == 10_000
     assert not {"stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"} & set(zero)
 
@@ -205,7 +204,7 @@ def test_auto_buckets_without_a_hidden_size_are_the_defaults() -> None:
 def test_pinned_memory_is_left_out_on_a_cpu() -> None:
     fields = DeepSpeedFields(stage=3, offload_optimizer=OptimizerOffload(), offload_parameters=ParameterOffload())
     for device, expected in (("cpu", False), ("cuda", None)):
-        zero = deepspeed_config(fields, run_facts(device_type=device))[ZERO]
+        zero = configured(fields, run_facts(device_type=device))[ZERO]
         assert zero["offload_optimizer"].get("pin_memory") is zero["offload_param"].get("pin_memory") is expected
 
 
@@ -214,7 +213,7 @@ def test_the_result_is_the_same_in_every_call_and_any_order() -> None:
     texts = set()
     for order in itertools.islice(itertools.permutations(content), 20):
         config = {key: content[key] for key in order}
-        texts.add(json.dumps(deepspeed_config(DeepSpeedFields(config=config), run_facts())))
+        texts.add(json.dumps(configured(DeepSpeedFields(config=config), run_facts())))
     assert len(texts) == 1
 
 
@@ -222,12 +221,12 @@ def test_the_result_is_the_same_in_every_call_and_any_order() -> None:
 @pytest.mark.parametrize("aligned", [False, True])
 def test_a_dumped_configuration_can_be_given_again(stage: Any, aligned: bool, tmp_path: Path) -> None:
     facts = run_facts("32-true" if stage == 0 else "bf16-mixed", aligned=aligned)
-    config = deepspeed_config(DeepSpeedFields(stage=stage), facts)
+    config = configured(DeepSpeedFields(stage=stage), facts)
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config, sort_keys=True))
     again = DeepSpeedFields(config=str(path))
-    check_fields(again, aligned)
-    assert deepspeed_config(again, facts) == config
+    settings_of(again, aligned=aligned)
+    assert configured(again, facts) == config
 
 
 def test_a_value_that_json_does_not_have() -> None:
@@ -239,7 +238,7 @@ def test_deepspeeds_throughput_timer_runs_where_it_is_asked_for() -> None:
     from deepspeed.utils.config import get_timers_config
 
     def enabled(config: dict[str, Any]) -> bool:
-        return bool(get_timers_config(deepspeed_config(DeepSpeedFields(config=config), run_facts())).enabled)
+        return bool(get_timers_config(configured(DeepSpeedFields(config=config), run_facts())).enabled)
 
     assert not enabled({ZERO: {"stage": 2}})
     assert enabled({ZERO: {"stage": 2}, "timers": {"throughput": {"enabled": True}}})

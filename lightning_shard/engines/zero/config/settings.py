@@ -1,17 +1,20 @@
-"""What can be refused when a strategy is built, before any process is started."""
+"""What a user asks of DeepSpeed: typed fields laid over ``config``, checked before any process is started."""
 
+import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import PlannedRun
-from lightning_shard.engines.zero.config.fields import DeepSpeedFields
+from lightning_shard.engines.zero.config import fields as typed
 from lightning_shard.engines.zero.config.keys import Section, known_keys
-from lightning_shard.engines.zero.config.merging import ZERO, Effective, effective, merge
-from lightning_shard.engines.zero.config.reading import AUTO, get
-from lightning_shard.errors import ConfigurationError, PrecisionError, raise_problems
+from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, put, read_config, read_sections
+from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import short
 
@@ -19,46 +22,131 @@ SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hystere
 
 RULE = "The DeepSpeed configuration can't be used"
 
+DEFAULT_STAGE = 2  # The stage where neither the field nor ``config`` says one, as in stock Lightning.
 
-def check_fields(fields: DeepSpeedFields, aligned: bool) -> None:
-    """Refuse everything that can't work whatever the run is: one ConfigurationError with all problems' paths."""
-    problems: list[str] = []
-    merged = merge(fields, problems)
-    _check_by_models(merged, known_keys(), "", problems)
+ZERO = "zero_optimization"
+
+_NAMES: dict[type, tuple[str, str, dict[str, str]]] = {
+    typed.OptimizerOffload: ("offload_optimizer", "offload_optimizer.", {}),
+    typed.ParameterOffload: ("offload_parameters", "offload_param.", {}),
+    typed.ZeroBuckets: ("buckets", "", {"reduce": "reduce_bucket_size", "allgather": "allgather_bucket_size"}),
+    typed.Stage3Options: (
+        "stage3",
+        "stage3_",
+        {"sub_group_size": "sub_group_size", "leaf_modules": "leaf_module.classes"},
+    ),
+    typed.ZeroPlusPlus: ("zero_plus_plus", "zero_", {}),
+}
+"""Class of a typed group to its name, to the beginning of DeepSpeed's keys, and to those of other names."""
+
+KEYS = {
+    "stage": f"{ZERO}.stage",
+    **{
+        f"{group}.{f.name}": f"{ZERO}.{others.get(f.name, prefix + f.name)}"
+        for options, (group, prefix, others) in _NAMES.items()
+        for f in dataclasses.fields(options)
+    },
+    "communication_data_type": "communication_data_type",
+}
+"""Typed field to DeepSpeed's key."""
+
+OffloadDevice = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSettings:
+    """What the typed fields and ``config`` together ask for; `read_settings` makes it."""
+
+    fields: typed.DeepSpeedFields
+    merged: Mapping[str, Any]  # Both in DeepSpeed's keys, in one spelling, with their "auto" values.
+
+    @property
+    def stage(self) -> int:
+        """0 to 3."""
+        stage: int = get(self.merged, f"{ZERO}.stage")
+        return stage
+
+    @property
+    def optimizer_device(self) -> OffloadDevice:
+        """Where optimizer state is resident; "none": on the device that computes."""
+        return get(self.merged, f"{ZERO}.offload_optimizer.device") or "none"
+
+    @property
+    def parameter_device(self) -> OffloadDevice:
+        """Where parameter shards are resident; "none": on the device that computes."""
+        return get(self.merged, f"{ZERO}.offload_param.device") or "none"
+
+    @property
+    def communication_data_type(self) -> str | None:
+        """That of gradients, "fp32", "bf16" or "fp16"; None: the precision policy's."""
+        dtype = get(self.merged, "communication_data_type")
+        return None if dtype in (None, AUTO) else dtype.lower()
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """See `loss_scaling_of`."""
+        return loss_scaling_of(self.merged.get("fp16", {}))
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a schedule is as long as the fit."""
+        return bool(get(self.merged, "scheduler.params.total_num_steps") == AUTO)
+
+
+def read_settings(fields: typed.DeepSpeedFields, *, aligned: bool, problems: list[str]) -> ZeroSettings:
+    """The settings, and in ``problems`` all that can't work whatever the run is: a line for each, with its path."""
+    settings = ZeroSettings(fields=fields, merged=_merge(fields, problems))
+    _check_by_models(settings.merged, known_keys(), "", problems)
     if not problems:
-        _check_stage(merged, problems)
-        _check_trainer_owned(merged, problems)
+        _check_stage(settings, problems)
+        _check_trainer_owned(settings.merged, problems)
         try:
-            loss_scaling_of(merged.get("fp16", {}))
+            _ = settings.loss_scaling
         except ConfigurationError as error:
             problems.append(str(error).rstrip("."))
         if aligned:
-            _check_contract(merged, problems)
-    raise_problems(problems, RULE)
+            _check_contract(settings.merged, problems)
+    return settings
 
 
-def check_optimizers(fields: DeepSpeedFields, optimizers: Sequence[Optimizer]) -> None:
+def _merge(fields: typed.DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
+    """See `ZeroSettings.merged`."""
+    merged = canonical(read_config(fields.config), problems)
+    read_sections(merged, problems)
+    for name, path in KEYS.items():
+        unset = getattr(fields, name.partition(".")[0]) is None
+        value = None if unset else attrgetter(name)(fields)
+        if value is None:
+            continue
+        there = get(merged, path)
+        if there not in (None, AUTO) and there != value:
+            problems.append(
+                f"{name} is {value!r}, but config's {path} is {there!r}: remove one of the two, or make them equal"
+            )
+        put(merged, path, copy.copy(value))
+    for section in ("offload_optimizer", "offload_param"):
+        if get(merged, f"{ZERO}.{section}.device") in (None, AUTO, "none"):
+            merged.get(ZERO, {}).pop(section, None)
+    if get(merged, f"{ZERO}.stage") in (None, AUTO):
+        put(merged, f"{ZERO}.stage", DEFAULT_STAGE)
+    return merged
+
+
+def check_optimizers(settings: ZeroSettings, optimizers: Sequence[Optimizer]) -> None:
     """Refuse what ``configure_optimizers`` makes where DeepSpeed can't step it (ConfigurationError)."""
-    merged = merge(fields, [])
-    settings = effective(merged)
     if len(optimizers) > 1 and (settings.stage == 0 or settings.optimizer_device == "nvme"):
         where = "in stage 0" if settings.stage == 0 else "with the optimizer offloaded to NVMe"
         raise ConfigurationError(
             f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one {where}. "
             "Use another stage without NVMe, or shard_ddp."
         )
-    if len(optimizers) > 1 and "scheduler" in merged:
+    if len(optimizers) > 1 and "scheduler" in settings.merged:
         raise ConfigurationError(
             f"configure_optimizers returns {len(optimizers)} optimizers, but the DeepSpeed configuration has a "
             "scheduler section, which does not say whose learning rate it sets. Return schedules from "
             "configure_optimizers, and remove the section."
         )
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ConfigurationError(
-            "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
-            "engine steps without a closure. Use another optimizer, or shard_ddp."
-        )
-    if not optimizers and not settings.has_optimizer:
+    if not optimizers and "optimizer" not in settings.merged:
         raise ConfigurationError(
             "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
             "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
@@ -98,7 +186,7 @@ def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
         raise ConfigurationError(f"The fp16 section ({shown}) can't be used: {error}") from error
 
 
-def _check_by_models(content: dict[str, Any], section: Section, path: str, problems: list[str]) -> None:
+def _check_by_models(content: Mapping[str, Any], section: Section, path: str, problems: list[str]) -> None:
     """Let DeepSpeed's own models check values: ranges, and words of which there are a few."""
     from pydantic import ValidationError
 
@@ -118,9 +206,9 @@ def _check_by_models(content: dict[str, Any], section: Section, path: str, probl
             problems.append(f"{where}, but DeepSpeed's rule is: {detail['msg']}")
 
 
-def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
-    asked = effective(merged)
-    stage, zero = asked.stage, merged[ZERO]
+def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
+    """What DeepSpeed itself would not refuse, or only later."""
+    stage, zero = asked.stage, asked.merged[ZERO]
     if asked.parameter_device != "none" and stage < 3:
         problems.append(
             f"offload_parameters is {asked.parameter_device!r} with stage {stage}, but only stage 3 shards, and so can "
@@ -143,40 +231,22 @@ def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
             if section.get(pipeline) is True:
                 # DeepSpeed's other swapper writes while the next sub-group is stepped; state is read between steps.
                 problems.append(f"{ZERO}.{key}.{pipeline} is true, but state in files is used between steps. Remove it")
-    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if zero.get(key) is True and stage < 3:
-            problems.append(f"{ZERO}.{key} is true with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")
-    hpz = zero.get("zero_hpz_partition_size", 1)
-    if hpz not in (0, 1, AUTO) and stage < 3:
-        problems.append(f"{ZERO}.zero_hpz_partition_size is {hpz} with stage {stage}, but hpZ needs stage 3")
-    # `deepspeed/runtime/zero/stage_1_and_2.py` and `stage3.py` assert it.
-    if stage > 1 and zero.get("reduce_scatter") is not False:
-        for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
-            if (value := merged.get(key)) not in (None, AUTO, plain):
-                problems.append(
-                    f"{key} is {str(value).lower()} with stage {stage}, but DeepSpeed divides gradients after their "
-                    "reduce-scatter there. Remove it, for the same mean, or set buckets.reduce_scatter: false"
-                )
-    ratio = get(merged, f"{ZERO}.offload_optimizer.ratio")
-    if ratio not in (None, AUTO) and ratio < 1 and stage < 3:
-        problems.append(f"offload_optimizer.ratio is {ratio} with stage {stage}, but a part needs stage 3")
+    for name in [field.name for field in dataclasses.fields(typed.ZeroPlusPlus)]:
+        value = zero.get(f"zero_{name}", AUTO)
+        if stage < 3 and (value is True or (value != AUTO and value > 1)):
+            problems.append(f"{ZERO}.zero_{name} is {value} with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")
 
 
-def _check_trainer_owned(merged: dict[str, Any], problems: list[str]) -> None:
+def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None:
     """What DeepSpeed would do itself but the Trainer or the strategy does here."""
     for path, (refused, reason) in TRAINER_OWNED.items():
         if get(merged, path) is refused:
             problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
     if get(merged, "fp16.enabled") is True and get(merged, "bf16.enabled") is True:
         problems.append("fp16.enabled and bf16.enabled are both true, but a run computes in one of them")
-    for path, least in _LEAST.items():
-        value = merged.get(path, AUTO)
-        if value != AUTO and value < least:
-            problems.append(f"{path} is {value:g}, but must be {least} or more")
-    for path, allowed in _WORDS.items():
-        value = get(merged, path)
-        if isinstance(value, str) and value != AUTO and value.lower() not in allowed:
-            problems.append(f"{path} is {value!r}, but must be one of {', '.join(allowed)}")
+    dtype = merged.get("communication_data_type", AUTO).lower()
+    if dtype not in (AUTO, *_DTYPES):
+        problems.append(f"communication_data_type is {dtype!r}, but must be one of {', '.join(_DTYPES)}")
 
 
 TRAINER_OWNED = {
@@ -187,22 +257,7 @@ TRAINER_OWNED = {
 }
 """Key to the value that can't be had, and the reason."""
 
-_COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_LEAST = {"gradient_clipping": 0, **dict.fromkeys(_COUNTS, 1)}
-
 _DTYPES = ("fp32", "bf16", "fp16")
-_DTYPE_WORDS = (*_DTYPES, "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16", "half")
-
-_WORDS = {
-    "communication_data_type": _DTYPES,
-    "seq_parallel_communication_data_type": _DTYPES,
-    "gradient_allreduce_op": ("mean", "sum"),
-    "data_types.grad_accum_dtype": _DTYPE_WORDS,
-    "data_types.param_dtype": _DTYPE_WORDS,
-    "data_types.buffer_dtype": _DTYPE_WORDS,
-    "torch_autocast.dtype": _DTYPE_WORDS,
-    "checkpoint.tag_validation": ("warn", "ignore", "fail"),
-}
 
 CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     "communication_data_type": (("fp32",), "gradients are reduced in fp32"),
@@ -227,7 +282,7 @@ CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
 """Key to the values that the aligned contract allows, and the rule that others break."""
 
 
-def _check_contract(merged: dict[str, Any], problems: list[str]) -> None:
+def _check_contract(merged: Mapping[str, Any], problems: list[str]) -> None:
     for path, (allowed, rule) in CONTRACT.items():
         value = get(merged, path)
         compared = value.lower() if isinstance(value, str) else value
@@ -237,7 +292,7 @@ def _check_contract(merged: dict[str, Any], problems: list[str]) -> None:
         problems.append(f"{path} is {value!r} under aligned, but the contract is: {rule}. {fix}")
 
 
-def check_policy(asked: Effective, run: PlannedRun) -> None:
+def check_policy(asked: ZeroSettings, run: PlannedRun) -> None:
     """Refuse a precision that DeepSpeed can't do with these settings, before training (PrecisionError)."""
     policy = run.policy
     if asked.stage == 0 and short(policy.compute) != "fp32":
