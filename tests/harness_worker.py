@@ -59,6 +59,9 @@ _die_with_parent()
 gc.collect()
 gc.freeze()
 
+# DeepSpeed alone, as some tests run it, replaces them under stage 3 and leaves them so.
+FUNCTIONS = {name: getattr(torch.nn.functional, name) for name in ("linear", "embedding")}
+
 
 def main(connection: Connection, folder: Path, rank: int, environment: dict[str, str]) -> None:
     """Serve calls until the pipe closes."""
@@ -137,7 +140,7 @@ def _process_group(call: dict[str, Any]) -> Iterator[None]:
 
 
 def _reset(environment: dict[str, str]) -> None:
-    """Undo what a call may have left: environment, global modes of torch, garbage that holds groups."""
+    """Undo what a call may have left: environment, global modes and functions of torch, garbage that holds groups."""
     os.environ.clear()
     os.environ.update(environment)
     torch.set_default_dtype(torch.float32)
@@ -146,6 +149,7 @@ def _reset(environment: dict[str, str]) -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
+    vars(torch.nn.functional).update(FUNCTIONS)
     # DTensor keeps the results of its operators with the mesh that they were first met on; an equal mesh of the
     # next call would be taken for that one, whose process groups are gone.
     dtensor_debug._clear_sharding_prop_cache()
