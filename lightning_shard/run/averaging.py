@@ -101,25 +101,14 @@ class Averaging:
             buffer.copy_(moved)
 
     @contextmanager
-    def out_of_module(self, before: Mapping[str, Tensor]) -> Generator[None, None, None]:
-        """In it the module has its own values, and averages of buffers are those of ``before`` a validation, by FQN."""
+    def out_of_module(self) -> Generator[None, None, None]:
+        """In it the module has its own values."""
         swaps = [] if self._swap is None else [self._swap]
         for swap in swaps:
             self.write(swap, swaps=True)
-        buffers = {name: average for name, average in self.buffers().items() if name in before}
-        after = {name: average.clone() for name, average in buffers.items()}
-        self._set(buffers, before)
         yield
-        self._set(buffers, after)
         for swap in swaps:
             self.write(swap, swaps=True)
-
-    @torch.no_grad()
-    def _set(self, buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        for name, average in buffers.items():
-            average.copy_(values[name])
-        if buffers:
-            self._share_buffers()
 
     def resident(self, beside: str) -> Iterator[Resident]:
         """The average; ``beside``: the memory of what is averaged."""
@@ -136,11 +125,6 @@ class Averaging:
             shape, dtype, chunks = self._places[name]
             found[name] = BoxTensor(shape, dtype, {tuple(chunk.offsets): next(values).detach() for chunk in chunks})
         return found
-
-    def buffers(self) -> dict[str, Tensor]:
-        """FQN to the average of each buffer, also if no ``state_dict`` has it, where they are averaged; in place."""
-        buffers = self._average.shards.buffers() if self._average.has_buffers else ()
-        return dict(zip([*self._persistent, *self._others], buffers, strict=False))
 
     def saved(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """What Lightning dumped, with the module's own state dict and the number of updates."""

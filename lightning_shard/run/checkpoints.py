@@ -35,11 +35,10 @@ from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.reachable import set_values
 from lightning_shard.run.averaging import Averaging
-from lightning_shard.run.buffers import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers
+from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
-from lightning_shard.tensors.nonpersistent import Known, known_buffers
 from lightning_shard.tensors.tracing import tree_map_only
 from lightning_shard.text import listed
 
@@ -67,8 +66,6 @@ class Checkpoints(CheckpointIO):
         self.accumulated: load.OpenCheckpoint | None = None
         """The checkpoint that a fit goes on from, until its gradients are loaded, if it has some."""
         self._converted: str | None = None
-        self.known: Known | None = None
-        """The buffers that no ``state_dict`` has, as they were when all was set up; None ahead of it."""
         self._training = False
         self.saved: list[str] = []
         """Paths of the checkpoints with optimizers that were saved since `attach`, the newest first."""
@@ -79,11 +76,11 @@ class Checkpoints(CheckpointIO):
         self._offered = OfferedState(module)
         self._root = root
         self.averaging: Averaging | None = None
-        self.known, self.saved = None, []
+        self._values: list[dict[str, Any]] = []
+        self.saved = []
 
     def all_is_set_up(self) -> None:
-        """Keep what tells later which buffers have changed, as in the sanity check, which a resumed run leaves out."""
-        self.known = known_buffers(self.module)
+        """Keep the optimizers' own numbers as they are at first."""
         self._values = own_values(self._engine.tensors.optimizers())
 
     def _changed_values(self) -> list[dict[str, Any]]:
@@ -172,8 +169,7 @@ class Checkpoints(CheckpointIO):
                 averages=None if averaging is None else averaging.tensors(),
                 gradients=gradients,
                 trainer_state=checkpoint,
-                own_state=own
-                and {**buffer_state(self.module, self.known, averaging), _VALUES: self._changed_values(), **own},
+                own_state=own and {_VALUES: self._changed_values(), **own},
                 facts=Facts(
                     engine=self._engine.name,
                     policy=self._policy.text(),
@@ -187,7 +183,7 @@ class Checkpoints(CheckpointIO):
         if with_optimizers:
             self.saved = [target, *(path for path in self.saved if path != target)]
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
-        with nullcontext() if averaging is None else averaging.out_of_module((own or {}).get(OWN_AVERAGES, {})):
+        with nullcontext() if averaging is None else averaging.out_of_module():
             if own and OWN in own:
                 restore_buffers(self.module, own[OWN])
                 self.synchronize_buffers()

@@ -22,7 +22,7 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.buffers import OWN, OWN_AVERAGES, buffer_state, own_buffers, restore_buffers, set_buffers
+from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
@@ -171,7 +171,6 @@ class Data:
             logged = [r["logged"] for r in ranks]
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
             own = ranks[rank if rank < len(ranks) else 0]
-            set_buffers(module, checkpoints.averaging, own, trainer.strategy.root_device)
             if len(ranks) == size:
                 restore_buffers(module, own.get(OWN, {}))
             here, saved = loaders.generators(trainer), own.get("generators", {})
@@ -225,12 +224,9 @@ def other_frozen(saved: list[str] | None, frozen: Mapping[str, bool]) -> str | N
     )
 
 
-def changed_by_validation(trainer: Trainer, checkpoints: Checkpoints) -> dict[str, Any]:
+def changed_by_validation(trainer: Trainer) -> dict[str, Any]:
     """The parts of this rank's state that a validation may change, copied: a save in it goes back to its beginning."""
-    module, averaging = trainer.lightning_module, checkpoints.averaging
-    averages = {} if averaging is None else {name: b.cpu().clone() for name, b in averaging.buffers().items()}
-    own = {OWN: own_buffers(module), OWN_AVERAGES: averages}
-    return {**_changed_by_evaluation(trainer), **buffer_state(module, checkpoints.known, averaging), **own}
+    return {**_changed_by_evaluation(trainer), OWN: own_buffers(trainer.lightning_module)}
 
 
 def _changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import CheckpointError, ConfigurationError, DataError
 from lightning_shard.ranks import Ranks, warn_on_first_rank
 from lightning_shard.resume.rng import set_rng_state
-from lightning_shard.run.buffers import set_buffers
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.tensors.clipping import all_finite
 from lightning_shard.tensors.flat import FlatTensor
@@ -158,9 +157,7 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
     callbacks.recount_averages(trainer, checkpoint)
     states = checkpoint[RUN_STATE]["ranks"]
     if trainer.global_rank < len(states):
-        own = states[trainer.global_rank]
-        set_rng_state(own["rng"])
-        set_buffers(trainer.lightning_module, checkpoints.averaging, own, trainer.strategy.root_device)
+        set_rng_state(states[trainer.global_rank]["rng"])
     rank_zero_warn(f"{why} The fit went back to step {trainer.global_step}, {path}; the data goes on.")
 
 

@@ -229,7 +229,7 @@ class Preemption:
 
     def validation_follows(self, trainer: Trainer) -> None:
         """Keep what a validation may change, ahead of the first thing that it does."""
-        self.before_validation = changed_by_validation(trainer, self._checkpoints)
+        self.before_validation = changed_by_validation(trainer)
 
     def in_validation(self, trainer: Trainer) -> None:
         """Ahead of each batch of a validation inside a fit, of which all ranks have equally many; raises Preempted."""
