@@ -38,51 +38,8 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-_NO_AXIS = "the mesh has no such axis", "torchtitan or Megatron-Core"
-_GRANULARITY = {"selective": "selective", "full": "units"}
-NEMO: Mapping[str, Field] = {
-    **neutral.each(
-        neutral.unsupported(*_NO_AXIS, "int", 1, 0),
-        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-        "context_parallel_size expert_model_parallel_size",
-    ),
-    "sequence_parallel": neutral.unsupported(*_NO_AXIS, "bool", False),
-    "fsdp": neutral.unsupported("the engine is the strategy's", "--to shard_fsdp", "bool", False),
-    "micro_batch_size": setting("config.train_micro_batch_size_per_gpu", "int"),
-    "global_batch_size": setting("config.train_batch_size", "int"),
-    "activations_checkpoint_granularity": setting("activation_checkpointing", "str", words=_GRANULARITY),
-}
-"""Of ``model`` in NeMo's files, whose strategy and accumulation its scripts make of them."""
-
-_OF_NEMO = {
-    "exp_manager": "NeMo's loggers and checkpoints: the Trainer's logger, ModelCheckpoint and --ckpt_path here",
-    "restore_from_path": "NeMo's weights: LoadPretrained, or --ckpt_path",
-    "name": "NeMo's name of the run: ModelCheckpoint's dirpath",
-    "hydra": "Hydra's own folders and sweeps",
-    "defaults": "Hydra's list of files, which is not followed: give those files too",
-}
-
-
-def _nemo(reading: Reading, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what a file of NeMo asks for outside of the Trainer, and return the rest of it."""
-    model = content.get("model")
-    if isinstance(model, Mapping):
-        reading.read_fields("model", NEMO, model)
-        reading.meet("model", "...", "NeMo's: a LightningModule here, class_path and init_args")
-    for key, what in _OF_NEMO.items():
-        if content.get(key) is not None:
-            reading.meet(key, content[key], what)
-    trainer = dict(content["trainer"])
-    if trainer.get("accumulate_grad_batches") == 1:
-        # Its scripts ask for it, and accumulate by the batch sizes.
-        del trainer["accumulate_grad_batches"]
-    return {"trainer": trainer, **{k: v for k, v in content.items() if k not in (*_OF_NEMO, "model", "trainer")}}
-
-
 def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -> None:
     """Add to ``reading`` what a Lightning YAML asks for; what is no strategy is carried over as it is."""
-    if "exp_manager" in content and isinstance(content.get("trainer"), Mapping):
-        content = _nemo(reading, content)
     for key in [key for key in content if key not in known.top_keys]:
         if near := nearest(str(key), known.top_keys):
             reading.problems.append(f"{key} is no key of `lightning-shard fit`{near}")

@@ -84,28 +84,8 @@ def _name(target: Target, known: Known) -> Any:
     return {"class_path": path, "init_args": target.arguments} if target.arguments else {"class_path": path}
 
 
-_NOT_READ: Mapping[str, str] = {
-    "NeMo AutoModel": "recipe step_scheduler dist_env",
-    "torchtune": "checkpointer tokenizer optimizer_in_bwd fsdp_cpu_offload enable_activation_checkpointing",
-    "LitGPT": "checkpoint_dir out_dir train logger_name",
-    "Composer or OLMo": "device_train_microbatch_size global_train_batch_size device_train_batch_size "
-    "device_eval_batch_size icl_tasks max_seq_len",
-    "torchtitan": "job parallelism metrics",
-    "GPT-NeoX": "pipe_parallel_size model_parallel_size pipe-parallel-size model-parallel-size",
-    "fairseq": "distributed_training common task",
-}
-"""Whose files have two of these keys, and may have others in common with those that are read."""
-
-
 def format_of(path: Path, content: Mapping[str, Any], known: Known) -> str:
     """Which of the formats a file has, by its top-level keys; none is refused."""
-    for whose, words in _NOT_READ.items():
-        marks = [key for key in words.split() if key in content]
-        if len(marks) > 1 and "trainer" not in content:
-            raise ConfigurationError(
-                f"{path} is a file of {whose}, with {' and '.join(marks)}, which is not read here. Choose a strategy "
-                "by `lightning-shard strategies`, or answer `lightning-shard init`."
-            )
     # The first of equals, and most keys that two have in common are DeepSpeed's.
     keys: Mapping[str, Collection[str]] = {
         "deepspeed": {*TOP_LEVEL, *UNMODELLED, ZERO, "fp16", "bf16", "bfloat16"},

@@ -182,42 +182,6 @@ def test_callbacks_that_are_added_and_classes_of_a_policy(migrated: Callable[...
     assert len(result["trainer"]["callbacks+"]) == 2
 
 
-NEMO = {
-    "name": "gpt",
-    "trainer": {"devices": 2, "accelerator": "cpu", "precision": "bf16", "accumulate_grad_batches": 1},
-    "exp_manager": {"exp_dir": None, "resume_if_exists": True},
-    "model": {"micro_batch_size": 4, "global_batch_size": 64, "tensor_model_parallel_size": 1, "hidden_size": 768},
-}
-
-
-def test_files_of_nemo(
-    migrated: Callable[..., dict[str, Any]], refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = migrated(NEMO)
-    assert set(content) == {"trainer"}
-    # NeMo's scripts accumulate by the batch sizes, whatever the Trainer's section says.
-    assert content["trainer"]["accumulate_grad_batches"] == 8
-    out = capsys.readouterr().out
-    for told in ("NeMo's loggers and checkpoints", "a LightningModule here", "NeMo's name of the run"):
-        assert told in out
-    split = {**NEMO, "model": {**NEMO["model"], "tensor_model_parallel_size": 2}}  # type: ignore[dict-item]
-    assert "model.tensor_model_parallel_size: 2. The mesh has no such axis" in refused(split)
-
-
-@pytest.mark.parametrize(
-    ("keys", "whose"),
-    [
-        ("recipe step_scheduler model distributed optimizer", "NeMo AutoModel, with recipe and step_scheduler"),
-        ("output_dir tokenizer checkpointer gradient_accumulation_steps dtype", "torchtune"),
-        ("out_dir checkpoint_dir precision devices train data optimizer", "LitGPT"),
-        ("fsdp_config global_train_batch_size device_train_microbatch_size max_grad_norm", "Composer or OLMo"),
-        ("pipe_parallel_size model_parallel_size zero_optimization optimizer", "GPT-NeoX"),
-    ],
-)
-def test_files_of_other_trainers_are_not_taken_for_others(keys: str, whose: str, refused: Callable[..., str]) -> None:
-    assert f"is a file of {whose}" in refused({key: {} for key in keys.split()})
-
-
 @pytest.mark.parametrize("accelerator", ["hpu", "tpu"])
 def test_accelerators_on_which_nothing_runs(accelerator: str, refused: Callable[..., str]) -> None:
     said = refused({"trainer": {"accelerator": accelerator, "devices": 8, "strategy": "ddp"}})
