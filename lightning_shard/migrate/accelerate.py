@@ -27,14 +27,16 @@ TOP: Mapping[str, Field] = {
     **dict.fromkeys(_SECTIONS, READ_ELSEWHERE),
     **each(
         READ_ELSEWHERE,
-        "compute_environment distributed_type mixed_precision fp16 machine_rank gpu_ids main_process_ip "
-        "main_process_port dynamo_backend",
+        "compute_environment distributed_type mixed_precision fp16 gpu_ids dynamo_backend",
     ),
     **each(Field(kind="int"), "num_machines num_processes"),
     # Newer versions of Accelerate refuse it here, but files have it.
     "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int", "auto"),
     "use_cpu": Field(kind="bool"),
-    "rdzv_backend": satisfied("the launcher's; see the first lines of the file that is written", "str", "static", ""),
+    "rdzv_backend": satisfied("the launcher's", "str", "static", ""),
+    "main_process_ip": satisfied("the environment's MASTER_ADDR, which srun and torchrun set themselves"),
+    "main_process_port": satisfied("the environment's MASTER_PORT, which srun and torchrun set themselves"),
+    "machine_rank": satisfied("the environment's NODE_RANK, which srun and torchrun set themselves", "any", 0),
     "same_network": setting("", "bool", True, False),
     "main_training_function": unsupported(
         "the Trainer runs the training loop", "the LightningModule's training_step", "str", "main"
@@ -111,11 +113,6 @@ DYNAMO: Mapping[str, Field] = {
     "dynamo_use_regional_compilation": satisfied(_COMPILED, "bool"),
 }
 
-OTHER_BACKENDS = (
-    "EAGER", "AOT_EAGER", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT", "ONNXRT", "TENSORRT",
-    "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "IPEX", "TVM", "HPU_BACKEND",
-)  # fmt: skip
-
 DISTRIBUTED = {
     "NO": "ddp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
     "MEGATRON_LM": "fsdp", "TP": "fsdp",
@@ -141,7 +138,6 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
         return
     engine = _engine(reading, content)
     _processes(reading, content, reading.read_fields("", TOP, content))
-    _launch(reading, content)
     given = {name: content.get(name) or {} for name in _SECTIONS}
     wrong = [name for name, section in given.items() if not isinstance(section, Mapping)]
     reading.problems += [f"{name} is {shown(given[name])!r}, but must be a mapping of keys" for name in wrong]
@@ -218,18 +214,6 @@ def _processes(reading: Reading, content: Mapping[str, Any], read: Mapping[str, 
         reading.ask("trainer.devices", [int(part) for part in ids], "gpu_ids", given)
 
 
-def _launch(reading: Reading, content: Mapping[str, Any]) -> None:
-    names = {"main_process_ip": "MASTER_ADDR", "main_process_port": "MASTER_PORT", "machine_rank": "NODE_RANK"}
-    several = isinstance(content.get("num_machines"), int) and content["num_machines"] > 1
-    for field, variable in names.items():
-        value = content.get(field)
-        if value is not None and field == "machine_rank" and not several:
-            reading.rest(field, value)
-        elif value is not None:
-            reading.launch[variable] = str(value)
-            reading.meet(field, value, f"the environment's: {variable}={value}; srun and torchrun set it themselves")
-
-
 def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str, Any]]) -> None:
     owners = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
     for name, owner in owners.items():
@@ -300,12 +284,11 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
 def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
     content = reading.prefixed("dynamo_config", section, "dynamo_", DYNAMO, {})
     backend = content.get("dynamo_backend")
-    if str(backend).upper() in OTHER_BACKENDS:
+    if (kind := str(backend or "NO").upper()) not in ("NO", "INDUCTOR"):
         where = "dynamo_config.dynamo_backend"
         reading.lose(where, backend, "units are compiled by inductor alone", "compile: true")
         del content["dynamo_backend"]
-    off = str(backend or "NO").upper() == "NO"
-    reading.read_fields("dynamo_config", DYNAMO, {"dynamo_backend": backend} if off else content)
+    reading.read_fields("dynamo_config", DYNAMO, {"dynamo_backend": backend} if kind == "NO" else content)
 
 
 def read_mesh(reading: Reading, section: Mapping[str, Any], processes: Any = None) -> None:

@@ -138,11 +138,6 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
     for key in [key for key in content if isinstance(key, str) and key not in known]:
         if not nearest(key, known):
             reading.meet(f"{prefix}{key}", content.pop(key), "DeepSpeed reads no such key")
-    compiled = content.get("compile")
-    if isinstance(compiled, Mapping) and compiled and compiled.keys() <= {"disable", "backend", "kwargs"}:
-        # Of older versions.
-        on = str(content.pop("compile").get("disable", False)).lower() != "true"
-        reading.ask("compile", on, f"{prefix}compile", dict(compiled), "the units are compiled with torch's defaults")
     for key, reason in {**REMOVED, **FOREIGN}.items():
         if key in content and is_off(content[key], key):
             reading.rest(f"{prefix}{key}", content.pop(key))

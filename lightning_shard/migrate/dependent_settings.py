@@ -234,35 +234,15 @@ def _override(target: Target, asked: Line) -> None:
 
 
 def _checkpoint_form(target: Target, asked: Line) -> None:
-    carried = target.reading.carried.get("trainer", {})
     if asked.value == "local":
         target.lose(asked, "no rank saves its shards alone", "the portable directory, which every engine reads")
     elif asked.value == "portable":
         target.hold(asked, "a directory that every engine reads, at any number of processes")
-    elif carried.get("enable_checkpointing") is False:
-        target.hold(asked, "nothing is saved")
     else:
-        name = "*.full.ckpt, one stock Lightning file"
-        key = "callbacks+" if "callbacks+" in carried else "callbacks"
-        target.trainer[key] = _full_names(carried.get(key))
-        note = "without this name: a directory that every engine reads"
-        if not target.reading.carried:
-            note += ". A list replaces that of another --config: give the Lightning YAML to this command too"
-        target.note(asked, "trainer.callbacks", name, note)
-
-
-def _full_names(callbacks: Any) -> list[Any]:
-    """The callbacks with every ModelCheckpoint saving files of the full form, and with one if there is none."""
-    given = callbacks if isinstance(callbacks, list) else [] if callbacks is None else [callbacks]
-    result = [copy.deepcopy(dict(each)) if isinstance(each, Mapping) else {"class_path": each} for each in given]
-    found = [own for own in result if str(own.get("class_path")).rpartition(".")[2] == "ModelCheckpoint"]
-    if not found:
-        found = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}]
-        result += found
-    for own in found:
-        arguments = own.setdefault("init_args", {})
-        arguments["filename"] = f"{(arguments.get('filename') or '{epoch}-{step}').removesuffix('.full')}.full"
-    return result
+        note = (
+            "a directory that every engine reads; ModelCheckpoint(filename='{step}.full') writes a stock Lightning file"
+        )
+        target.hold(asked, note)
 
 
 _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}

@@ -53,10 +53,6 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     # With a + a list is added to that of another file.
     keys = [*known.trainer_keys, *(f"{key}+" for key in known.trainer_keys)]
     reading.check_keys("trainer", trainer, keys, "the Trainer")
-    if (accelerator := trainer.get("accelerator")) in _NOT_HERE:
-        reading.problems.append(
-            f"trainer.accelerator is {shown(accelerator)!r}, but the engines run on CPUs and GPUs: set it to gpu or cpu"
-        )
     strategy, kind = trainer.pop("strategy", None), None
     if reading.engine is None:
         kind = _strategy(reading, "auto" if strategy is None else strategy, strategy is not None, known)
@@ -77,8 +73,6 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
         reading.ask("trainer.devices", 1, "trainer.strategy", strategy)
     reading.carried = copy.deepcopy({**content, "trainer": trainer})
 
-
-_NOT_HERE = ("hpu", "tpu", "ipu", "hpu_parallel")
 
 _SHOWN = (
     "accelerator", "num_nodes", "devices", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",

@@ -218,11 +218,7 @@ def refusal(lost: Sequence[Line]) -> str:
 
 
 def document(content: Mapping[str, Any], command: str, reading: Reading) -> str:
-    """The written file: what ``fit --config`` reads, below the command, the launcher's variables and lost fields."""
+    """The written file: what ``fit --config`` reads, below the command and lost fields."""
     lines = [f"# Written by `{command}`."]
-    if reading.launch:
-        variables = " ".join(f"{name}={value}" for name, value in reading.launch.items())
-        lines.append(f"# Start on each machine, with its own NODE_RANK: {variables} lightning-shard fit --config FILE")
-        lines.append("# (srun and torchrun set these variables themselves.)")
     lines += [f"# Not carried over: {item.field}: {shown(item.given)} ({_why(item)})" for item in reading.lost]
     return "\n".join(lines) + "\n" + yaml.safe_dump(dict(content), sort_keys=False, width=100)

@@ -64,7 +64,6 @@ class Reading:
     problems: list[str] = field(default_factory=list)
     # A Lightning YAML's content without the strategy, to be written as it is.
     carried: dict[str, Any] = field(default_factory=dict)
-    launch: dict[str, str] = field(default_factory=dict)  # What the launcher is to be told: variable to value.
 
     def ask(self, name: str, value: Any, field: str, given: Any, note: str = "") -> None:
         self.asked.append(Line(field, given, name, value, note))

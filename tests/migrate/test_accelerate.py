@@ -119,15 +119,13 @@ def test_clipping_and_accumulation(migrated: Callable[..., dict[str, Any]]) -> N
     assert (section["gradient_clip_val"], section["accumulate_grad_batches"]) == (0.5, 4)
 
 
-def test_machines_and_devices(migrated: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_machines_and_devices(migrated: Callable[..., dict[str, Any]]) -> None:
     section = migrated(accelerate(distributed_type="MULTI_GPU", gpu_ids="1,3"))["trainer"]
     assert section["devices"] == [1, 3]
     assert migrated(accelerate(distributed_type="MULTI_GPU", num_processes=-1))["trainer"]["devices"] == "auto"
     several = {"num_machines": 2, "num_processes": 16, "main_process_ip": "10.0.0.1", "machine_rank": 1}
     section = migrated(accelerate(distributed_type="MULTI_GPU", **several))["trainer"]
     assert (section["num_nodes"], section["devices"]) == (2, 8)
-    written = max(tmp_path.glob("out*"), key=lambda path: path.stat().st_mtime_ns).read_text()
-    assert "MASTER_ADDR=10.0.0.1 NODE_RANK=1 lightning-shard fit" in written
 
 
 def test_mesh_of_parallelism_config(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:

@@ -160,7 +160,6 @@ def test_what_deepspeed_does_not_read_is_noted(migrated: Callable[..., dict[str,
     assert migrated({**content, "cuda_visible_devices": 0}) == migrated(content)
     assert "the nearest is 'steps_per_print'" in refused({**content, "steps_per_prints": 5})
     # DeepSpeed had this section before its own compiler.
-    assert arguments(migrated({**content, "compile": {"disable": False, "backend": "inductor"}}))["compile"] is True
 
 
 def test_that_no_step_is_skipped_in_bf16_is_said(migrated: Any, refused: Any, capsys: Any) -> None:

@@ -109,8 +109,6 @@ def test_stock_fsdp_class(migrated: Callable[..., dict[str, Any]]) -> None:
         "timeout_seconds": 1200.0,
         "activation_checkpointing": ["Block"],
     }
-    [callback] = result["trainer"]["callbacks"]
-    assert callback["init_args"] == {"monitor": "val_perplexity", "filename": "{epoch}-{step}.full"}
 
 
 def test_stock_deepspeed_class(
@@ -180,9 +178,3 @@ def test_callbacks_that_are_added_and_classes_of_a_policy(migrated: Callable[...
     assert arguments(result)["units"] == ["Block"]
     assert "callbacks" not in result["trainer"]
     assert len(result["trainer"]["callbacks+"]) == 2
-
-
-@pytest.mark.parametrize("accelerator", ["hpu", "tpu"])
-def test_accelerators_on_which_nothing_runs(accelerator: str, refused: Callable[..., str]) -> None:
-    said = refused({"trainer": {"accelerator": accelerator, "devices": 8, "strategy": "ddp"}})
-    assert f"trainer.accelerator is '{accelerator}', but the engines run on CPUs and GPUs" in said
