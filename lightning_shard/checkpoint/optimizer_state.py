@@ -6,12 +6,14 @@ optimizer over a module's parameters says itself which it steps; of one over fla
 `FlatOptimizer`.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,7 +24,7 @@ from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, parts
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
 from lightning_shard.ranks import warn_on_first_rank
-from lightning_shard.resume.reachable import small_values
+from lightning_shard.resume.reachable import is_plain
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
 from lightning_shard.tensors.names import Names, fqns, persistent_buffers
@@ -331,7 +333,7 @@ def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Mapping[str, Any
             new.step(closure)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
-    saved = small_values(new)
+    saved = _own_values(new)
     apart = [name for name, value in _attributes(new).items() if value != before.get(name) and name not in saved]
     return new.state.get(small, {}), apart
 
@@ -339,7 +341,18 @@ def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Mapping[str, Any
 def own_values(optimizers: Sequence[AnyOptimizer]) -> list[dict[str, Any]]:
     """Of each optimizer, if no library's own, plain values that it keeps beside its state and parameter groups."""
     live = [flat.torch_optimizer(optimizer) for optimizer in optimizers]
-    return [{} if type(each).__module__.startswith(("torch.", "deepspeed.")) else small_values(each) for each in live]
+    return [{} if type(each).__module__.startswith(("torch.", "deepspeed.")) else _own_values(each) for each in live]
+
+
+def _own_values(optimizer: Optimizer) -> dict[str, Any]:
+    own = {name: value for name, value in vars(optimizer).items() if name != "param_groups" and _is_small(value)}
+    return copy.deepcopy(own)
+
+
+def _is_small(value: Any) -> bool:
+    """Whether it is a number or a text, or has a few of them."""
+    held = list(parts(value))
+    return len(held) <= 64 and is_plain(value) and not any(isinstance(part, Tensor | np.ndarray) for part in held)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Samples whose random numbers are seeded by the sample, or of which it is seen that workers draw or count for them."""
+"""Samples whose random numbers are seeded by the sample, or of which it is seen that workers draw for them."""
 
 import hashlib
 import operator
@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from lightning_shard.resume import rng
-from lightning_shard.resume.reachable import Numbers, generators_of
+from lightning_shard.resume.reachable import generators_of
 from lightning_shard.resume.shape import Delegating
 
-LOOKS = 64  # Samples (of the training process: batches) after which it is not looked any more whether they are drawn.
+LOOKS = 64  # Samples after which it is not looked any more whether workers draw them.
 
 
 class DrawingDataset(Delegating, Dataset[Any]):
@@ -27,23 +27,20 @@ class DrawingDataset(Delegating, Dataset[Any]):
     With `seeded`, the global generators (Python's, numpy's and torch's on the CPU) and the dataset's own are seeded
     ahead of each sample by run's seed, epoch and index; with ``__getitems__``, by the batch's indices. In a worker that
     holds for collating too; in the training process the global generators are as if nothing had been drawn. Without it,
-    it is noted whether workers (where `workers` load samples) draw any; there `collate` may have generators too. Of
-    workers it is always noted whether numbers change that these keep.
+    it is noted whether workers (where `workers` load samples) draw any; there `collate` may have generators too.
     """
 
-    _own = frozenset({"_seeded", "_now", "_drawers", "_generators", "_held", "_looks", "_before", "_numbers"})
+    _own = frozenset({"_seeded", "_now", "_drawers", "_generators", "_held", "_looks", "_before"})
 
     def __init__(self, samples: Any, collate: Any, *, seeded: bool, workers: bool) -> None:
         super().__init__(samples)
         self._seeded, self._drawers = seeded, [samples, collate] if workers else [samples]
-        # Seed, epoch, iteration in the epoch; whether numbers were drawn unseeded, kept ones have changed, and seeded
-        # ones were drawn.
-        now = torch.zeros(6, dtype=torch.int64)
+        # Seed, epoch, iteration in the epoch; whether numbers were drawn unseeded.
+        now = torch.zeros(4, dtype=torch.int64)
         self._now = now.share_memory_() if workers else now
         self._generators: list[Any] | None = None
         self._held: list[int] = []  # How many references there are to each.
         self._looks, self._before = 0, b""
-        self._numbers: Numbers | None = None
 
     def begin(self, seed: int, epoch: int, cycle: int) -> None:
         """Samples are of the ``cycle``-th iteration in an epoch from here on."""
@@ -53,16 +50,6 @@ class DrawingDataset(Delegating, Dataset[Any]):
     def drawn(self) -> bool:
         """Whether random numbers of worker processes are neither seeded nor saved."""
         return bool(self._now[3])
-
-    @property
-    def counted(self) -> bool:
-        """Whether numbers have changed that are kept in worker processes."""
-        return bool(self._now[4])
-
-    @property
-    def draws_seeded(self) -> bool:
-        """Whether seeded random numbers were drawn."""
-        return bool(self._now[5])
 
     def __getitem__(self, index: Any) -> Any:
         with self._apart():
@@ -88,14 +75,9 @@ class DrawingDataset(Delegating, Dataset[Any]):
             key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
             digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
             _seed(digest, generators)
-        looks = self._looks < LOOKS
-        if looks and get_worker_info() is not None:
+        elif self._looks < LOOKS and get_worker_info() is not None:
             self._look(generators)
-        before = states_of(generators) if looks and self._seeded else b""
         sample = get(index)
-        if before:
-            self._looks += get_worker_info() is None
-            self._now[5] |= states_of(generators) != before
         if first and self._seeded and len(late := generators_of(*self._drawers)) > len(generators):
             # Made when the first sample was asked for, which is drawn again.
             self._generators, self._held = late, _references(late)
@@ -109,28 +91,21 @@ class DrawingDataset(Delegating, Dataset[Any]):
             yield
 
     def _look(self, generators: list[Any]) -> None:
-        """Compare the generators with those at this process' first sample, and kept numbers with those after it."""
+        """Compare the generators with those at this process' first sample."""
         self._looks += 1
-        if not self._seeded:
-            state = states_of(generators)
-            self._before = self._before or state
-            self._now[3] |= state != self._before
-        if self._looks == 2:
-            self._numbers = Numbers(dict(zip(("dataset", "collate_fn"), self._drawers, strict=True)))
-        elif self._numbers is not None and self._looks & (self._looks - 1) == 0:  # The more seldom the later.
-            self._now[4] |= self._numbers.read(caches=self.draws_seeded) != {"lost": []}
+        state = states_of(generators)
+        self._before = self._before or state
+        self._now[3] |= state != self._before
 
 
 class Here:
-    """Generators that nothing seeds, and kept numbers, of samples that the training process loads or collates."""
+    """Generators that nothing seeds, of samples that the training process loads or collates."""
 
-    def __init__(self, loader: Any, samples: Any, drawing: DrawingDataset, *, seeded: bool) -> None:
-        self._loader, self._samples, self._drawing, self._seeded = loader, samples, drawing, seeded
-        self._numbers = Numbers({} if loader.num_workers else {"dataset": samples, "collate_fn": loader.collate_fn})
+    def __init__(self, loader: Any, samples: Any, *, seeded: bool) -> None:
+        self._loader, self._samples, self._seeded = loader, samples, seeded
         self._held: list[Any] = []  # `drawers` when they were last looked for.
-        self._looked: deque[dict[str, Any]] = deque(maxlen=2)  # What `look` found after the last batches.
+        self._looked: deque[tuple[bool, list[Any]]] = deque(maxlen=2)  # What `look` found after the last batches.
         self._remade = False  # Whether the dataset puts generators in the place of others.
-        self.draws = False  # Whether loading is seen to draw from the global generators.
 
     @property
     def drawers(self) -> list[Any]:
@@ -138,47 +113,28 @@ class Here:
         held = [self._loader.collate_fn, *[self._samples] * (not self._seeded)]
         return [] if self._loader.num_workers else generators_of(*held)
 
-    def states(self) -> dict[str, Any]:
-        self._held = self.drawers
-        return {
-            "drawers": list(map(rng.generator_state, self._held)),
-            "numbers": self._numbers.read(caches=self._caches),
-        }
-
-    @property
-    def _caches(self) -> bool:
-        """Whether samples seem to depend on random numbers."""
-        return self.draws or self._drawing.draws_seeded or bool(self._held)
+    def states(self) -> list[Any]:
+        return list(map(rng.generator_state, self.drawers))
 
     def look(self, batches: int) -> None:
         """Note `states` after so many batches, in most of them of what was found last: all that the dataset holds is
         looked at the more seldom the later, where it does not make new generators.
         """
-        if self._remade or batches & (batches - 1) == 0:
-            before, states = self._held, self.states()
+        if looks := self._remade or batches & (batches - 1) == 0:
+            before, self._held = self._held, self.drawers
             self._remade = self._remade or (batches > 0 and _differ(before, self._held))
-        else:
-            states = {"drawers": list(map(rng.read_generator, self._held)), "glance": self._numbers.glance()}
-        self._looked.append(states)
+        self._looked.append((looks, list(map(rng.read_generator, self._held))))
 
-    def ahead_of_last(self) -> dict[str, Any]:
-        """`states` as they were ahead of the last batch."""
-        then, held = self._looked[0], self._held
-        if "glance" not in then:
-            return then
-        self._held = self.drawers
-        drawers = [] if _differ(held, self._held) else then["drawers"]  # None: it is said that they begin anew.
-        return {
-            "drawers": rng.encoded(drawers),
-            "numbers": self._numbers.read_then(then["glance"], caches=self._caches),
-        }
+    def ahead_of_last(self) -> list[Any]:
+        """`states` as they were ahead of the last batch; none, so that it is said, where others are there since."""
+        looks, states = self._looked[0]
+        return [] if not looks and _differ(self._held, self.drawers) else rng.encoded(states)
 
-    def set_back(self, state: Mapping[str, Any]) -> bool:
-        """Set what `states` gave, which is in ``state``; False: generators begin anew."""
-        drawers, saved = self.drawers, state.get("drawers", [])
-        self._numbers.write(state.get("numbers", {}))
-        done = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
-        return "drawers" not in state or (len(drawers) == len(saved) and all(done))
+    def set_back(self, states: list[Any]) -> bool:
+        """Set what `states` gave; False: generators begin anew."""
+        drawers = self.drawers
+        done = [rng.set_generator_state(*pair) for pair in zip(drawers, states, strict=False)]
+        return len(drawers) == len(states) and all(done)
 
 
 def _differ(first: list[Any], second: list[Any]) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
-from lightning_shard.resume.draws import LOOKS, DrawingDataset, Here, states_of
+from lightning_shard.resume.draws import DrawingDataset, Here
 from lightning_shard.resume.samplers import Generators, IndexSource, States
 from lightning_shard.resume.shape import DelegatingLoader
 
@@ -79,7 +79,7 @@ class ResumableLoader(DelegatingLoader):
         self._source, self._states = source, states
         self._generators = Generators(inner, samplers, samples)
         self.lookahead = int(shapes.length_of(inner) is None)
-        self._here = Here(inner, samples, drawing, seeded=draws is not None)
+        self._here = Here(inner, samples, seeded=draws is not None)
         # What the global generators of this process were ahead of the last batch.
         self._fetched_from: dict[str, Any] | None = None
         self._world_size, self._rank = world_size, rank
@@ -139,8 +139,7 @@ class ResumableLoader(DelegatingLoader):
             "interleaved": self._source.interleaved,
             "fetched_from": self._fetched_from if ahead else None,
             "drawn": self._drawing.drawn,
-            "counted": self._drawing.counted,
-            **(self._here.ahead_of_last() if ahead else self._here.states()),
+            "drawers": self._here.ahead_of_last() if ahead else self._here.states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,7 +157,7 @@ class ResumableLoader(DelegatingLoader):
                 self._states.finish(state["states"], self._source.full)
         attributes = state.get("attributes_now", {})
         self._generators.restore({"generators": state["generators_now"], "attributes": attributes})
-        begun_anew = not self._here.set_back(state)
+        begun_anew = "drawers" in state and not self._here.set_back(state["drawers"])
         # Of an epoch that is drawn again what changed in it is lost too: it may be drawn more than once.
         begun = state.get("attributes", {}) if shapes.is_midway(state) else {}
         lost = list(dict.fromkeys([*begun.get("lost", []), *attributes.get("lost", [])]))
@@ -206,15 +205,6 @@ class ResumableLoader(DelegatingLoader):
                 " draws from them in between: after resuming it gives other samples. Have it draw them all when an"
                 " epoch begins, or from a generator of its own."
             )
-        kept = state.get("numbers", {})
-        counted = ["numbers in its worker processes"] * (goes_on and state.get("counted", False))
-        if state["world_size"] != self._world_size:
-            counted += list(kept.keys() - {"lost"})
-        if counted := [*counted, *kept.get("lost", [])]:
-            yield (
-                f"the dataset or its collate_fn changes {', '.join(counted)} as samples are loaded, which does not go"
-                " on after resuming. If samples depend on it, they are others than without the interruption."
-            )
         if lost:
             yield (
                 f"these attributes of samplers change between epochs and are not in the checkpoint: {', '.join(lost)}."
@@ -228,7 +218,7 @@ class ResumableLoader(DelegatingLoader):
         self._here.look(0)
         for batch in batches if self._inner.num_workers else self._fetched(batches, fetched_from):
             run.batches += 1
-            if self.lookahead or run.batches == 1:
+            if self.lookahead:
                 self._here.look(run.batches)
             self._states.consume()
             yield batch
@@ -237,17 +227,12 @@ class ResumableLoader(DelegatingLoader):
     def _fetched(self, batches: Iterator[Any], fetched_from: dict[str, Any] | None) -> Iterator[Any]:
         """``batches``, the first of them, as it was fetched ahead, from ``fetched_from``, and without a trace."""
         end = object()
-        for number in itertools.count():
-            # The first one has the draws of the order.
-            looks = (self.lookahead or number < LOOKS) and number > 0 and not self._here.draws
-            seen = states_of([]) if looks else b""
+        while True:
             before = rng.rng_state(device=False) if self.lookahead or fetched_from else {}
             self._fetched_from = (fetched_from or before) if self.lookahead else None
             if fetched_from:
                 rng.set_rng_state(fetched_from)
             batch = next(batches, end)
-            if looks:
-                self._here.draws = states_of([]) != seen
             if fetched_from:
                 rng.set_rng_state(before)
                 fetched_from = None

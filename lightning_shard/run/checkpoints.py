@@ -33,7 +33,6 @@ from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume.reachable import set_values
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
@@ -347,7 +346,7 @@ class Checkpoints(CheckpointIO):
             own = state.get(layout.RUN_STATE, {}).get("ranks", [])
             values = own[Ranks.of().rank % len(own)].get(_VALUES, []) if own else []
             for optimizer, kept in zip(tensors.optimizers(), values, strict=False):
-                set_values(torch_optimizer(optimizer), kept)
+                vars(torch_optimizer(optimizer)).update(kept)
             self._engine.resumed()
 
     def load_gradients(self, factor: float) -> None:

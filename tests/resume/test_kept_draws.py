@@ -1,8 +1,7 @@
-"""What a batch that was fetched ahead drew, and draws that data sets keep and samplers make late."""
+"""What a batch that was fetched ahead drew, and draws that samplers make late."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_shard.resume import reachable
 from lightning_shard.resume.rng import rng_state, set_rng_state
 from lightning_shard.resume.wrap import resumable
 from tests.resume.support import Numbers
@@ -25,29 +25,18 @@ class Drawing(Numbers):
 
     def __init__(self, kind: str) -> None:
         super().__init__(200)
-        self.kind, self.own, self.source = kind, np.random.default_rng(1), np.random.SeedSequence(2)
-        self.pair, self.seeds, self.cache = [random.Random(1), random.Random(2)], list(range(500)), dict[int, int]()
-        self.memo = functools.lru_cache(lambda index: self.own.random())
-        self.held = [None] * 200
+        self.kind, self.own = kind, np.random.default_rng(1)
+        self.pair = [random.Random(1), random.Random(2)]
 
     def __getitem__(self, index: int) -> Any:
         if self.kind == "remade":
             self.own = np.random.default_rng(self.own.integers(2**31))
         if self.kind == "swapped":
             self.pair.reverse()
-        if self.kind == "cache":
-            self.cache.setdefault(index, random.randrange(10**6))
-        if self.kind == "held":
-            self.held[index] = self.held[index] or random.randrange(10**6)
         drawn = {
             "remade": lambda: self.own.random(),
             "swapped": lambda: self.pair[0].random(),
             "global": lambda: random.random() + np.random.rand() + torch.rand(()).item(),
-            "seeds": lambda: np.random.default_rng(self.seeds.pop()).random(),
-            "spawned": lambda: np.random.default_rng(self.source.spawn(1)[0]).random(),
-            "memo": lambda: self.memo(index),
-            "cache": lambda: self.cache[index],
-            "held": lambda: self.held[index],
         }
         return torch.tensor([index, drawn[self.kind]()], dtype=torch.float64)
 
@@ -80,6 +69,15 @@ def test_what_a_batch_that_was_fetched_ahead_drew_is_drawn_alike(kind: str) -> N
         assert seen + trained(resumed, 12 - steps) == whole
 
 
+def test_all_that_a_dataset_holds_is_looked_through_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    walk = reachable.reachable
+    monkeypatch.setattr(reachable, "reachable", lambda *of: (looks.append(1), walk(*of))[1])
+    for _ in itertools.islice(resumable(DataLoader(Drawing("global"), sampler=Endless()), world_size=1, rank=0), 150):
+        pass
+    assert 4 < len(looks) < 30
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_generators_that_are_made_for_a_sample_are_seeded_by_it(workers: int) -> None:
     def made() -> Any:
@@ -92,27 +90,6 @@ def test_generators_that_are_made_for_a_sample_are_seeded_by_it(workers: int) ->
     resumed = made()
     assert resume(resumed, loader.state_dict()) == []
     assert whole[4:] == [batch.tolist() for batch in itertools.islice(resumed, 5)]
-
-
-@pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("seeds", "seeds"),
-        ("spawned", "source"),
-        ("memo", "memo"),
-        ("cache", "cache"),
-        ("held", "held"),
-        ("global", None),
-    ],
-)
-def test_draws_that_are_kept_are_said(kind: str, said: str | None, seeded: bool) -> None:
-    """In a list of seeds, in a sequence of them, and in caches, where samples draw."""
-    loader = make(Drawing(kind), seeded=seeded)
-    for _ in itertools.islice(loader, 70):
-        pass
-    told = resume(make(Drawing(kind), seeded=seeded), loader.state_dict())
-    assert [f"changes dataset.{said} as samples are loaded" in message for message in told] == [True] * bool(said)
 
 
 class Choosing(Sampler[int]):
