@@ -116,8 +116,10 @@ def prepare_loader(trainer: Trainer, dataloader: Any, world_size: int, rank: int
 
 
 def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The training loaders' in the loops' part of a checkpoint; those that ended in an epoch over several stay so."""
-    states, loop = loops["fit_loop"]["state_dict"].get("combined_loader", []), trainer.fit_loop
+    """The training loaders', taken out of the loops' part of a checkpoint; those that ended in an epoch over several
+    stay so.
+    """
+    states, loop = loops["fit_loop"]["state_dict"].pop("combined_loader", []), trainer.fit_loop
     if (combined := loop._combined_loader) is None or combined._mode != "max_size":
         return list(states)
     goes_on = not loop.epoch_loop.batch_progress.is_last_batch

@@ -5,7 +5,6 @@ import operator
 import pickle
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -98,57 +97,13 @@ class DrawingDataset(Delegating, Dataset[Any]):
         self._now[3] |= state != self._before
 
 
-class Here:
-    """Generators that nothing seeds, of samples that the training process loads or collates."""
-
-    def __init__(self, loader: Any, samples: Any, *, seeded: bool) -> None:
-        self._loader, self._samples, self._seeded = loader, samples, seeded
-        self._held: list[Any] = []  # `drawers` when they were last looked for.
-        self._looked: deque[tuple[bool, list[Any]]] = deque(maxlen=2)  # What `look` found after the last batches.
-        self._remade = False  # Whether the dataset puts generators in the place of others.
-
-    @property
-    def drawers(self) -> list[Any]:
-        """The generators that samples and their collating draw from, and that nothing seeds."""
-        held = [self._loader.collate_fn, *[self._samples] * (not self._seeded)]
-        return [] if self._loader.num_workers else generators_of(*held)
-
-    def states(self) -> list[Any]:
-        return list(map(rng.generator_state, self.drawers))
-
-    def look(self, batches: int) -> None:
-        """Note `states` after so many batches, in most of them of what was found last: all that the dataset holds is
-        looked at the more seldom the later, where it does not make new generators.
-        """
-        if looks := self._remade or batches & (batches - 1) == 0:
-            before, self._held = self._held, self.drawers
-            self._remade = self._remade or (batches > 0 and _differ(before, self._held))
-        self._looked.append((looks, list(map(rng.read_generator, self._held))))
-
-    def ahead_of_last(self) -> list[Any]:
-        """`states` as they were ahead of the last batch; none, so that it is said, where others are there since."""
-        looks, states = self._looked[0]
-        return [] if not looks and _differ(self._held, self.drawers) else rng.encoded(states)
-
-    def set_back(self, states: list[Any]) -> bool:
-        """Set what `states` gave; False: generators begin anew."""
-        drawers = self.drawers
-        done = [rng.set_generator_state(*pair) for pair in zip(drawers, states, strict=False)]
-        return len(drawers) == len(states) and all(done)
-
-
-def _differ(first: list[Any], second: list[Any]) -> bool:
-    """Whether they are not of the very same objects."""
-    return [*map(id, first)] != [*map(id, second)]
-
-
 def _references(values: list[Any]) -> list[int]:
     return [sys.getrefcount(value) for value in values]
 
 
 def states_of(generators: list[Any]) -> bytes:
     """What tells whether the global generators or these are drawn from; no tensor is compared."""
-    own = [state for generator in generators for state in rng.read_generator(generator).values()]
+    own = [state for generator in generators for state in rng.generator_state(generator).values()]
     own = [state.numpy() if isinstance(state, torch.Tensor) else state for state in own]  # pickled, it has its address
     return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
 

@@ -3,19 +3,17 @@
 import copy
 import dataclasses
 import functools
-import inspect
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
-from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
-from lightning_shard.resume.draws import DrawingDataset, Here
-from lightning_shard.resume.samplers import Generators, IndexSource, States
+from lightning_shard.resume.draws import DrawingDataset
+from lightning_shard.resume.reachable import generators_of
+from lightning_shard.resume.samplers import Epoch, Generators, IndexSource
 from lightning_shard.resume.shape import DelegatingLoader
 
 
@@ -44,17 +42,17 @@ class ResumableLoader(DelegatingLoader):
     known. After :meth:`load_state_dict` the next iteration gives what is left of the epoch (the length stays the whole
     one's), in the order in which it was begun; setting another epoch before that starts the other one.
 
-    An order that comes from a generator (torch's, numpy's or python's global one, or the loader's own) is drawn again
-    from its state at the epoch's start, without a trace in the global ones; so are samplers with a ``state_dict``, and
-    with generators and counters of their own. Random numbers that the dataset draws in worker processes are the same
-    after a resume with `draws`, else a warning says that they are not.
+    The order of an epoch is drawn when its first batch is asked for, and again on a resume: from the states at the
+    epoch's start of the generators (torch's, numpy's and python's global ones, without a trace in these, or the
+    loader's own) and of the samplers. Random numbers that the dataset draws in worker processes are the same after a
+    resume with `draws`, else a warning says that they are not; nor is all of what a loader without a length draws.
 
     `lookahead`: how many batches the training loop fetches ahead, as for :class:`StatefulIterableLoader`. `world_size`
     and `rank` are of the ranks that read data of their own; `inner_sampler` is what the sampler takes its indices from.
     """
 
     _own = frozenset(
-        {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_samples", "_here", "_fetched_from"}
+        {"lookahead", "_source", "_generators", "_draws", "_drawing", "_samples"}
         | {"_world_size", "_rank", "_pending", "_run"}
     )
 
@@ -62,11 +60,9 @@ class ResumableLoader(DelegatingLoader):
         self, inner: DataLoader[Any], world_size: int, rank: int, inner_sampler: Any = None, draws: Draws | None = None
     ) -> None:
         batched = inner.batch_sampler is not None
-        full = inner.batch_sampler if batched else inner.sampler
-        samplers = [full, inner.sampler, getattr(full, "sampler", None), inner_sampler]
+        source = IndexSource(inner.batch_sampler if batched else inner.sampler)
+        samplers = [source.full, inner.sampler, getattr(source.full, "sampler", None), inner_sampler]
         samplers = list({id(sampler): sampler for sampler in samplers if sampler is not None}.values())
-        states = States(samplers)
-        source = IndexSource(full, states)
         inner = copy.copy(inner)
         # A DataLoader refuses to have its samplers set; this copy is this object's own.
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
@@ -76,12 +72,9 @@ class ResumableLoader(DelegatingLoader):
             inner.__dict__["dataset"] = drawing
         super().__init__(inner)
         self._draws, self._drawing, self._samples = draws, drawing, samples
-        self._source, self._states = source, states
+        self._source = source
         self._generators = Generators(inner, samplers, samples)
         self.lookahead = int(shapes.length_of(inner) is None)
-        self._here = Here(inner, samples, seeded=draws is not None)
-        # What the global generators of this process were ahead of the last batch.
-        self._fetched_from: dict[str, Any] | None = None
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
@@ -98,10 +91,8 @@ class ResumableLoader(DelegatingLoader):
     @property
     def sampler(self) -> Any:  # type: ignore[override]
         """The original's; that of a stock batch sampler where one was given, of which the loader knows nothing."""
-        full = self._source.full
-        if self._inner.batch_sampler is None:
-            return full
-        return full.sampler if shapes.stock_type(full) is BatchSampler else self._inner.sampler
+        own_batches = self._inner.batch_sampler is not None and self._source.items is self._source.full
+        return self._inner.sampler if own_batches else self._source.items
 
     @property
     def batches_done(self) -> int:
@@ -116,11 +107,10 @@ class ResumableLoader(DelegatingLoader):
         """
         if self._pending is not None:
             return dict(self._pending)
-        run = self._run or self._new_run({"rng": None, "generators": [], "attributes": {}}, None, seeded=True)
+        run = self._run or self._new_run({"rng": None, "generators": []}, None, seeded=True)
         left, ahead = run.shape.batches_left(run.start), self._ahead(run)
         done = run.batches - ahead
         ended = self._run is not None and (run.ended or (left is not None and done >= left))
-        sampler = self._epoch_sampler()
         now = self._generators.snapshot(common=False)
         return {
             **run.begun,
@@ -132,45 +122,40 @@ class ResumableLoader(DelegatingLoader):
             "world_size": self._world_size,
             "replicas": run.shape.replicas,
             "batch_size": run.shape.batch_size,
-            "seed": getattr(sampler, "seed", None),
-            "shuffle": getattr(sampler, "shuffle", None),
+            **self._order,
             **{f"{name}_now": state for name, state in now.items()},
-            "states": self._states.saved(ahead),
-            "interleaved": self._source.interleaved,
-            "fetched_from": self._fetched_from if ahead else None,
+            "ahead": ahead,
             "drawn": self._drawing.drawn,
-            "drawers": self._here.ahead_of_last() if ahead else self._here.states(),
+            "drawers": list(map(rng.generator_state, self.drawers)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; a finished epoch is followed by the next one. DataError: this loader can't finish it:
         another sampler, number of samples, or world size where no common order is known.
         """
+        state = {"attributes_now": {"lost": []}, "states_now": [], "drawers": [], **state}  # which format 1 lacks
         if shapes.is_midway(state):
-            shapes.refuse_other_data(state, self._shape, self._world_size)
+            shapes.refuse_other_data(state, self._shape, self._world_size, self._order)
             set_epoch = getattr(self._epoch_sampler(), "set_epoch", None)
             if set_epoch is not None and state["epoch"] is not None:
                 set_epoch(state["epoch"])
-        elif state.get("states") and state["rng"] is not None:
-            with rng.undrawn(device=False):
-                self._generators.restore(state)
-                self._states.finish(state["states"], self._source.full)
-        attributes = state.get("attributes_now", {})
-        self._generators.restore({"generators": state["generators_now"], "attributes": attributes})
-        begun_anew = "drawers" in state and not self._here.set_back(state["drawers"])
+        self._generators.restore({name: state[f"{name}_now"] for name in ("generators", "attributes", "states")})
+        drawers, saved = self.drawers, state["drawers"]
+        done = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
+        begun_anew = len(drawers) != len(saved) or not all(done)
         # Of an epoch that is drawn again what changed in it is lost too: it may be drawn more than once.
         begun = state.get("attributes", {}) if shapes.is_midway(state) else {}
-        lost = list(dict.fromkeys([*begun.get("lost", []), *attributes.get("lost", [])]))
+        lost = list(dict.fromkeys([*begun.get("lost", []), *state["attributes_now"]["lost"]]))
         if self._rank == 0:
             for message in self._differences(state, lost, begun_anew):
                 warnings.warn(message, stacklevel=2)
-        if state["world_size"] != self._world_size:
-            state = {**state, "fetched_from": None}
-        self._pending, self._run = dict(state), None
+        self._pending, self._run = state, None
 
     @property
     def drawers(self) -> list[Any]:
-        return self._here.drawers
+        """The generators that samples and their collating draw from in this process, and that nothing seeds."""
+        held = [self._inner.collate_fn, *[self._samples] * (self._draws is None)]
+        return [] if self._inner.num_workers else generators_of(*held)
 
     def _ahead(self, run: _Run) -> int:
         """How many of the batches given out are not trained on."""
@@ -183,9 +168,8 @@ class ResumableLoader(DelegatingLoader):
                 "the random number generators that the dataset and collate_fn have in this process are not those in the"
                 " checkpoint, and begin anew. Make as many in the constructors, for as many workers, to go on."
             )
-        sampler = self._epoch_sampler()
         for name, where in (("seed", "seed_everything"), ("shuffle", "the DataLoader")):
-            saved, own = state.get(name), getattr(sampler, name, None)
+            saved, own = state.get(name), self._order[name]
             if saved != own and None not in (saved, own):
                 yield (
                     f"the order of the data is of {name} {saved} in the checkpoint, and of {own} here: an epoch that"
@@ -199,11 +183,11 @@ class ResumableLoader(DelegatingLoader):
                 " the checkpoint: after resuming, its samples have others. Set sample_seeds: true on the strategy to"
                 " seed them by epoch and sample."
             )
-        if state.get("interleaved") and shapes.is_midway(state):
+        if state.get("ahead") and shapes.is_midway(state):
             yield (
-                "the sampler draws from the global random number generators as its samples are asked for, and training"
-                " draws from them in between: after resuming it gives other samples. Have it draw them all when an"
-                " epoch begins, or from a generator of its own."
+                "a sampler or a dataloader has no length, so that the loop fetches a batch ahead of the steps: random"
+                " numbers that samples draw, or a sampler without a length from the global generators, are others after"
+                " resuming. Give it a length to go on as if the run had not been interrupted."
             )
         if lost:
             yield (
@@ -213,32 +197,11 @@ class ResumableLoader(DelegatingLoader):
             )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        fetched_from = (self._pending or {}).get("fetched_from")
         run, batches = self._begin()
-        self._here.look(0)
-        for batch in batches if self._inner.num_workers else self._fetched(batches, fetched_from):
+        for batch in batches:
             run.batches += 1
-            if self.lookahead:
-                self._here.look(run.batches)
-            self._states.consume()
             yield batch
         run.ended = True
-
-    def _fetched(self, batches: Iterator[Any], fetched_from: dict[str, Any] | None) -> Iterator[Any]:
-        """``batches``, the first of them, as it was fetched ahead, from ``fetched_from``, and without a trace."""
-        end = object()
-        while True:
-            before = rng.rng_state(device=False) if self.lookahead or fetched_from else {}
-            self._fetched_from = (fetched_from or before) if self.lookahead else None
-            if fetched_from:
-                rng.set_rng_state(fetched_from)
-            batch = next(batches, end)
-            if fetched_from:
-                rng.set_rng_state(before)
-                fetched_from = None
-            if batch is end:
-                return
-            yield batch
 
     def _new_run(self, generators: dict[str, Any], draws: tuple[int, int, int] | None, *, seeded: bool) -> _Run:
         """``generators``: at the start. ``draws``: what random numbers of samples are seeded by: seed, epoch, iteration
@@ -263,11 +226,10 @@ class ResumableLoader(DelegatingLoader):
             # In an uninterrupted run the persistent workers of a finished epoch would still be there.
             seeded = not keeps_workers or (creates and not (loaded and loaded["finished"]))
         run = self._new_run(generators.snapshot(), self._next_draws(resumed, loaded), seeded=seeded)
-        self._states.begin(resumed and resumed.get("states"), drawn=resumed["batches"] if resumed else 0)
         if resumed:
             run.start, run.start_batches = resumed["samples"], self._batches_behind(resumed)
         if resumed or (creates and not seeded):
-            build = functools.partial(self._rest, resumed) if resumed else functools.partial(iter, self._source.full)
+            build = functools.partial(self._rest, resumed) if resumed else self._source.epoch
             batches = self._source.iterate(inner, build, generators, unseeded=creates and not seeded)
         else:
             batches = iter(inner)
@@ -289,51 +251,15 @@ class ResumableLoader(DelegatingLoader):
         self._drawing.begin(seed, epoch, cycle)
         return seed, epoch, cycle
 
-    def _rest(self, state: dict[str, Any]) -> Iterator[Any]:
-        """Indices (batches of them) from the position of `state` on; the stock loader's draws come first."""
-        full: Any = self._source.full
-        in_batches = self._inner.batch_sampler is not None and state["kind"] != "batches"
-
-        def rest() -> Iterable[Any]:
-            if state["kind"] == "distributed":
-                return self._rest_of_rank(state)
-            items, nested, start = self.sampler if in_batches else full, self._epoch_sampler(), state["samples"]
-            begun = {"seed": state["seed"], "shuffle": state["shuffle"]}
-            if isinstance(nested, DistributedSampler) and begun != {name: getattr(nested, name) for name in begun}:
-                return itertools.islice(_iterate_with(items, nested, begun), start, None)
-            return self._states.skip(state.get("states", {}), items, start)
-
-        if not in_batches:
-            return iter(rest())
-        # torch's own iterator draws nothing before the first ``next``, torchdata's draws when it is made.
-        made = [] if inspect.isgeneratorfunction(type(full).__iter__) else [rest()]
-
-        def batches() -> Iterator[Any]:
-            yield from BatchSampler(made.pop() if made else rest(), full.batch_size, full.drop_last)
-
-        return batches()
-
-    def _rest_of_rank(self, state: dict[str, Any]) -> list[int]:
-        start = state["samples"]
-        sampler: DistributedSampler[Any] = copy.copy(self.sampler)
-        sampler.seed, sampler.shuffle = state["seed"], state["shuffle"]
-        before, states = self._generators.snapshot(), self._states.read()
-        order = shapes.global_order(sampler)
-        # One under a wrapper may draw from the global generator, each time anew.
-        self._generators.restore(before)
-        self._states.write(states)
-        mine = list(sampler)
-        ranks = (sampler.rank, sampler.num_replicas)
-        if shapes.rank_share(order, 0, *ranks, drop_last=sampler.drop_last) == mine:
-            return shapes.rank_share(order, start, *ranks, drop_last=sampler.drop_last)
-        if state["replicas"] != sampler.num_replicas:
-            raise DataError(
-                f"the checkpoint was written in the middle of an epoch on {state['replicas']} processes and is resumed"
-                f" on {sampler.num_replicas}, but {type(sampler).__name__} does not deal its samples out as"
-                " DistributedSampler does, so that what was seen is not known here. Resume on"
-                f" {state['replicas']} processes, or from a checkpoint of an epoch's end."
-            )
-        return mine[start // sampler.num_replicas :]
+    def _rest(self, state: dict[str, Any]) -> Epoch:
+        """The epoch from the position of `state` on."""
+        source, start = self._source, state["samples"]
+        if state["kind"] != "distributed":
+            return source.epoch(start)
+        dealt: Any = source.items
+        ranks = {"rank": dealt.rank, "world_size": dealt.num_replicas, "drop_last": dealt.drop_last}
+        share = functools.partial(shapes.rank_share, start=start, **ranks)
+        return source.epoch(items=shapes.of_all_ranks(dealt, state["seed"], state["shuffle"]), share=share)
 
     def _batches_behind(self, state: dict[str, Any]) -> int:
         # Counted from the end, so that the epoch ends with the loader's length.
@@ -351,17 +277,11 @@ class ResumableLoader(DelegatingLoader):
         sampler = self._epoch_sampler()
         return getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
 
+    @property
+    def _order(self) -> dict[str, Any]:
+        return {name: getattr(self._epoch_sampler(), name, None) for name in ("seed", "shuffle")}
+
     def _epoch_sampler(self) -> Any:
         """What holds the epoch's number: the sampler, or the one under a batch sampler."""
         nested = getattr(self.batch_sampler, "sampler", None)
         return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)
-
-
-def _iterate_with(batches: Iterable[Any], sampler: Any, settings: dict[str, Any]) -> Iterator[Any]:
-    """Iterate over ``batches`` while ``sampler``, which they take their samples from, draws by other ``settings``."""
-    own = {name: getattr(sampler, name) for name in settings}
-    vars(sampler).update(settings)
-    iterator = iter(batches)
-    first = list(itertools.islice(iterator, 1))
-    vars(sampler).update(own)
-    yield from itertools.chain(first, iterator)

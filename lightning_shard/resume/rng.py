@@ -1,6 +1,5 @@
-"""Random number generators as values that ``torch.load(weights_only=True)`` accepts: those of a rank, and any other."""
+"""Random number generators as values that a checkpoint takes: those of a rank, and any other."""
 
-import copy
 import hashlib
 import random
 from collections.abc import Callable, Generator
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_shard.devices import accelerator, fork_rng, in_use
-from lightning_shard.tensors.tracing import tree_map
 
 
 def rng_state(*, device: bool = True) -> dict[str, Any]:
@@ -107,42 +105,8 @@ GENERATORS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]
 """Name to class, and functions that read a generator's state, set it, and seed it with 64 bits."""
 
 
-_ARRAY = "numpy.ndarray"
-
-
-def encoded(value: Any) -> Any:
-    """``value`` with numpy's arrays and scalars as what ``torch.load(weights_only=True)`` accepts."""
-
-    def plain(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray | np.generic):
-            return leaf
-        data = torch.from_numpy(np.frombuffer(leaf.tobytes(), np.uint8).copy())
-        # A scalar has no shape here: it stays one, since numbers of other types overflow otherwise.
-        shape = list(leaf.shape) if isinstance(leaf, np.ndarray) else None
-        return {_ARRAY: leaf.dtype.str, "shape": shape, "bytes": data}
-
-    return tree_map(plain, value)
-
-
-def decoded(value: Any) -> Any:
-    """What `encoded` was given."""
-
-    def array(leaf: Any) -> Any:
-        if not isinstance(leaf, dict):
-            return leaf
-        found = np.frombuffer(leaf["bytes"].numpy().tobytes(), dtype=np.dtype(leaf[_ARRAY]))
-        return found[0] if leaf["shape"] is None else found.reshape(leaf["shape"]).copy()
-
-    return tree_map(array, value, is_leaf=lambda part: isinstance(part, dict) and _ARRAY in part)
-
-
 def generator_state(generator: Any) -> dict[str, Any]:
-    """Kind to state, in plain values and tensors alone."""
-    return {kind: encoded(state) for kind, state in read_generator(generator).items()}
-
-
-def read_generator(generator: Any) -> dict[str, Any]:
-    """`generator_state`, not yet `encoded`, which takes most of its time."""
+    """Kind to state, in plain values, tensors and arrays alone."""
     kind = str(generator_kind(generator))
     return {kind: GENERATORS[kind][1](generator)}
 
@@ -151,7 +115,7 @@ def set_generator_state(generator: Any, saved: dict[str, Any]) -> bool:
     """Set the state that `generator_state` gave; False: it is of another kind."""
     [(kind, state)] = saved.items()
     try:
-        GENERATORS[kind][2](generator, decoded(copy.deepcopy(state)))
+        GENERATORS[kind][2](generator, state)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return False
     return True

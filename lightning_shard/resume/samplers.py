@@ -1,40 +1,38 @@
 """Samplers that go on in mid-epoch: what those of users keep between epochs (a ``state_dict`` of their own, or
-generators and values as attributes), and the stand-in for a loader's that can yield the rest of an epoch once.
+generators and values as attributes), and the stand-in for a loader's that draws an epoch at once, or the rest of one.
 """
 
-import contextlib
 import copy
-import hashlib
+import inspect
 import itertools
 import pickle
-import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
-from types import FunctionType, ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler
 
 from lightning_shard.resume import rng
-from lightning_shard.resume.draws import LOOKS, states_of
-from lightning_shard.resume.reachable import attributes, class_attributes, closure, generators_of, is_plain
-from lightning_shard.resume.shape import Delegating, has_state
+from lightning_shard.resume.reachable import attributes, generators_of, is_plain
+from lightning_shard.resume.shape import Delegating, has_state, is_distributed, length_of, stock_type
+from lightning_shard.tensors.tracing import tree_map
 
 LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint.
 
-_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
-_VALUES = (*_PLAIN, list, tuple, dict, set, np.ndarray, np.generic)
-_COLLECTIONS = (MutableMapping, MutableSequence, tuple, torch.Tensor, np.ndarray, np.generic)
+_SCALARS = (bool, int, float, str, type(None))
+_VALUES = (*_SCALARS, torch.Tensor, list, tuple, dict, set, deque, np.ndarray, np.generic)
 _SKIPPED = (Dataset, DataLoader, nn.Module, type, ModuleType)
+_FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType)
 
 
 class Attributes:
     """What changes in samplers without a ``state_dict`` as they are iterated over: generators, also of what they hold
-    (but datasets and modules), and plain values that are not those of the beginning. Of all else it is seen that it
-    has changed.
+    (but datasets and modules), and plain values that are not those of the beginning. Others are seen to have changed:
+    plain values of what they hold, collections; iterators and functions that draw are taken to do so.
     """
 
     def __init__(self, samplers: Iterable[Any], dataset: Any) -> None:
@@ -42,28 +40,30 @@ class Attributes:
         self._dataset = dataset
         found = list(self._found())
         self._first = {path: _pickled(value) if isinstance(value, _VALUES) else b"" for path, _, _, value in found}
-        self._others = self._digests()
 
     def read(self) -> dict[str, Any]:
         """Path to value, which is plain; a generator's is its state. "lost": the paths of others that have changed."""
         values: dict[str, Any] = {"lost": []}
-        for path, _, _, value in self._found():
+        for path, owner, _, value in self._found():
             if rng.generator_kind(value) is not None:
                 values[path] = rng.generator_state(value)
             elif not isinstance(value, _VALUES):
-                values["lost"].append(path)  # an iterator
+                values["lost"].append(path)
             elif (now := _pickled(value)) != self._first.get(path):
-                if len(now) > LARGEST or not is_plain(value):
+                if not self._is_sampler(owner) or len(now) > LARGEST or not is_plain(value):
                     values["lost"].append(path)
                 else:
-                    values[path] = {"value": rng.encoded(copy.deepcopy(value))}
-        values["lost"] += [path for path, digest in self._digests().items() if digest != self._others.get(path)]
+                    values[path] = {"value": _kept(value)}
         return values
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Set what `read` gave, and what it found unchanged to the values of the beginning."""
         for path, owner, name, value in self._found():
-            if path in values or path in values.get("lost", ()):
+            if (
+                path in values
+                or path in values["lost"]
+                or (isinstance(value, _SCALARS) and not self._is_sampler(owner))
+            ):
                 continue
             if path not in self._first:
                 delattr(owner, name)
@@ -76,7 +76,7 @@ class Attributes:
                 continue
             [(kind, state)] = value.items()
             if kind == "value":
-                setattr(owners[parent], name, rng.decoded(copy.deepcopy(state)))
+                setattr(owners[parent], name, _given(state))
                 continue
             generator = getattr(owners[parent], name, None)
             if rng.generator_kind(generator) != kind:
@@ -103,30 +103,16 @@ class Attributes:
                 todo += [(name, value) for name, value in held if attributes(value) and not _is_kept(value)]
         return owners
 
-    def _digests(self) -> dict[str, bytes]:
-        """Path to digest of each attribute of a sampler, or of its classes, that `_found` does not give."""
-        samplers = {path: owner for path, owner in self._owners().items() if self._is_sampler(owner)}
-        # Of these `read` sees by itself what becomes.
-        found = {
-            p: value for p, *_, value in self._found() if not isinstance(value, _VALUES) or self._first.get(p, True)
-        }
-        apart = [self._dataset, *samplers.values(), *found.values()]
-        return {
-            f"{path}.{name}": _Digest(apart).of(value)
-            for path, owner in samplers.items()
-            for name, value in {**class_attributes(owner), **attributes(owner)}.items()
-            if f"{path}.{name}" not in found and not _is_lightnings(owner, name)
-        }
-
     def _found(self) -> Iterator[tuple[str, Any, str, Any]]:
-        """Path, owner, name and value of each attribute that counts: of what is no sampler generators alone."""
+        """Path, owner, name and value of each attribute that counts."""
         for path, owner in self._owners().items():
-            sampler = self._is_sampler(owner)
+            values = _VALUES if self._is_sampler(owner) else _SCALARS
             for name, value in list(attributes(owner).items()):
                 if value is self._dataset or _is_lightnings(owner, name):
                     continue
-                counts = isinstance(value, _VALUES) or hasattr(value, "__next__")
-                if rng.generator_kind(value) or (sampler and counts):
+                draws = self._is_sampler(owner) and isinstance(value, _FUNCTIONS) and generators_of(value)
+                counts = isinstance(value, values) or (self._is_sampler(owner) and hasattr(value, "__next__"))
+                if rng.generator_kind(value) or counts or draws:
                     yield f"{path}.{name}", owner, name, value
 
 
@@ -135,41 +121,9 @@ def _is_lightnings(owner: Any, name: str) -> bool:
     return (name == "epoch" and hasattr(owner, "set_epoch")) or name.startswith("__pl_")
 
 
-class _Digest(pickle.Pickler):
-    """Pickles a value to see whether it has changed: parts that can't be pickled as far as that goes, and neither those
-    ``apart`` nor data sets, modules and what has a state of its own. Of functions their closures and the generators
-    that they draw from count.
-    """
-
-    def __init__(self, apart: Iterable[Any]) -> None:
-        self._digest = hashlib.sha256()
-        super().__init__(SimpleNamespace(write=self._digest.update))
-        self._apart = {id(one) for one in apart}
-
-    def of(self, value: Any) -> bytes:
-        with contextlib.suppress(Exception):  # of code of what it holds
-            self.dump(value)
-        return self._digest.digest()
-
-    def reducer_override(self, value: Any) -> Any:
-        if value is str:
-            return NotImplemented
-        indexed = hasattr(value, "__getitem__") and not isinstance(value, _COLLECTIONS)
-        if id(value) in self._apart or isinstance(value, _SKIPPED) or indexed or has_state(value):
-            return str, ("apart",)
-        if type(value) is FunctionType:
-            self._apart.add(id(value))  # It may name itself.
-            return str, ([*generators_of(value), *closure(value).values()],)
-        try:
-            value.__reduce_ex__(4)
-        except Exception:
-            # Nobody knows how far an iterator is.
-            return str, (secrets.token_hex(8) if hasattr(value, "__next__") else "unknown",)
-        return NotImplemented
-
-
 def _is_kept(value: Any) -> bool:
-    return isinstance(value, (*_VALUES, *_SKIPPED)) or has_state(value) or hasattr(value, "__getitem__")
+    apart = isinstance(value, (*_VALUES, *_SKIPPED)) or rng.generator_kind(value) is not None
+    return apart or has_state(value) or hasattr(value, "__getitem__")
 
 
 def _pickled(value: Any) -> bytes:
@@ -179,89 +133,38 @@ def _pickled(value: Any) -> bytes:
         return b""
 
 
-class States:
-    """The samplers that have ``state_dict`` and ``load_state_dict``, with their states at each item of an epoch. On
-    resume the items behind are drawn again from the state at the epoch's start; where that does not lead to the state
-    that was saved (which may say how far the sampler is), the sampler is given this one.
-    """
+def _kept(value: Any) -> Any:
+    """A copy with arrays in the place of numpy's numbers, of which a checkpoint would not keep the types."""
+    return tree_map(lambda part: np.array(part) if isinstance(part, np.generic) else part, copy.deepcopy(value))
 
-    def __init__(self, samplers: Iterable[Any]) -> None:
-        # What a DistributedSampler deals out follows from its epoch and seed, at any number of processes.
-        self._samplers = [s for s in samplers if has_state(s) and not isinstance(s, DistributedSampler)]
-        self._start = self.read()
-        self._consumed = deque([self._start], maxlen=2)  # After the last items that were given out.
-        self._after: deque[Any] = deque()
-        self._drawn, self._ended = 0, False
 
-    def read(self) -> list[Any]:
-        return [rng.encoded(copy.deepcopy(sampler.state_dict())) for sampler in self._samplers]
-
-    def write(self, states: list[Any]) -> None:
-        for sampler, state in zip(self._samplers, states, strict=False):
-            sampler.load_state_dict(rng.decoded(copy.deepcopy(state)))
-
-    def begin(self, saved: dict[str, Any] | None = None, drawn: int = 0) -> None:
-        """An epoch's items are drawn from here on; or those after ``drawn`` of the epoch that was ``saved``."""
-        if saved:
-            self.write(saved["start"])
-        self._start = saved["start"] if saved else self.read()
-        self._consumed = deque([saved["consumed"] if saved else self._start], maxlen=2)
-        self._after.clear()
-        self._drawn, self._ended = drawn, False
-
-    def watched(self, items: Iterator[Any]) -> Iterator[Any]:
-        """``items``, each with a look at the samplers."""
-        for item in items:
-            self._drawn += 1
-            self._after.append(self.read())
-            yield item
-        self._ended = True
-
-    def consume(self) -> None:
-        """The training loop was given one of the items that were drawn."""
-        if self._after:
-            self._consumed.append(self._after.popleft())
-
-    def saved(self, ahead: int) -> dict[str, Any]:
-        """At the epoch's start, after the last item trained on, and now; ``ahead``: given out since, 0 or 1."""
-        if not self._samplers:
-            return {}
-        ends = {"start": self._start, "consumed": self._consumed[-1 - ahead], "now": self.read()}
-        return ends | {"drawn": self._drawn, "ended": self._ended}
-
-    def skip(self, saved: dict[str, Any], items: Iterable[Any], count: int) -> Iterator[Any]:
-        """``items`` from the one after ``count`` on, with the samplers at the start of the epoch that was ``saved``."""
-        iterator = iter(items)
-
-        def skipped() -> Iterator[Any]:
-            behind = sum(1 for _ in itertools.islice(iterator, count))
-            if saved and (behind < count or not rng.same(self.read(), saved["consumed"])):
-                self.write(saved["consumed"])
-                yield from iter(items)
-            else:
-                yield from iterator
-
-        return skipped()
-
-    def finish(self, saved: dict[str, Any], items: Iterable[Any]) -> None:
-        """Leave the samplers as the epoch that was ``saved`` left them."""
-        self.write(saved["start"])
-        deque(itertools.islice(items, saved["drawn"] + saved["ended"]), maxlen=0)
-        if not rng.same(self.read(), saved["now"]):
-            self.write(saved["now"])
+def _given(value: Any) -> Any:
+    """A copy of what `_kept` was given."""
+    return tree_map(
+        lambda part: part[()] if isinstance(part, np.ndarray) and not part.ndim else part, copy.deepcopy(value)
+    )
 
 
 class Generators:
-    """What a loader's order can depend on: random number generators, and further attributes of its samplers."""
+    """What a loader's order can depend on: random number generators, the states of samplers that have ``state_dict``
+    and ``load_state_dict``, and further attributes of the others.
+    """
 
     def __init__(self, loader: Any, samplers: list[Any], dataset: Any) -> None:
         found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
         self._own = list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
         self._attributes = Attributes(samplers, dataset)
+        # What a DistributedSampler deals out follows from its epoch and seed, at any number of processes.
+        self._stateful = [s for s in samplers if has_state(s) and not is_distributed(s)]
 
     def snapshot(self, *, common: bool = True) -> dict[str, Any]:
         """The states of the loader's and its samplers' own, and if ``common`` of the global ones (CPU)."""
-        own = {"generators": [one.get_state() for one in self._own], "attributes": self._attributes.read()}
+        states = [_kept(sampler.state_dict()) for sampler in self._stateful]
+        return self.drawn(common=common) | {"attributes": self._attributes.read(), "states": states}
+
+    def drawn(self, *, common: bool = True) -> dict[str, Any]:
+        """Of that the torch generators' alone."""
+        own = {"generators": [one.get_state() for one in self._own]}
         return {"rng": rng.rng_state(device=False), **own} if common else own
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -269,52 +172,57 @@ class Generators:
             rng.set_rng_state(snapshot["rng"])
         for generator, state in zip(self._own, snapshot["generators"], strict=False):
             generator.set_state(state)
-        self._attributes.write(snapshot.get("attributes", {}))
+        if "attributes" in snapshot:
+            self._attributes.write(snapshot["attributes"])
+        for sampler, state in zip(self._stateful, snapshot.get("states", []), strict=False):
+            sampler.load_state_dict(_given(state))
 
 
 class IndexSource(Delegating):
-    """In a DataLoader's place of the sampler or batch sampler `full`: the same, but for planned iterations."""
+    """In a DataLoader's place of the sampler or batch sampler `full`: the same, but an epoch's samples (of a batch
+    sampler of its own kind: batches) are all drawn when the first is asked for, so that nothing else draws in between;
+    and planned iterations.
+    """
 
-    _own = frozenset({"full", "interleaved", "_states", "_planned"})
+    _own = frozenset({"full", "items", "_late", "_planned"})
 
-    def __init__(self, full: Any, states: States) -> None:
+    def __init__(self, full: Any) -> None:
         super().__init__(full)
-        self.full, self._states = full, states
-        self.interleaved = False
-        """Whether it was seen that items are drawn from the global generators after others have drawn from these."""
-        self._planned: Callable[[], Iterator[Any]] | None = None
+        stock = stock_type(full) is BatchSampler
+        self.full, self.items = full, full.sampler if stock else full
+        # torch's own draws nothing before the first ``next``, torchdata's when its iterator is made.
+        self._late = stock and inspect.isgeneratorfunction(type(full).__iter__)
+        self._planned: Callable[[], Epoch] | None = None
+
+    def epoch(
+        self, start: int = 0, items: Any = None, share: Callable[[list[Any]], list[Any]] | None = None
+    ) -> "Epoch":
+        """A new one, of the items after ``start``, or the ``share`` of all those of ``items``."""
+        return Epoch(self.items if items is None else items, start, share, late=self._late)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._looked(self._states.watched(iter(self.full) if self._planned is None else self._planned()))
-
-    def _looked(self, items: Iterator[Any]) -> Iterator[Any]:
-        """``items``, of the first of which `interleaved` is found out."""
-        after = b""
-        for _ in range(LOOKS):
-            before = states_of([])
-            item = list(itertools.islice(items, 1))
-            drawn_before, after = after, states_of([])
-            self.interleaved |= bool(drawn_before) and drawn_before != before != after
-            if not item:
-                return
-            yield item[0]
-        yield from items
+        epoch = self.epoch() if self._planned is None else self._planned()
+        if self.items is self.full:
+            return epoch
+        batches = copy.copy(self.full)
+        batches.sampler = epoch
+        return iter(batches)
 
     def iterate(
-        self, loader: Any, build: Callable[[], Iterator[Any]], generators: Generators, *, unseeded: bool
+        self, loader: Any, build: Callable[[], "Epoch"], generators: Generators, *, unseeded: bool
     ) -> Iterator[Any]:
-        """An iterator over `loader`, which has this source, of the indices that ``build()`` draws from `generators`.
+        """An iterator over `loader`, which has this source, of the items of ``build()``, drawn from `generators`.
         torch asks twice for workers, then draws their seed; `unseeded`: without a trace, as if they were still there.
         """
-        latest: list[_Peekable] = []
+        latest: list[Epoch] = []
         after: list[dict[str, Any]] = []
 
-        def planned() -> Iterator[Any]:
+        def planned() -> Epoch:
             if not (unseeded and latest):
-                latest.append(_Peekable(build()))
+                latest.append(build())
             if unseeded and not after:
-                latest[-1].prime()
-                after.append(generators.snapshot())
+                latest[-1].draw()
+                after.append(generators.drawn())
             return latest[-1]
 
         self._planned = planned
@@ -324,7 +232,7 @@ class IndexSource(Delegating):
                 # A subclass whose __iter__ is a generator has not come to the sampler yet.
                 batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
             if latest:  # Draw now what was not drawn yet.
-                latest[-1].prime()
+                latest[-1].draw()
                 for snapshot in after:
                     generators.restore(snapshot)
         finally:
@@ -332,19 +240,30 @@ class IndexSource(Delegating):
         return batches
 
 
-class _Peekable:
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._first: list[Any] | None = None
+class Epoch(Iterator[Any]):
+    """Of what ``items`` give, all drawn at the first where they have a length; ``late``: they are asked then too."""
 
-    def prime(self) -> None:
-        if self._first is None:
-            self._first = list(itertools.islice(self._iterator, 1))
+    def __init__(self, items: Any, start: int, share: Callable[[list[Any]], Any] | None, *, late: bool) -> None:
+        self._all, self._start, self._share = items, start, share
+        self._items: Iterator[Any] | None = None if late else iter(items)
+        self._left: Iterator[Any] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    def draw(self) -> None:
+        if self._left is not None:
+            return
+        length, items = length_of(self._all), self._items or iter(self._all)
+        if length is None or type(self._all) is SequentialSampler:
+            deque(itertools.islice(items, self._start), maxlen=0)
+            self._left = itertools.chain(list(itertools.islice(items, 1)), items)
+            return
+        order = list(itertools.islice(items, length + 1))  # and the epoch's end
+        if length and not order:
+            # The state that was loaded is that of an epoch's end, of which nothing was left.
+            items = iter(self._all)
+            order = list(itertools.islice(items, length + 1))
+        self._left = itertools.chain(order[self._start :], items) if self._share is None else iter(self._share(order))
 
     def __next__(self) -> Any:
-        self.prime()
-        assert self._first is not None
-        return self._first.pop() if self._first else next(self._iterator)
+        self.draw()
+        assert self._left is not None
+        return next(self._left)

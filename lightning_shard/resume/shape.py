@@ -7,7 +7,7 @@ from its own on, as with ``DistributedSampler``: k samples on each rank are the 
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
@@ -31,13 +31,19 @@ def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, 
     return rest[rank::world_size]
 
 
-def global_order(sampler: DistributedSampler[Any]) -> list[int]:
-    """The epoch's order of all ranks, not padded or cut, from the sampler, or a subclass, as a world of one."""
+def is_distributed(sampler: Any) -> bool:
+    """Whether it deals out one order to all ranks as DistributedSampler does, which a user's own may do otherwise."""
+    dealing = next((cls for cls in type(sampler).__mro__ if "__iter__" in vars(cls)), object)
+    return isinstance(sampler, DistributedSampler) and dealing.__module__.startswith(("torch", "lightning."))
+
+
+def of_all_ranks(sampler: DistributedSampler[Any], seed: int, shuffle: bool) -> DistributedSampler[Any]:
+    """One that gives the epoch's order of all ranks, not padded or cut."""
     single = copy.copy(sampler)
-    single.num_replicas, single.rank = 1, 0
+    single.seed, single.shuffle, single.num_replicas, single.rank = seed, shuffle, 1, 0
     # Typed through the dataset protocol, which has no length there.
     single.num_samples = single.total_size = len(sampler.dataset)  # type: ignore[arg-type]
-    return list(single)
+    return single
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +84,7 @@ def shape_of(sampler: Any, batch_sampler: Any) -> Shape:
     if batch_sampler is not None and stock_type(batch_sampler) is not BatchSampler:
         length = length_of(batch_sampler)
         return Shape(kind="batches", length=length, replicas=1, drop_samples=False, batch_size=1, drop_batch=False)
-    distributed = isinstance(sampler, DistributedSampler)
+    distributed = is_distributed(sampler)
     return Shape(
         kind="distributed" if distributed else "local",
         length=length_of(sampler.dataset if distributed else sampler),
@@ -94,8 +100,10 @@ def is_midway(state: dict[str, Any]) -> bool:
     return state["samples"] > 0 and (not state["finished"] or state.get("spent", False))
 
 
-def refuse_other_data(state: dict[str, Any], shape: Shape, world_size: int) -> None:
-    """DataError if the interrupted epoch of `state` can't be finished by a loader of `shape`."""
+def refuse_other_data(state: dict[str, Any], shape: Shape, world_size: int, order: Mapping[str, Any]) -> None:
+    """DataError if the interrupted epoch of `state` can't be finished by a loader of `shape` and `order`, the seed and
+    whether it shuffles.
+    """
     remedy = "Resume with the data and sampler it was written with, or from a checkpoint of an epoch's end."
     if state["kind"] != shape.kind:
         raise DataError(
@@ -114,6 +122,13 @@ def refuse_other_data(state: dict[str, Any], shape: Shape, world_size: int) -> N
             f" resumed on {world_size}: with {KINDS[shape.kind]} only the same number can go on. Resume"
             f" on {state['world_size']} processes, use Trainer(use_distributed_sampler=True) without a batch"
             " sampler, or resume from a checkpoint of an epoch's end."
+        )
+    other = [(name, own) for name, own in order.items() if None not in (own, state[name]) and own != state[name]]
+    if shape.kind != "distributed" and other:
+        name, own = other[0]
+        raise DataError(
+            f"the checkpoint was written in the middle of an epoch in an order of {name} {state[name]}, and this"
+            f" loader's is of {own}: with {KINDS[shape.kind]} only the same can go on. {remedy}"
         )
 
 

@@ -184,22 +184,13 @@ class Counting(Bound):
         return [(i * 3 + self.source.epochs) % self.length for i in range(self.length)]
 
 
-class CountingInClass(Counting):
-    source = 0
-
-    def __init__(self) -> None:
-        type(self).source = 0
-
-    def order(self) -> list[int]:
-        type(self).source += 1
-        return [(i * 3 + self.source) % self.length for i in range(self.length)]
-
-
-@pytest.mark.parametrize("kind", [Opaque, Bound, Enclosed, Rotating, Counting, CountingInClass])
+@pytest.mark.parametrize("kind", [Opaque, Bound, Enclosed, Rotating, Counting])
 def test_what_a_sampler_keeps_elsewhere_is_said(kind: Any) -> None:
     loader = resumable(DataLoader(Numbers(11), 2, sampler=kind()), world_size=1, rank=0)
     next(iter(loader))
     state = loader.state_dict()
     resumed = resumable(DataLoader(Numbers(11), 2, sampler=kind()), world_size=1, rank=0)
-    with pytest.warns(UserWarning, match=rf"not in the checkpoint: {kind.__name__}\.1\.source\. They begin anew"):
+    with pytest.warns(
+        UserWarning, match=rf"not in the checkpoint: {kind.__name__}\.1\.source(\.epochs)?\. They begin anew"
+    ):
         resumed.load_state_dict(state)

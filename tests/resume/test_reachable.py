@@ -6,14 +6,13 @@ import functools
 import random
 import types
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_shard.resume import reachable, rng
 from lightning_shard.resume.loader import Draws
@@ -50,11 +49,6 @@ def resume(loader: Any, state: Any) -> list[str]:
         warnings.simplefilter("always")
         loader.load_state_dict(through_file(state))
     return [str(warning.message) for warning in caught]
-
-
-class Endless(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10**9))
 
 
 def test_generators_that_are_gone_or_of_another_kind_are_not_set() -> None:
