@@ -9,7 +9,6 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -275,8 +274,6 @@ class Found:
     # Paths of the run's checkpoints, with what their manifests say of the run, the newest first.
     own: tuple[tuple[str, Mapping[str, Any]], ...]
     broken: tuple[str, ...]  # Why others of the run, or of which that can't be told, are passed over.
-    others: tuple[str, ...]  # Names of other runs that have checkpoints there.
-    files: tuple[str, ...] = ()  # Of the one-file form, which names no run, those written after the newest of ``own``.
     # The first of ``own`` whose files all have their checksums, opened by `open_newest`; None where there is none.
     newest: OpenCheckpoint | None = None
 
@@ -308,8 +305,6 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
     settle()
     own: list[tuple[int, float, str, Mapping[str, Any]]] = []
     broken: list[str] = []
-    others: set[str] = set()
-    files: list[Path] = []
     resolved = dict.fromkeys(location(folder).resolve() for folder in folders)
     for path in (path for folder in resolved for path in layout.checkpoint_names(folder)):
         try:
@@ -318,25 +313,17 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
             raise  # What is there can't be told: an older one, or none, would be a wrong answer.
         except errors.CheckpointError as error:
             # Else it is half-written, or no checkpoint.
-            if isinstance(path, Path) and path.is_file():
-                files += [path] if path.suffix == ".ckpt" else []
-            elif path.name.endswith(".ckpt") and not isinstance(error, errors.CheckpointNotFoundError):
+            if path.name.endswith(".ckpt") and not isinstance(error, errors.CheckpointNotFoundError):
                 broken.append(f"{error}, so that it can't be told whose it is")
             continue
         if facts.get("name") != run:
-            others.update([str(facts["name"])] if "name" in facts else [])
-        elif wrong:
+            continue
+        if wrong:
             broken.append(f"{path} lacks {wrong[0]}, or it has another size than was written")
         else:
             own.append((int(facts["step"]), float(facts["time"]), str(path), facts))
     newest_first = sorted(own, key=lambda one: one[:3], reverse=True)
-    saved = newest_first[0][1] if newest_first else 0.0
-    return Found(
-        own=tuple(one[2:] for one in newest_first),
-        broken=tuple(broken),
-        others=tuple(sorted(others)),
-        files=tuple(sorted(str(path) for path in files if path.stat().st_mtime > saved)),
-    )
+    return Found(own=tuple(one[2:] for one in newest_first), broken=tuple(broken))
 
 
 @layout.again_if_replaced

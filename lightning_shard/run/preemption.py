@@ -125,19 +125,13 @@ class RunIdentity:
         found = open_newest(folders, self.name)
         for reason in found.broken:
             rank_zero_warn(f"Run {self.name} passes over a broken checkpoint: {reason}")
-        if found.files:
-            rank_zero_warn(
-                f"Run {self.name} passes over files, which do not say what run wrote them: {', '.join(found.files)}. "
-                "To go on from one, give its path as ckpt_path. Without .full in its name a checkpoint is a directory."
-            )
         if (checkpoint := found.newest) is not None:
             step = checkpoint.manifest.facts.run["step"]
             rank_zero_info(f"Run {self.name} goes on from step {step}: {checkpoint.path}")
             return checkpoint
         if speak:
-            others = f" (there are some of {', '.join(found.others)})" if found.others else ""
             say = rank_zero_warn if self.job is not None and self.job.restarts else rank_zero_info
-            say(f"No whole checkpoint of run {self.name}{others}: it starts from the beginning.")
+            say(f"No whole checkpoint of run {self.name}: it starts from the beginning.")
         return None
 
     def _refuse_stock_checkpoint(self, path: Path) -> None:

@@ -35,7 +35,7 @@ def _run(name: str, step: int, time: float = 0.0) -> dict[str, Any]:
 
 def test_none(tmp_path: Path) -> None:
     found = find_checkpoints([tmp_path, tmp_path / "missing"], "a")
-    assert (found.own, found.broken, found.others) == ((), (), ())
+    assert (found.own, found.broken) == ((), ())
 
 
 def test_the_newest_of_the_run_over_all_folders(tmp_path: Path) -> None:
@@ -43,7 +43,6 @@ def test_the_newest_of_the_run_over_all_folders(tmp_path: Path) -> None:
         _save(tmp_path / str(number % 2) / f"{number}.ckpt", _run(name, step, time))
     found = find_checkpoints([tmp_path / "0", tmp_path / "1", tmp_path / "0"], "a")
     assert [(Path(path).name, run["step"]) for path, run in found.own] == [("2.ckpt", 5), ("1.ckpt", 5), ("0.ckpt", 3)]
-    assert found.others == ("b",)
 
 
 def test_a_requeued_job_goes_on_from_its_own_and_not_from_where_it_began(tmp_path: Path) -> None:
@@ -66,21 +65,6 @@ def test_what_is_no_state_of_a_run_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"PK")
     shutil.copytree(_save(tmp_path / "seen.ckpt", _run("a", 2)), tmp_path / ".seen.ckpt.tmp-0123")
     assert [run["step"] for _, run in find_checkpoints([tmp_path], "a").own] == [2]
-
-
-def test_newer_files_that_name_no_run_are_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    identity = RunIdentity(name="a", root=str(tmp_path))
-    (tmp_path / "log.txt").write_text("no checkpoint")
-    for name, time in (("1.full.ckpt", 100.0), ("2.full.ckpt", 200.0)):
-        torch.save({}, tmp_path / name)
-        os.utime(tmp_path / name, (time, time))
-    for saved, expected in ((None, "1.full.ckpt 2.full.ckpt"), (150.0, "2.full.ckpt"), (250.0, "")):
-        if saved is not None:
-            _save(tmp_path / "a.ckpt", _run("a", 1, saved))
-        assert (identity.choose_checkpoint("auto", fitting=True, folders=[tmp_path]) is None) == (saved is None)
-        told = " ".join(str(each.message) for each in recwarn if "do not say what run" in str(each.message))
-        assert [name for name in ("1.full.ckpt", "2.full.ckpt") if name in told] == expected.split()
-        recwarn.clear()
 
 
 def test_a_broken_one_is_named(tmp_path: Path) -> None:
