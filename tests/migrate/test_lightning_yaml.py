@@ -172,9 +172,9 @@ def test_callbacks_that_are_added_and_classes_of_a_policy(migrated: Callable[...
         "class_path": "torch.distributed.fsdp.wrap.ModuleWrapPolicy",
         "init_args": {"module_classes": [{"class_path": "tests.models.Block"}]},
     }
-    given = {"auto_wrap_policy": policy, "state_dict_type": "full"}
+    given = {"auto_wrap_policy": policy}
     added = {"callbacks+": ["lightning.pytorch.callbacks.TQDMProgressBar"]}
     result = migrated(trainer("lightning.pytorch.strategies.FSDPStrategy", given, **added))
     assert arguments(result)["units"] == ["Block"]
     assert "callbacks" not in result["trainer"]
-    assert len(result["trainer"]["callbacks+"]) == 2
+    assert result["trainer"]["callbacks+"] == added["callbacks+"]
