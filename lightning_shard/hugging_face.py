@@ -1,8 +1,7 @@
-"""A Hugging Face model by its configuration alone: planned and trained where there is no LightningModule yet."""
+"""A Hugging Face model by its configuration alone: planned, and stepped, where there is no LightningModule yet."""
 
 import importlib
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader, load_pretrained
 from lightning_shard.errors import ConfigurationError
 
 Task = Literal[
@@ -58,10 +56,7 @@ def task_of(config: Any) -> Task:
 
 
 class HuggingFace(LightningModule):
-    """A model of transformers with its own loss, and AdamW; built on the meta device.
-
-    Weights are read where ``config`` is a folder with safetensors files, and drawn where it is not.
-    """
+    """A model of transformers with its own loss, and AdamW; built on the meta device, with drawn weights."""
 
     def __init__(self, config: str, task: Task | None = None, lr: float = 2e-5) -> None:
         """Read the configuration.
@@ -77,7 +72,6 @@ class HuggingFace(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self._config = read_config(config)
-        self._weights = next(Path(config).glob("*.safetensors"), None) and config
 
     @override
     def configure_model(self) -> None:
@@ -105,12 +99,6 @@ class HuggingFace(LightningModule):
             ) from error
 
     @override
-    def on_fit_start(self) -> None:
-        """Each process reads the slices that it holds."""
-        if self._weights:
-            load_pretrained(self.model, self._weights, rename=_names_in_module(self.model, self._weights))
-
-    @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The model's own loss of a batch of `HuggingFaceData`."""
         loss: Tensor = self.model(**batch).loss
@@ -120,16 +108,6 @@ class HuggingFace(LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.hparams["lr"])
-
-
-def _names_in_module(model: Any, weights: str) -> dict[str, str | None]:
-    """Names in the files to those of the module, where transformers keeps older ones in files, as of ViT."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-    with SafetensorsReader() as reader:
-        return {name: rename_source_key(name, renamings, [])[0] for name in reader.entries(weights)}
 
 
 class _Drawn(Dataset[dict[str, Tensor]]):
@@ -155,7 +133,7 @@ class _Drawn(Dataset[dict[str, Tensor]]):
 
 
 class HuggingFaceData(LightningDataModule):
-    """Batches for `HuggingFace`: windows of text files in the model's tokens, or drawn where there is no text."""
+    """Batches for `HuggingFace` of drawn samples, which show speed and memory."""
 
     def __init__(
         self,
@@ -163,7 +141,6 @@ class HuggingFaceData(LightningDataModule):
         task: Task | None = None,
         batch_size: int = 1,
         seq_len: int | None = None,
-        text: str | None = None,
         samples: int = 100_000,
     ) -> None:
         """Keep the arguments.
@@ -173,9 +150,7 @@ class HuggingFaceData(LightningDataModule):
             task: as the model's.
             batch_size: samples of a batch of one process.
             seq_len: tokens of a sample. Default: the model's ``max_position_embeddings``, at most 2048.
-            text: pattern of text files for a language model, such as ``corpus/*.txt``; the tokenizer lies in the
-                configuration's folder. Default: samples are drawn, which shows speed and memory.
-            samples: how many there are, at most.
+            samples: how many there are.
         """
         super().__init__()
         self.save_hyperparameters()
@@ -187,19 +162,4 @@ class HuggingFaceData(LightningDataModule):
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _LONGEST
         seq_len, task = h["seq_len"] or min(longest, _LONGEST), h["task"] or task_of(config)
         drawn = _Drawn(config, task, seq_len, h["samples"])
-        data: Any = drawn if h["text"] is None else self._windows(seq_len)
-        return DataLoader(data, h["batch_size"], shuffle=True, drop_last=True)
-
-    def _windows(self, seq_len: int) -> list[dict[str, Tensor]]:
-        from transformers import AutoTokenizer
-
-        files = sorted(Path().glob(self.hparams["text"]))
-        tokenizer = AutoTokenizer.from_pretrained(self.hparams["config"])
-        ids = torch.tensor([token for file in files for token in tokenizer(file.read_text())["input_ids"]])
-        windows = islice((part for part in ids.split(seq_len) if len(part) == seq_len), self.hparams["samples"])
-        found = [{"input_ids": part, "labels": part} for part in windows]
-        if not found:
-            raise ConfigurationError(
-                f"text is {self.hparams['text']!r}, but {len(files)} files have {len(ids)} tokens."
-            )
-        return found
+        return DataLoader(drawn, h["batch_size"], shuffle=True, drop_last=True)

@@ -24,8 +24,8 @@ from lightning_shard.text import did_you_mean
 _DEVICES = r"(?:([1-9]\d*) *x *)?([1-9]\d*) *(cpu|gpu)?"
 QUESTIONS: Mapping[str, tuple[str, str]] = {
     "train": (
-        "What is trained? quickstart; your classes, package.Model,package.Data; ./FOLDER of Hugging Face weights",
-        r"quickstart|\w+(\.\w+)+(,\w+(\.\w+)+)?|.*/.*",
+        "What is trained? quickstart, or your classes: package.Model,package.Data",
+        r"quickstart|\w+(\.\w+)+(,\w+(\.\w+)+)?",
     ),
     "devices": ("On which devices? 8; 2x8 on 2 nodes of 8; with gpu or cpu behind it", _DEVICES),
     "slurm": ("Does SLURM start it? yes or no", "yes|no"),
@@ -161,24 +161,16 @@ def _wrong(name: str, answer: str) -> str:
     question, pattern = QUESTIONS[name]
     if not re.fullmatch(pattern, answer):
         return f"{name} is {answer!r}, which is no answer. {question}.{did_you_mean(answer, pattern.split('|'))}"
-    if name == "train" and "/" in answer and not Path(answer, "config.json").is_file():
-        return f"train is {answer!r}, but there is no config.json in that folder. {question}."
     return ""
 
 
 def _modules(train: str) -> str:
-    arguments = {"model": "", "data": ""}
     if train == "quickstart" and Path("examples/gpt.py").is_file():
         train = "examples.gpt.GPT,examples.python_corpus.PythonCorpus"
     elif train == "quickstart":
         train = ",".join(f"lightning.pytorch.demos.boring_classes.Boring{kind}" for kind in ("Model", "DataModule"))
-    elif Path(train, "config.json").is_file():
-        own = f"  init_args:\n    config: {train}\n"
-        more = "    batch_size: 1\n    # text: corpus/*.txt    # of a language model; without it samples are drawn\n"
-        arguments = {"model": own, "data": own + more}
-        train = ",".join(f"lightning_shard.hugging_face.HuggingFace{kind}" for kind in ("", "Data"))
     return "".join(
-        f"# init_args: `lightning-shard fit --{key}.help {path}`\n{key}:\n  class_path: {path}\n{arguments[key]}"
+        f"# init_args: `lightning-shard fit --{key}.help {path}`\n{key}:\n  class_path: {path}\n"
         for key, path in zip(("model", "data"), train.split(","), strict=False)
     )
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from lightning_shard import ConfigurationError, ShardCLI
 from lightning_shard.commands import init, quick
-from lightning_shard.hugging_face import HuggingFace
 from tests.harness import ROOT, run_distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -43,28 +41,6 @@ def test_what_it_writes_trains_and_is_not_replaced(folder: Path, capsys: pytest.
     with pytest.raises(ConfigurationError, match="give --force"):
         init.main(["--answers", *TWO])
     assert (folder / "run.yaml").read_text() == written
-
-
-def test_a_folder_of_hugging_face_weights(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 8}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder / "weights")
-    given = [f"train={folder / 'weights'}", "engine=shard_fsdp_aligned", *TWO]
-    assert init.main(["--answers", *given]) == 0
-    assert run_distributed(_fit, 2, str(folder / "run.yaml")) == [(2, "ShardFSDPStrategy", "bf16-mixed")] * 2
-
-
-def test_a_folder_whose_files_have_older_names(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    saved = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=16))
-    saved.save_pretrained(folder)
-    module = HuggingFace(f"{folder}")
-    module.configure_model()
-    module.model.to_empty(device="cpu")
-    module.on_fit_start()
-    for name, value in saved.named_parameters():
-        assert torch.equal(module.model.get_parameter(name), value)
 
 
 def test_several_nodes_without_slurm_are_started_by_torchrun(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +72,7 @@ def test_answers_come_from_a_file_or_a_terminal(folder: Path, monkeypatch: pytes
         ("precision=fp8", "precision is 'fp8'"),
         ("gpus=8", "there is no question gpus. They are train, devices, slurm, engine, precision"),
         ("nowhere.yaml", "there is no such file"),
-        ("train=./nowhere", "train is './nowhere', but there is no config.json in that folder"),
+        ("train=./weights", "train is './weights', which is no answer"),
         ("devices=1000000 gpu", "no GPU here to choose for"),
         (
             "engine=shard_deepspeed_stage_3_offload precision=bf16-true",
