@@ -1,14 +1,10 @@
 """``lightning-shard init``: five questions, and one complete configuration with comments that trains as it is."""
 
 import argparse
-import json
-import os
 import re
 import shlex
 import shutil
 import sys
-import tempfile
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,20 +25,15 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
     ),
     "devices": ("On which devices? 8; 2x8 on 2 nodes of 8; with gpu or cpu behind it", _DEVICES),
     "slurm": ("Does SLURM start it? yes or no", "yes|no"),
-    "engine": ("Which strategy? choose, or a name", "|".join(("choose", *registry.PRESETS))),
+    "engine": ("Which strategy? a name of `lightning-shard strategies`", "|".join(registry.PRESETS)),
     "precision": (f"Which precision? {', '.join(PRECISIONS)}", "|".join(PRECISIONS)),
 }
 """Each with what its answer must match."""
 
-_NEEDS = {  # of an optimizer, by engine and precision
-    r"shard_deepspeed_\w+_offload(_nvme)? in (bf16|16)-true": "DeepSpeedCPUAdam",
-    r"shard_(ddp|fsdp)\w*(?<!_aligned) in 16-true": "an eps that is not zero in fp16",
-}
-
 _DESCRIPTION = """\
 Look at this machine, ask five things, and write one complete YAML with comments that trains as it is. --answers gives
 them before (without a terminal what is not answered is as proposed), such as
-  train=my.Model,my.Data devices=2x8 slurm=yes engine=choose precision=bf16-mixed
+  train=my.Model,my.Data devices=2x8 slurm=yes engine=shard_fsdp precision=bf16-mixed
 """
 
 _YAML = """\
@@ -51,8 +42,7 @@ _YAML = """\
 seed_everything: 1
 
 trainer:
-  # {reason}
-  strategy: {strategy}
+  strategy: {strategy}    # the line to change
   accelerator: {accelerator}
   devices: {devices}            # processes on each node, one for each device
   num_nodes: {nodes}
@@ -84,20 +74,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     refuse_to_replace(options.output, options.force)
-    import torch
-
     from lightning_shard.devices import visible
 
     gpus = visible()
-    usual = ("quickstart", f"{gpus} gpu" if gpus else "2 cpu", "yes" if shutil.which("sbatch") else "no", "choose")
-    found = _answers(options.answers, [*usual, "bf16-mixed" if gpus else "32-true"])
-    form = f"{found['engine']} in {found['precision']}"
-    needs = next((what for forms, what in _NEEDS.items() if re.fullmatch(forms, form)), None)
-    if needs and ("/" in found["train"] or found["train"] == "quickstart"):
-        raise ConfigurationError(
-            f"{form} needs {needs}; {found['train']} has torch's AdamW. "
-            f"Take {found['engine']}_aligned, or {found['precision'].replace('true', 'mixed')}."
-        )
+    usual = ["quickstart", f"{gpus} gpu" if gpus else "2 cpu", "yes" if shutil.which("sbatch") else "no"]
+    found = _answers(options.answers, [*usual, "shard_fsdp_aligned", "bf16-mixed" if gpus else "32-true"])
     copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
     nodes, devices, accelerator = int(copies or 1), int(count), device or ("gpu" if gpus else "cpu")
     config = f"--config {shlex.quote(str(options.output))}"
@@ -109,14 +90,8 @@ def main(arguments: Sequence[str]) -> int:
         cpu = " --cpu" * (accelerator == "cpu")
         launch = f"lightning-shard slurm --nodes {nodes} --devices {devices}{cpu} {config} --submit"
     values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
-    values |= {"precision": found["precision"], "modules": _modules(found["train"])}
-    strategy = {"reason": "The line to change.", "strategy": found["engine"]}
-    if found["engine"] == "choose":
-        if accelerator == "gpu" and not gpus:
-            raise ConfigurationError("engine is choose, but there's no GPU here to choose for: name it, or run there.")
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
-        strategy = _choose(values, torch.accelerator.get_memory_info(0)[1] if gpus else memory)
-    text = _YAML.format(**values, **strategy)
+    values |= {"strategy": found["engine"], "precision": found["precision"], "modules": _modules(found["train"])}
+    text = _YAML.format(**values)
     from lightning_shard.commands.migrate import check
 
     check(yaml.safe_load(text))
@@ -173,22 +148,3 @@ def _modules(train: str) -> str:
         f"# init_args: `lightning-shard fit --{key}.help {path}`\n{key}:\n  class_path: {path}\n"
         for key, path in zip(("model", "data"), train.split(","), strict=False)
     )
-
-
-def _choose(values: Mapping[str, Any], memory: int) -> dict[str, str]:
-    """The strategy that the plan recommends for the run, and its reason."""
-    from lightning_shard.tools import plan
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.yaml")
-        path.write_text(_YAML.format(**values, reason="", strategy="shard_ddp_aligned"), encoding="utf-8")
-        planned = plan(path, device_memory=f"{memory}B", compare=True)
-    reason = next(line for line in planned.text.splitlines() if line.startswith("recommendation: "))
-    if planned.best is None:
-        raise ConfigurationError(f"engine is choose, but the plan says: {reason}")
-    strategy = planned.best.name
-    if planned.best.checkpointing is not None:
-        preset = registry.find(strategy)
-        arguments = {**preset.init_args, "activation_checkpointing": planned.best.checkpointing}
-        strategy = json.dumps({"class_path": preset.class_path, "init_args": arguments})  # which is YAML too
-    return {"reason": textwrap.fill(reason, 110, subsequent_indent="  # "), "strategy": strategy}
