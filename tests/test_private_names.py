@@ -72,7 +72,6 @@ USES = {
     "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
-    "engines/transforms.py": ("how many graphs were compiled", "_dynamo"),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
     "engines/zero/layout.py": (

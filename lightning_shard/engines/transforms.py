@@ -5,12 +5,11 @@ recomputation is torch's selective activation checkpointing, which saves the ope
 products, convolutions and attention. Backward computes the rest again, which costs little but memory.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import CodeType, FunctionType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +20,6 @@ from torch.utils.flop_counter import flop_registry
 from lightning_shard.engines.units import Unit, of_classes
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import inside_modules, replace_forward
-from lightning_shard.ranks import warn_on_first_rank
 from lightning_shard.tensors.tracing import TorchDispatchMode, Watching, schema_of
 
 Checkpointing = Literal["units", "selective"] | int | list[str] | None
@@ -156,51 +154,3 @@ class _Expensive(Watching):
         for observe in self._observers:
             observe(result)
         return result
-
-
-class Compiled(NamedTuple):
-    """What dynamo has counted in this process so far."""
-
-    tried: int  # Functions that it began to compile.
-    done: int  # Of those, the ones that it compiled, in one graph or in several.
-    breaks: Counter[str]  # Where it broke a graph: reason and times.
-
-
-class CompilerWatch:
-    """Warns after the first step where a unit is not one graph: torch.compile falls back without an error."""
-
-    def __init__(self, wanted: bool) -> None:
-        """``wanted``: whether units are compiled."""
-        self._wanted = wanted
-        self._before: Compiled | None = None
-
-    def start(self) -> None:
-        self._before = _compiled_so_far() if self._wanted else None
-
-    def after_step(self) -> None:
-        before, self._before = self._before, None
-        if before is not None and (text := complaint(before, _compiled_so_far())) is not None:
-            warn_on_first_rank(text)
-
-
-def _compiled_so_far() -> Compiled:
-    from torch._dynamo.utils import counters
-
-    return Compiled(counters["frames"]["total"], counters["frames"]["ok"], Counter(counters["graph_break"]))
-
-
-def complaint(before: Compiled, after: Compiled) -> str | None:
-    """What to tell the user of the units that were compiled in between; None: each is one graph."""
-    left = (after.tried - before.tried) - (after.done - before.done)
-    breaks = after.breaks - before.breaks
-    if not left and not breaks:
-        return None
-    reason = next(iter(breaks), "").strip().partition("\n")[0]
-    where = f"; breaks: {breaks.total()}, the first: {reason}" if breaks else ""
-    return (
-        f"compile is true, but torch.compile did not make one graph of every unit (functions left uncompiled: {left}"
-        f"{where}). The numbers are right, the step is slower than it could be. Run with "
-        "TORCH_LOGS=graph_breaks,recompiles to see where. Usual causes: a cache of keys and values in training (pass "
-        "use_cache=False to Hugging Face models), numbers that differ between the units of one class, and branches on "
-        "data."
-    )

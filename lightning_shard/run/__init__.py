@@ -4,7 +4,6 @@
 # ruff: noqa: F401
 
 from lightning_shard.engines.replicated import SharedBuffers
-from lightning_shard.engines.transforms import CompilerWatch
 from lightning_shard.engines.usage import Freezing
 from lightning_shard.run import fit
 from lightning_shard.run.checkpoints import Checkpoints

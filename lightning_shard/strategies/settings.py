@@ -60,7 +60,7 @@ class CommonSettings:
             none: every repeated block), n for every n-th, or a list of classes or their names; "selective" for
             every one but its matrix products, convolutions and attention (without dropout), which are kept.
         compile: compile the forward of every shard unit, or repeated block, with ``torch.compile``; what it can't
-            compile runs as it is, with a warning. Not in ZeRO stage 3, which gathers inside of the blocks.
+            compile runs as it is. Not in ZeRO stage 3, which gathers inside of the blocks.
         accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch" (engines
             that shard keep sharded gradients only), or once at the "boundary" (less communication, full gradients on
             every rank). "auto" is "micro_batch" for FSDP and for DDP under ``aligned``, "boundary" for DDP else; with

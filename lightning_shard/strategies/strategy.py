@@ -62,7 +62,7 @@ class ShardStrategy(ParallelStrategy):
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
         self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)
-        self._predictions, self._compiler = parts.Predictions(), parts.CompilerWatch(settings.compile)
+        self._predictions = parts.Predictions()
         self._replacements, self._ledger, self._identity = Replacements(), parts.RunLedger(), parts.RunIdentity()
         self._engine: Engine | None = None
 
@@ -290,7 +290,6 @@ class ShardStrategy(ParallelStrategy):
         with self.precision_plugin.train_step_context():
             output = self.engine.forward(self.precision_plugin.step(self._module.training_step), *args, **kwargs)
         self._freezing.after_forward()
-        self._compiler.after_step()
         return self.precision_plugin.weighed(output, args)
 
     @override
@@ -347,7 +346,6 @@ class ShardStrategy(ParallelStrategy):
             self._follow_freezing(batch=0)
         self._data.start_of_training(self._replacements, trainer, self.checkpoints)  # after all that draws or resets
         self._preemption.validation_follows(trainer)  # it may be the first that a resumed run does
-        self._compiler.start()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

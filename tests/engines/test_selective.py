@@ -21,10 +21,8 @@ from lightning_shard.engines import transforms
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.engines.transforms import (
     Checkpointing,
-    Compiled,
     checkpoint_forward,
     compile_forward,
-    complaint,
     is_kept,
 )
 from lightning_shard.meters.memory import StepMeter
@@ -196,14 +194,6 @@ def test_a_unit_is_one_graph_whatever_is_cast_and_checkpointed(spec: Checkpointi
     assert backward["addmm"] + backward["mm"] == (6 if spec == "units" else 4)
     # And what is not kept runs again.
     assert spec is None or backward["gelu"] == 1
-
-
-def test_what_was_compiled_before_is_no_reason_to_complain() -> None:
-    before = Compiled(tried=3, done=1, breaks=Counter({"print\nhint": 2}))
-    assert complaint(before, Compiled(tried=4, done=2, breaks=Counter({"print\nhint": 2}))) is None
-    text = complaint(before, Compiled(tried=5, done=2, breaks=Counter({"print\nhint": 2, "branch on data\nhint": 3})))
-    assert text is not None
-    assert "(functions left uncompiled: 1; breaks: 3, the first: branch on data)" in text
 
 
 class Other(Block):

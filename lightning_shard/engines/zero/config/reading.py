@@ -72,7 +72,7 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
     if not isinstance(content, dict):
         held = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise ConfigurationError(f"{name} {held}, but must hold a mapping of keys.")
-    return {**_without_comments(content)}
+    return dict(_without_comments(content))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
