@@ -1,7 +1,7 @@
 """Tensors that are full on every rank: equal at the start, and reduced by plain all-reduces where no engine does."""
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +34,6 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 _COMPARED = 3  # Times that buffers are shared at which ranks tell each other their shapes.
 
-_ALIGNMENT = 16  # bytes, of every dtype
-
 
 class SharedBuffers:
     """Gives every rank the persistent buffers of rank 0, as torch's DDP does ahead of a step: a codebook, running
@@ -47,8 +45,8 @@ class SharedBuffers:
         named = ((module, name) for module in root.modules() for name, _ in module.named_buffers(recurse=False))
         self._places = [(module, name) for module, name in named if is_persistent(module, name)]
         self._compared = 0
-        self._agreed: list[tuple[nn.Module, str, Any, int]] = []  # With what all ranks have there, and the first byte.
-        self._sent = torch.empty(0, dtype=torch.uint8)
+        self._agreed: list[tuple[nn.Module, str, Any]] = []  # With what all ranks have there.
+        self._sent: Sequence[Tensor] = []  # The bytes of each.
 
     @torch.no_grad()
     def share(self) -> None:
@@ -59,32 +57,25 @@ class SharedBuffers:
             self._agree()
         if not self._agreed:
             return
-        here = [(getattr(module, name), like, start) for module, name, like, start in self._agreed]
-        sent = [(b, self._sent[start : start + b.nbytes]) for b, like, start in here if _like(b) == like]
-        slots = [(b, data.view(b.dtype).view(b.shape)) for b, data in sent]
-        if dist.get_rank() == 0:
-            for buffer, slot in slots:
-                slot.copy_(buffer)
-        broadcast = reachable(self._sent)  # Buffers may all lie on the host.
-        dist.broadcast(broadcast, src=0)
-        if broadcast is not self._sent:
-            self._sent.copy_(broadcast)
-        if dist.get_rank() != 0:
-            for buffer, slot in slots:
-                buffer.copy_(slot)
+        buffers = [getattr(module, name) for module, name, _ in self._agreed]
+        same = [_like(b) == like for b, (_, _, like) in zip(buffers, self._agreed, strict=True)]
+        own = [b.reshape(-1).view(torch.uint8) if s else d for b, s, d in zip(buffers, same, self._sent, strict=True)]
+        sent = torch.cat([reachable(data) for data in own])  # Some may lie on the host.
+        dist.broadcast(sent, src=0)
+        self._sent = sent.split([data.numel() for data in own])
+        for buffer, is_same, data in zip(buffers, same, self._sent, strict=True):
+            if is_same and dist.get_rank() != 0:
+                buffer.copy_(data.view(buffer.dtype).view(buffer.shape))
 
     def _agree(self) -> None:
-        own = [_like(getattr(module, name)) for module, name in self._places]
-        of_ranks = Ranks.of().gather(own)
-        self._compared, self._agreed, end = self._compared + 1, [], 0
-        for (module, name), *likes in zip(self._places, *of_ranks, strict=True):
-            if likes[0] is not None and all(like == likes[0] for like in likes):
-                buffer = getattr(module, name)
-                self._agreed.append((module, name, likes[0], end))
-                end += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
-                if self._sent.device.type == "cpu":
-                    self._sent = buffer.new_empty(0, dtype=torch.uint8)  # where they are
-        self._sent = self._sent.new_zeros(end)
+        likes = [_like(getattr(module, name)) for module, name in self._places]
+        of_ranks = Ranks.of().gather(likes)
+        shared = [i for i, like in enumerate(likes) if like and all(other[i] == like for other in of_ranks)]
+        # The widest first, so that each begins at a multiple of its elements' size.
+        shared.sort(key=lambda i: -likes[i][1].itemsize)
+        self._agreed = [(*self._places[i], likes[i]) for i in shared]
+        self._sent = [torch.empty(0, dtype=torch.uint8)] * len(shared)
+        self._compared += 1
 
 
 def _like(buffer: Any) -> Any:
@@ -124,30 +115,28 @@ def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
     """Let an optimizer step groups of shards and full tensors tensor by tensor, until the result is called: torch's
     kernels over lists take no list of both. ConfigurationError: a group asks for such a kernel.
     """
-    before: list[tuple[dict[str, Any], Any]] = []
 
-    def ahead(stepped: Optimizer, *step: Any) -> None:
-        for group in stepped.param_groups:
-            if len({isinstance(p, DTensor) for p in group["params"]}) < 2:
-                continue
-            for name in ("foreach", "fused"):
-                if group.get(name):
-                    raise ConfigurationError(
-                        f"{type(stepped).__name__} has {name}=True for a group with both shards and parameters that "
-                        f"are full on every rank (of ignored_modules), but torch has no such kernel for both. Leave "
-                        f"out {name}, or give the optimizer the full ones in a group of their own."
-                    )
-            if "foreach" in group:
-                before.append((group, group["foreach"]))
-                group["foreach"] = False
+    def mixed() -> list[dict[str, Any]]:
+        return [g for g in optimizer.param_groups if len({isinstance(p, DTensor) for p in g["params"]}) == 2]
+
+    for name in ("foreach", "fused"):
+        if any(group.get(name) for group in mixed()):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has {name}=True for a group with both shards and parameters that are full "
+                f"on every rank (of ignored_modules), but torch has no such kernel for both. Leave out {name}, or give "
+                "the optimizer the full ones in a group of their own."
+            )
+    left: list[dict[str, Any]] = []  # to torch
+
+    def ahead(*step: Any) -> None:
+        left[:] = [group for group in mixed() if group.get("foreach", False) is None]
+        for group in left:
+            group["foreach"] = False
 
     def after(*step: Any) -> None:
-        while before:
-            group, asked = before.pop()
-            group["foreach"] = asked
+        for group in left:
+            group["foreach"] = None
 
-    ahead(optimizer)
-    after()
     handles = [optimizer.register_step_pre_hook(ahead), optimizer.register_step_post_hook(after)]
 
     def undo() -> None:
