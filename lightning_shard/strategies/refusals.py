@@ -3,17 +3,15 @@
 import inspect
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -22,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_shard._lightning import callbacks
 from lightning_shard._lightning.callbacks import averaging_callbacks, own_averaging_hooks
 from lightning_shard.checkpoint.files.location import location
-from lightning_shard.cluster.traces import user_frame
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED
 from lightning_shard.errors import ConfigurationError, PrecisionError
@@ -92,35 +89,6 @@ def _is_default(scaler: Any) -> bool:
     # torch switches one for CUDA off on a machine without it.
     default = torch.amp.GradScaler("cpu", enabled=scaler.is_enabled() or torch.cuda.is_available())
     return scaler.state_dict() == default.state_dict()
-
-
-def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> None:
-    """Lightning's ``setup``; what ``configure_optimizers`` may not return is a ConfigurationError that names it."""
-    try:
-        setup(trainer)
-    except (KeyError, MisconfigurationException) as error:
-        # Raised by Lightning itself, and not in the user's configure_optimizers.
-        if user_frame(error) is not None:
-            raise
-        if error.args == ("optimizer",):
-            found = 'a mapping without "optimizer"'
-        elif str(error).startswith("Unknown configuration for model optimizers"):
-            raised_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-            found = _shown(raised_in.f_locals.get("optim_conf"))
-        else:
-            raise
-        place = _place(type(trainer.lightning_module).configure_optimizers)
-        raise ConfigurationError(
-            f"configure_optimizers returned {found}. Return an optimizer, a list of them, two lists, of optimizers and "
-            f'of their schedulers, or {{"optimizer": ..., "lr_scheduler": ...}} ({place}).'
-        ) from error
-
-
-def _shown(value: Any) -> str:
-    """What a value is, without its contents."""
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {' and '.join(map(_shown, value)) or 'nothing'}"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 _BATCH_SIZE_FINDER = (
@@ -193,10 +161,10 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
     on every rank, which names the ``run``.
     """
     for callback in callbacks.callbacks(trainer):
-        if isinstance(callback, BaseFinetuning) and not engine.follows_freezing and _thaws(callback, trainer):
+        if isinstance(callback, BaseFinetuning) and not engine.follows_freezing:
             raise ConfigurationError(
-                f"{type(callback).__name__} thaws parameters during the fit, but {run} steps those that are trainable "
-                "when it begins. Use shard_fsdp or shard_ddp, or freeze before the fit and remove the callback."
+                f"{type(callback).__name__} freezes and thaws parameters, but {run} steps those that are trainable "
+                "when the fit begins. Use shard_fsdp or shard_ddp, or freeze in configure_model without the callback."
             )
         if not isinstance(callback, ModelPruning):
             continue
@@ -223,17 +191,6 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
                 "copies the whole module, and averages lie in shards here. Put it into another hook, such as "
                 "on_fit_start."
             )
-
-
-def _thaws(callback: BaseFinetuning, trainer: Trainer) -> bool:
-    """Whether it thaws in this fit, and does not only freeze before; what is found out later the engine refuses."""
-    own = type(callback).finetune_function
-    if isinstance(callback, BackboneFinetuning) and own is BackboneFinetuning.finetune_function:
-        epochs = trainer.max_epochs
-        return epochs in (None, -1) or callback.unfreeze_backbone_at_epoch < epochs
-    return not {"unfreeze_and_add_param_group", "make_trainable", "requires_grad_", "unfreeze"}.isdisjoint(
-        own.__code__.co_names
-    )
 
 
 def refuse_sync_batchnorm(layer_sync: object | None, device: torch.device) -> None:
@@ -277,15 +234,6 @@ _MORE = {
     MIXED: "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed "
     'with plain tensors. Use full_tensor(trainer, name) and set_full_tensor, with the kind "gradient" for gradients, '
     "or keep averages in parameters without gradients, which are sharded too; or use shard_ddp in '32-true'.",
-    "Expected more than 1 value per channel when training": "A BatchNorm takes the variance of what its own process "
-    "has of a batch, which needs two samples or more. Set batch_size, which is by process, to 2 or more, and "
-    "drop_last=True in the DataLoader if its last batch has one sample; or use GroupNorm, which takes each by itself.",
-    "Trying to backward through the graph a second time": "Lightning calls backward on what training_step returns: "
-    "call neither backward nor an optimizer's step there, or set self.automatic_optimization = False in __init__. Of "
-    "what is kept from an earlier batch, keep its .detach().",
-    "cannot pickle 'torch._C._distributed_c10d.ProcessGroup'": "A module is copied or pickled whose parameters "
-    "ZeRO-3 has sharded: they hold their process groups. Copy it before, in __init__, setup or configure_model, or let "
-    "EMAWeightAveraging keep averages; save by trainer.save_checkpoint.",
     "Torch not compiled with CUDA enabled": "Batches, parameters and buffers come on the run's device: leave .cuda() "
     "out, and make further tensors with device=self.device.",
 }
@@ -301,23 +249,13 @@ _CAST = (
     "forward makes are not, and some operators take no 16 bits. Cast these in forward to the dtype of what they meet "
     "(self.buffer.to(x.dtype)), compute in .float(), set autocast: true, or use precision '32-true'."
 )
-_NO_GRADIENT = (
-    "A parameter's .grad is None where no backward pass reached it, and under ZeRO always: gradients lie in its own "
-    'partitions. Between backward and the step read them with full_tensor(trainer, name, "gradient") and change them '
-    "with set_full_tensor, in on_before_optimizer_step or the manual step; or use shard_ddp."
-)
 
 
 def explain(error: BaseException, memory: Memory | None) -> None:
     """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do."""
     explain_out_of_memory(error, memory)
     for said, more in _MORE.items():
-        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError) and said in str(error):
+        if isinstance(error, RuntimeError | AssertionError) and said in str(error):
             append_to_message(error, more)
     if isinstance(error, RuntimeError | ValueError) and _SIXTEEN_BITS.search(str(error)):
         append_to_message(error, _CAST)
-    if isinstance(error, AttributeError) and str(error).startswith("'NoneType' object has no attribute"):
-        # It says nothing of what is None; the line does.
-        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
-        if ".grad" in line:
-            append_to_message(error, _NO_GRADIENT)

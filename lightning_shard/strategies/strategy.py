@@ -227,7 +227,7 @@ class ShardStrategy(ParallelStrategy):
         self.precision_plugin.connect_engine(engine, run, module, self._settings)
         self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
         if self._fits:
-            refusals.set_up_optimizers(self.setup_optimizers, trainer)
+            self.setup_optimizers(trainer)
             self._engage(trainer, engine)
         elif not parts.fit.keeps_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()

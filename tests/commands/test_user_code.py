@@ -53,26 +53,17 @@ class Returns(BoringModel):
 
     def training_step(self, batch, batch_idx):
         output = self.layer(batch)
-        if self.what == "backward":
-            output = output.square()
-            output.sum().backward()
         if self.what == "cuda":
             raise AssertionError("Torch not compiled with CUDA enabled")
         return {
             "float": 3.5, "vector": output.sum(0), "detached": output.sum().detach(), "integer": output.sum().long(),
-            "key": {"los": output.sum()}, "backward": output.sum(), "nan": output.sum() * float("nan"),
+            "key": {"los": output.sum()}, "nan": output.sum() * float("nan"),
         }[self.what] if self.what != "memory" else output.new_empty(1 << 60)
 
     def configure_optimizers(self):
         if self.what == "empty":
             return torch.optim.SGD([], lr=0.1)
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return {"optimizer": {"optim": 1}, "pair": (optimizer, 3), "class": torch.optim.SGD}.get(self.what, optimizer)
-
-class Normalizes(BoringModel):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(32), self.layer)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 class NoBatch(BoringDataModule):
     def train_dataloader(self):
@@ -123,9 +114,6 @@ RETURNS = ["--trainer.strategy", "shard_fsdp", "--model", "usercode.Returns", "-
         ([*RETURNS, "detached"], ["a loss without a gradient (detached"]),
         ([*RETURNS, "integer"], ["a loss without a gradient (an integer)"]),
         ([*RETURNS, "key"], ["a mapping of los", 'name the loss "loss"']),
-        ([*RETURNS, "class"], ["configure_optimizers returned the class SGD. Return an optimizer, a list"]),
-        ([*RETURNS, "pair"], ["configure_optimizers returned a tuple of a SGD and a int"]),
-        ([*RETURNS, "optimizer"], ['a mapping without "optimizer"', '"lr_scheduler": ...}']),
     ],
 )
 def test_a_mistake_in_user_code_says_where(
@@ -152,11 +140,6 @@ def test_weights_that_became_nan_are_told_of(command: Callable[..., ShardCLI]) -
     ("arguments", "says"),
     [
         ([*RETURNS, "memory"], r"can't allocate memory(.|\n)*What holds less(.|\n)*: units(.|\n)*plan --compare"),
-        ([*RETURNS[:3], "usercode.Normalizes"], r"Size\(\[1, 32\]\)\nA BatchNorm(.|\n)*batch_size(.|\n)*drop_last"),
-        (
-            [*RETURNS, "backward"],
-            r"a second time(.|\n)*\nLightning calls backward(.|\n)*automatic_optimization = False",
-        ),
         ([*RETURNS, "cuda"], r"with CUDA enabled\n(.|\n)*leave .cuda\(\) out"),
     ],
 )
@@ -164,6 +147,6 @@ def test_what_torch_says_in_a_step_is_told_what_to_do(
     arguments: list[str], says: str, command: Callable[..., ShardCLI]
 ) -> None:
     write_config("usercode.py", USER_CODE)
-    with pytest.raises((RuntimeError, ValueError, AssertionError), match=says):
+    with pytest.raises((RuntimeError, AssertionError), match=says):
         command("fit", "--config", "base.yaml", *arguments)
     sys.modules.pop("usercode")

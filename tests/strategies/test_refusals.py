@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -73,22 +71,3 @@ def test_dtypes_that_do_not_meet_are_told_what_is_cast(compute: Any) -> None:
         compute(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2))
     explain(caught.value, None)
     assert "buffers and tensors that forward makes are not" in str(caught.value)
-
-
-def test_a_gradient_that_is_none_is_told_where_it_lies() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(AttributeError) as caught:
-        torch.stack([p.grad.norm() for p in [parameter]])  # type: ignore[union-attr]
-    explain(caught.value, None)
-    assert 'full_tensor(trainer, name, "gradient")' in str(caught.value)
-    with pytest.raises(AttributeError) as caught:
-        parameter.names.x  # type: ignore[attr-defined]  # noqa: B018
-    explain(caught.value, None)
-    assert "full_tensor" not in str(caught.value)
-
-
-def test_a_copy_of_what_zero_has_sharded_is_told_what_to_copy() -> None:
-    with pytest.raises(TypeError) as caught:
-        copy.deepcopy(dist.ProcessGroup(0, 1))
-    explain(caught.value, None)
-    assert "Copy it before, in __init__, setup or configure_model" in str(caught.value)

@@ -102,7 +102,7 @@ def _finetunes(strategy: str, kind: type[Backbone]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "kind", "said"),
     [
-        ("shard_deepspeed_stage_1", Backbone, "Refreezing thaws parameters during the fit, but ShardDeepSpeedStrategy"),
+        ("shard_deepspeed_stage_1", Backbone, "Refreezing freezes and thaws parameters, but ShardDeepSpeedStrategy"),
         ("shard_fsdp", Moments, "add_param_group is called in a fit, but ShardFSDPStrategy steps"),
     ],
 )
@@ -110,38 +110,6 @@ def test_thawing_where_an_engine_can_not_follow_is_refused(strategy: str, kind: 
     for error, message in run_distributed(refusal, 2, _finetunes, strategy, kind):
         assert error == "ConfigurationError"
         assert said in message
-
-
-class FreezesAlone(Refreezing):
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        pass
-
-
-def _frozen_before(strategy: str, callback: Any) -> dict[str, Tensor]:
-    pl.seed_everything(1, verbose=False)
-    module = Backbone()
-    quiet_trainer(strategy=strategy, max_epochs=2, callbacks=[callback]).fit(module, data())
-    return module.epochs[-1]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "callback"),
-    sampled(
-        [
-            ("shard_deepspeed_stage_1", FreezesAlone()),
-            ("shard_deepspeed_stage_3", FreezesAlone()),
-            ("shard_deepspeed_stage_2", BackboneFinetuning(unfreeze_backbone_at_epoch=2)),
-        ],
-        0,
-    ),
-)
-def test_a_callback_that_freezes_before_the_fit_alone_runs_where_an_engine_can_not_follow(
-    strategy: str, callback: Any
-) -> None:
-    found, _ = run_distributed(_frozen_before, 2, strategy, callback)
-    expected, _ = run_distributed(_frozen_before, 2, "shard_ddp", callback)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 class Thawed(Refreezing):
