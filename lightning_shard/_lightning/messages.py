@@ -5,12 +5,8 @@ import logging
 import warnings
 from functools import cache
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero
-from lightning.pytorch.utilities.compile import to_uncompiled
-
-from lightning_shard.errors import ConfigurationError
 
 # Of the two packages of Lightning the one that was imported last speaks for both.
 _LOGGERS = [logging.getLogger(name) for name in (rank_zero.__name__, "pytorch_lightning.utilities.rank_zero")]
@@ -25,25 +21,6 @@ def leave_out_noise() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # Lightning says so wherever there is a SLURM; `check_launch` looks at what a job asked for.
     warnings.filterwarnings("ignore", message=r"The `srun` command is available on your system but is not used")
-
-
-class Uncompiled:
-    """Refuses, as a strategy's ``_lightning_module``, a module that is compiled whole, before Lightning advises."""
-
-    def __get__(self, strategy: Strategy | None, owner: type[Strategy]) -> LightningModule | None:
-        return vars(strategy).get("_lightning_module") if strategy is not None else None
-
-    def __set__(self, strategy: Strategy, module: LightningModule | None) -> None:
-        try:
-            to_uncompiled(module)  # type: ignore[arg-type]
-        except ValueError:  # It was not compiled, or there is none.
-            vars(strategy)["_lightning_module"] = module
-            return
-        raise ConfigurationError(
-            f"The Trainer was given torch.compile({type(module).__name__}(...)). The strategies here compile the shard "
-            "units, inside of what the engine does at each: pass the module itself, with `compile: true` of the "
-            "strategy; or compile submodules in configure_model."
-        )
 
 
 @cache

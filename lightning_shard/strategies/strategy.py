@@ -67,7 +67,6 @@ class ShardStrategy(ParallelStrategy):
         self._engine: Engine | None = None
 
     _start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
-    _lightning_module = messages.Uncompiled()
     is_distributed = property(refusals.is_distributed)
     restore_checkpoint_after_setup = True  # into the parameters that the engine left
 
