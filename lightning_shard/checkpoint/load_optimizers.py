@@ -118,25 +118,13 @@ def plan_optimizers(
         else:
             taken = _plan_groups(plan, live, source)
             match.unexpected.extend(sorted(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
-        if configured and plan.overridden and (lacking := _lacking(plan.optimizers[index], source)):
-            match.problems.append(
-                f"optimizer {index} needs {', '.join(lacking)} with the hyperparameters as configured, and it was "
-                "saved without: take the checkpoint's hyperparameters, or configure those"
-            )
     return plan
-
-
-def _lacking(optimizer: Optimizer, source: _Saved) -> list[str]:
-    """Slots that a step of ``optimizer`` makes with its own settings, and that saved state does not have."""
-    known = {slot for slots in (*source.keys.values(), *source.values.values()) for slot in slots}
-    small = optimizer_state.state_of_small(optimizer, torch.zeros(2)) if known else None
-    return sorted(plain_slots(small[0]).keys() - known) if small else []
 
 
 def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> set[str]:
     """Plan the groups of an optimizer; returns the names of the saved parameters that go somewhere."""
     taken: set[str] = set()
-    origins: dict[int, int] = {}
+    used: set[int] = set()  # Of the saved groups.
     for position, group in enumerate(live):
         stored = {fqn: source.name_of(fqn) for fqn in group.names}
         found = {fqn: name for fqn, name in stored.items() if name is not None}
@@ -145,14 +133,15 @@ def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> 
         for part in group.stepped:
             _plan_slots(plan, part, group, found, source)
         sources = {id(source.groups[name]): source.groups[name] for name in found.values()}
-        _plan_group(plan, position, group.settings, list(sources.values()), source)
-        for source_id in sources:
-            first = origins.setdefault(source_id, position)
-            if differing := _differing(live[first].settings, group.settings):
-                source.match.problems.append(
-                    f"groups {first} and {position} of optimizer {source.index} were one group, but have different "
-                    f"{', '.join(differing)} here: give both the same, or the groups that were saved"
-                )
+        if len(sources) > 1 or used & sources.keys():
+            saved = "several groups" if len(sources) > 1 else "a group that is several here"
+            source.match.problems.append(
+                f"group {position} of optimizer {source.index} has parameters of {saved}, as they were saved: give the "
+                "groups that were saved, or begin anew from the weights alone (load_from_checkpoint)"
+            )
+        for saved_group in sources.values():
+            _plan_group(plan, position, group.settings, saved_group, source)
+        used |= sources.keys()
     return taken
 
 
@@ -255,28 +244,20 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(k for k in compared if not _equal(one[began.get(k, k)], other[began.get(k, k)]))
 
 
-def _plan_group(plan: OptimizerPlan, number: int, group: dict[str, Any], sources: list[Values], source: _Saved) -> None:
-    values = [optimizer_state.hyperparameters(saved) for saved in sources]
-    for other in values[1:]:
-        if differing := [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]:
-            source.match.problems.append(
-                f"group {number} of optimizer {source.index} joins parameters that were saved in groups "
-                f"with different {', '.join(sorted(differing))}"
-            )
-            return
-    if values:
-        saved, differing = values[0], _differing(group, values[0])
-        kept = {name: group[name] for name in differing}
-        if "lr" in kept and saved.get("initial_lr"):
-            # A schedule goes on from where it is, from the configured beginning.
-            kept["initial_lr"] = group["initial_lr"] if "initial_lr" in group else group["lr"]
-            kept["lr"] = kept["initial_lr"] * (saved["lr"] / saved["initial_lr"])
-        winner, other = ({**saved, **kept}, saved) if plan.configured else (saved, group)
-        plan.groups.append((group, winner))
-        plan.overridden.extend(
-            f"{name} of group {number} of optimizer {source.index} is {_shown(winner[name])}, not {_shown(other[name])}"
-            for name in differing
-        )
+def _plan_group(plan: OptimizerPlan, number: int, group: dict[str, Any], described: Values, source: _Saved) -> None:
+    saved = optimizer_state.hyperparameters(described)
+    differing = _differing(group, saved)
+    kept = {name: group[name] for name in differing}
+    if "lr" in kept and saved.get("initial_lr"):
+        # A schedule goes on from where it is, from the configured beginning.
+        kept["initial_lr"] = group["initial_lr"] if "initial_lr" in group else group["lr"]
+        kept["lr"] = kept["initial_lr"] * (saved["lr"] / saved["initial_lr"])
+    winner, other = ({**saved, **kept}, saved) if plan.configured else (saved, group)
+    plan.groups.append((group, winner))
+    plan.overridden.extend(
+        f"{name} of group {number} of optimizer {source.index} is {_shown(winner[name])}, not {_shown(other[name])}"
+        for name in differing
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:

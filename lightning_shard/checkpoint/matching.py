@@ -128,9 +128,6 @@ def further_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
     return further
 
 
-_KERNELS = {name: {"Adam", "AdamW"} for name in ("DeepSpeedCPUAdam", "FusedAdam")}
-"""Names in older checkpoints, which do not say which of two classes in torch computes the same."""
-
 _RULES = {"betas", "momentum", "alpha", "rho", "lambd", "etas", "step_sizes"}
 """Hyperparameters by which kinds of optimizers differ."""
 
@@ -148,7 +145,7 @@ def other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[s
         mro = [cls.__name__ for cls in type(optimizer).__mro__]
         # A class of the user's may stand for the one of torch that it is made from.
         torchs = next(n for n, cls in enumerate(type(optimizer).__mro__) if cls.__module__.startswith("torch.optim"))
-        if {saved, *_KERNELS.get(saved, ())} & {here, *mro[: torchs + 1]}:
+        if saved in {here, *mro[: torchs + 1]}:
             return None
     return (
         f"was {saved} and is {here} here: build the optimizer that was saved, or begin anew from the weights alone "

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_shard.checkpoint.files.layout import RUN_STATE
-from lightning_shard.ranks import warn_on_first_rank
+from lightning_shard.errors import CheckpointMismatchError
 
 SCHEDULES = "schedules"
 """Where a run's state says of which classes its schedulers are."""
@@ -21,24 +21,19 @@ def kinds_of(schedules: Sequence[Any]) -> list[str]:
 
 
 def settle_schedules(schedules: Sequence[Any], state: Mapping[str, Any], *, configured: bool) -> list[str]:
-    """Put the winner's settings of schedulers into ``state``, which Lightning loads; what differed, in words."""
+    """Put the winner's settings of schedulers into ``state``, which Lightning loads; what differed, in words.
+    CheckpointMismatchError: schedules of other classes were saved.
+    """
     differed = []
     here = kinds_of(schedules)
     saved_as = state.get(RUN_STATE, {}).get(SCHEDULES, here)
-    if saved_as != here:
+    if saved_as != here and state.get("lr_schedulers"):
         was, now = (", ".join(names) or "none" for names in (saved_as, here))
-        warn_on_first_rank(
-            f"The learning rate's schedules were {was} when the checkpoint was saved, and are {now} here. One in the "
-            "place of another goes on from its number of steps and its learning rate, by its own rule and settings."
+        raise CheckpointMismatchError(
+            f"the learning rate's schedules were {was} when the checkpoint was saved, and are {now} here: build those "
+            "that were saved, or begin these anew with checkpoint['lr_schedulers'] = [] in on_load_checkpoint"
         )
     for number, (schedule, saved) in enumerate(zip(schedules, state.get("lr_schedulers", []), strict=False)):
-        if here[number] != [*saved_as, *here][number]:
-            if _is_torchs(schedule.scheduler):  # another may have any state
-                own = schedule.scheduler.state_dict()
-                kept = {name: saved[name] for name in saved.keys() & own & {"last_epoch", "_step_count", "_last_lr"}}
-                saved.clear()
-                saved.update({**own, **kept})
-            continue
         for name, there, live in list(differing(schedule.scheduler, saved)):
             winner, other = (live, there) if configured else (there, live)
             # Rates at the beginning are those of the groups.
@@ -48,13 +43,9 @@ def settle_schedules(schedules: Sequence[Any], state: Mapping[str, Any], *, conf
     return differed
 
 
-def _is_torchs(scheduler: Any) -> bool:
-    return type(scheduler).__module__ == "torch.optim.lr_scheduler"
-
-
 def differing(scheduler: Any, saved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Each setting of a torch scheduler, or one inside of it, that ``saved`` has not: name, saved and live state."""
-    if _is_torchs(scheduler):
+    if type(scheduler).__module__ == "torch.optim.lr_scheduler":
         yield from _differing(saved, scheduler.state_dict())
 
 

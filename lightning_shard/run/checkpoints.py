@@ -317,6 +317,9 @@ class Checkpoints(CheckpointIO):
         if hooked is not None and state.get(layout.OPTIMIZER_STATES):
             optimizers = optimizers and bool(hooked.get(layout.OPTIMIZER_STATES))
         try:
+            # Steps that leave nothing, after which a checkpoint of before them is loaded, are made without schedules.
+            settled = optimizers and begins and not self._loading.path.name.startswith(".trial_")
+            schedulers = settle_schedules(schedules, hooked or state, configured=configured) if settled else []
             if hooked is not None and _follows_names(self.module):
                 edited, strict = follow_names(self.module, self._loading.manifest, hooked["state_dict"], strict=strict)
             report = load.load_training_state(
@@ -337,7 +340,6 @@ class Checkpoints(CheckpointIO):
                 self._loading.directory.close()  # an error's frames keep it, and what is read is not removed
             self._loading = None
             self.remove_converted()
-        schedulers = settle_schedules(schedules, state, configured=configured) if optimizers else []
         _warn_of(report, [*report.overridden, *schedulers] if begins else [], strict=strict, configured=configured)
         self._engine.publish()
         if self.averaging is not None:

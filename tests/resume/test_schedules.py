@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from torch.optim import lr_scheduler
 
-from lightning_shard import ShardDDPStrategy
+from lightning_shard import CheckpointMismatchError, ShardDDPStrategy
 from lightning_shard.checkpoint.schedules import differing
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -71,8 +71,14 @@ def _runs() -> list[Any]:
     _fit("shard_ddp", 0.5, 0.5, 2)
     configured = ShardDDPStrategy(resume_hyperparameters="configuration")
     resumed = [(strategy, 0.25, 0.75) for strategy in ("shard_ddp", configured)]
-    other = ("shard_ddp", 0.5, lambda steps: 0.5 / (1 + steps))
-    return [_fit(*settings, 3, "a.ckpt") for settings in [("shard_ddp", 0.5, 0.5), *resumed, other]]
+    found = [_fit(*settings, 3, "a.ckpt") for settings in [("shard_ddp", 0.5, 0.5), *resumed]]
+    other = ("shard_ddp", 0.5, lambda steps: 0.5 / (1 + steps), 3, "a.ckpt")
+    with pytest.raises(CheckpointMismatchError, match=r"schedules were ExponentialLR when .* and are LambdaLR here"):
+        _fit(*other)
+    with pytest.MonkeyPatch.context() as patched:
+        hook = lambda _, checkpoint: checkpoint.update(lr_schedulers=[])  # noqa: E731
+        patched.setattr(Scheduled, "on_load_checkpoint", hook)
+        return [*found, _fit(*other)]
 
 
 def test_whose_win_is_said_and_can_be_chosen() -> None:
@@ -90,11 +96,8 @@ def test_whose_win_is_said_and_can_be_chosen() -> None:
         "The configuration's hyperparameters win: lr of group 0 of optimizer 0 is 0.0625, not 0.125; weight_decay of "
         "group 0 of optimizer 0 is 0.25, not 0.5; gamma of schedule 0 is 0.75, not 0.5 as in the checkpoint."
     ]
-    # Of another class at the third step.
-    assert other[:2] == (0.5 * 0.5 / 4, 0.5)
-    assert other[2][0].startswith(
-        "The learning rate's schedules were ExponentialLR when the checkpoint was saved, and are LambdaLR here."
-    )
+    # Of another class, which begins anew.
+    assert other[:2] == (0.5 * 0.5 / 2, 0.5)
 
 
 def _averaging() -> list[Any]:
