@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from lightning_shard.checkpoint.files.boxes import DecodedBoxes, encode_boxes
-from lightning_shard.checkpoint.files.manifest import _digest, read_manifest
+from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, _digest, read_manifest
 from lightning_shard.checkpoint.foreign.hugging_face import export
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
@@ -135,7 +134,7 @@ def records(value: Any) -> Any:
     return value
 
 
-def signed(path: Path, version: int = 6) -> None:
+def signed(path: Path, version: int = FORMAT_VERSION) -> None:
     """Make the manifest agree with the files, as who can write the directory may."""
     fields = json.loads((path / "manifest.json").read_text())
     fields.pop("digest")
@@ -169,19 +168,16 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
     elif kind == "metadata":
         tree = attributes(pickle.loads((path / ".metadata").read_bytes()))
         (path / ".metadata").write_bytes(pickle.dumps(records(mutated(draw, tree, VALUES))))
-        signed(path, version=2)
+        signed(path, version=1)
     elif kind == "boxes":
-        version = draw(st.sampled_from([5, 6]))
         found = DecodedBoxes((path / "boxes.bin").read_bytes(), read_manifest(path))
         tables = [found[key].rows.copy() for key in sorted(found)]
-        counts = np.array([len(rows) for rows in tables], dtype="<i8")
         for _ in range(draw(st.integers(1, 3))):
-            numbers = draw(st.sampled_from([*tables, counts] if version == 5 else tables)).reshape(-1)
+            numbers = draw(st.sampled_from(tables)).reshape(-1)
             at = draw(st.integers(0, len(numbers) - 1))
             numbers[at] = draw(st.sampled_from([-1, 0, 1, 7, numbers[at] ^ 1, *BIG[:3], -(2**63), 2**63 - 1]))
-        plain = b"".join(part.astype("<i8").tobytes() for part in (counts, *tables))
-        (path / "boxes.bin").write_bytes(encode_boxes(tables) if version == 6 else plain)
-        signed(path, version)
+        (path / "boxes.bin").write_bytes(encode_boxes(tables))
+        signed(path)
     elif kind in ("state", "own"):
         others = [value for value in VALUES if value is not DEEP] + [torch.ones(1).expand(2**40), torch.ones(2, 2)]
         if kind == "state":
@@ -194,7 +190,7 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
         file = path / draw(st.sampled_from(sorted(entry.name for entry in path.iterdir())))
         file.write_bytes(mangled(draw, file.read_bytes()))
         if file.name != "manifest.json":
-            signed(path, version=2 if file.name == ".metadata" else 6)
+            signed(path, version=1 if file.name == ".metadata" else FORMAT_VERSION)
     elif kind in ("pickle", "one file"):
         file = path / "trainer.pt" if kind == "pickle" else folder / "b.ckpt"
         method = draw(st.sampled_from([zipfile.ZIP_STORED] * 4 + [zipfile.ZIP_DEFLATED]))
@@ -272,7 +268,7 @@ def test_a_tensor_of_a_rank_that_repeats_its_values_is_refused(good: Path, tmp_p
     path = tmp_path / "a" / "a.ckpt"
     torch.save({**OWN, "rng": torch.ones(1).expand(2**40)}, made := io.BytesIO())
     ends_with(path / "__0_0.distcp", made.getvalue(), 0)
-    signed(path, version=7)
+    signed(path)
     with pytest.raises(CheckpointError, match="a tensor of many more"):
         with_own_states(open_checkpoint(path))
 

@@ -19,7 +19,7 @@ class _File:
 @dataclass
 class _Manifest:
     files: dict[str, Any]
-    format_version: int = 3
+    format_version: int = 8
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])

@@ -50,10 +50,10 @@ def fresh(value: float = 0.0) -> dict[str, torch.Tensor]:
 def forge(path: Path, name: str, data: bytes, **changes: Any) -> None:
     """Replace a file and make the manifest agree, as whoever can write the directory may.
 
-    ``.metadata`` is what checkpoints of format 2 are read by.
+    ``.metadata`` is what checkpoints of format 1 are read by.
     """
     if name == ".metadata":
-        changes["format_version"] = 2
+        changes["format_version"] = 1
     (path / name).write_bytes(data)
     manifest = read_manifest(path)
     entry = FileEntry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
@@ -261,11 +261,12 @@ def test_a_manifest_that_is_none(path, text):
     refused(path, "manifest.json is not a checkpoint's manifest")
 
 
-def test_a_newer_form_asks_for_an_upgrade(path):
-    newer = dataclasses.replace(read_manifest(path), format_version=FORMAT_VERSION + 1)
-    (path / "manifest.json").write_text(newer.to_json())
+@pytest.mark.parametrize(("version", "said"), [(FORMAT_VERSION + 1, "upgrade it"), (5, "no release wrote it")])
+def test_other_forms_are_refused_by_their_version(path, version, said):
+    other = dataclasses.replace(read_manifest(path), format_version=version)
+    (path / "manifest.json").write_text(other.to_json())
     with pytest.raises(
-        CheckpointError, match=f"version {FORMAT_VERSION + 1}; this lightning_shard reads up to {FORMAT_VERSION}: "
+        CheckpointError, match=f"version {version}; this lightning_shard reads 1 and {FORMAT_VERSION}: {said}"
     ):
         load_into(path, fresh())
 

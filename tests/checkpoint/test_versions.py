@@ -1,10 +1,9 @@
 """Directories of earlier format versions load bit by bit.
 
-In version 1 no map says what the keys of optimizer state are, in version 2 no ``boxes.bin`` where tensors lie; up to
-version 5 averages of weights and the gradients of a step so far came in, and ``boxes.bin`` was not compressed; up to
-version 6 ``trainer.pt`` had the states of all ranks, and up to version 7 the map named all keys.
+In version 1 no map says what the keys of optimizer state are and no ``boxes.bin`` where tensors lie; ``trainer.pt`` has
+the states of all ranks.
 ``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, the
-others by two under ``shard_fsdp``, each after three steps of `Saved`, from version 5 on after a batch of the fourth.
+present one by two under ``shard_fsdp``, each after three steps of `Saved`, the present one after a batch of the fourth.
 The ``.expected`` file beside each has the full tensors and optimizer state of that run, and by key what else it has.
 
 ``python -m tests.checkpoint.test_versions`` writes one of the present version.
@@ -119,17 +118,15 @@ def test_one_of_the_present_version_is_kept() -> None:
     assert read_manifest(FOLDER / f"version_{FORMAT_VERSION}/fsdp.ckpt").format_version == FORMAT_VERSION
 
 
-@pytest.mark.parametrize("version", [5, 6, 7, 8])
-def test_averages_and_gradients_are_those_that_were_saved(version: int) -> None:
+def test_averages_and_gradients_are_those_that_were_saved() -> None:
+    version = FORMAT_VERSION
     beside = torch.load(FOLDER / f"version_{version}/fsdp.expected", weights_only=True)["beside"]
     assert {key.partition(".")[0] for key in beside} == {"average", "gradient"}
     found = {key: tensor for key, tensor in stored(FOLDER / f"version_{version}/fsdp.ckpt").items() if key in beside}
     assert_equal(found, beside)
 
 
-@pytest.mark.parametrize(
-    "name", ["version_1/plain", "version_1/zero_2", *(f"version_{number}/fsdp" for number in (2, 5, 6, 7, 8))]
-)
+@pytest.mark.parametrize("name", ["version_1/plain", "version_1/zero_2", f"version_{FORMAT_VERSION}/fsdp"])
 def test_module_and_optimizer_are_those_that_were_saved(name: str) -> None:
     path = FOLDER / f"{name}.ckpt"
     assert f"version_{read_manifest(path).format_version}" == path.parent.name
@@ -176,9 +173,8 @@ def test_a_run_goes_on(strategy: str, ranks: int) -> None:
     assert run_distributed(_resume, ranks, strategy, "version_1/zero_2") == [(3, 4, [])] * ranks
 
 
-@pytest.mark.parametrize("version", [5, FORMAT_VERSION])
-def test_a_run_goes_on_in_the_middle_of_a_step(version: int) -> None:
-    arguments = ("shard_ddp", f"version_{version}/fsdp", 40)
+def test_a_run_goes_on_in_the_middle_of_a_step() -> None:
+    arguments = ("shard_ddp", f"version_{FORMAT_VERSION}/fsdp", 40)
     assert run_distributed(_resume, 2, *arguments, accumulate_grad_batches=2) == [(3, 4, [])] * 2
 
 

@@ -3,10 +3,10 @@
 64-bit integers, little endian: of each of the manifest's tensors, by sorted key, the number of its boxes and of their
 bytes here; then each tensor's boxes, compressed by zlib: a row for each (the number of its file among the sorted
 ``.distcp`` files, first byte and length there, offsets and sizes by dim), after the first as the difference to the one
-before, column by column. So 16,384 ranks' boxes take a byte or two each. Before format 6 the rows were as they are.
+before, column by column. So 16,384 ranks' boxes take a byte or two each.
 
 ``.metadata`` says the same to torch's tools, as objects that take 30 us for each box of all ranks. It is a pickle, and
-can name any function to call: torch's, and our own before format 3, is read by mapping the names that torch's own
+can name any function to call: torch's, and our own in format 1, is read by mapping the names that torch's own
 metadata has to inert records; every other name is refused. The records are checked against the manifest.
 """
 
@@ -135,18 +135,15 @@ class DecodedBoxes(Mapping[str, StoredBoxes]):
 
     def __init__(self, data: bytes, manifest: Manifest) -> None:
         """CheckpointCorruptError: ``data`` does not describe the manifest's tensors."""
-        self._manifest, self._compressed = manifest, manifest.format_version > 5
+        self._manifest = manifest
         self._files, self._sizes = data_files(manifest.files)
         self._tables: dict[str, tuple[memoryview, int]] = {}  # Of each tensor what is stored, and the number of boxes.
-        count_of, columns = len(manifest.tensors), 1 + self._compressed
-        numbers: Integers = np.frombuffer(data[: columns * 8 * count_of], dtype="<i8").reshape(count_of, columns)
+        numbers: Integers = np.frombuffer(data[: 16 * len(manifest.tensors)], dtype="<i8").reshape(-1, 2)
         at, most = numbers.nbytes, sum(self._sizes.tolist())
-        for key, (count, *length) in zip(sorted(manifest.tensors), numbers.tolist(), strict=True):
-            decoded = count * self._width(key) * 8
-            size = length[0] if length else decoded
+        for key, (count, size) in zip(sorted(manifest.tensors), numbers.tolist(), strict=True):
             if count < 1 or size < 0 or at + size > len(data):
                 raise CheckpointCorruptError(f"it ends before the boxes of {key} do")
-            if decoded > most:  # a box takes far more in its file
+            if count * self._width(key) * 8 > most:  # a box takes far more in its file
                 raise CheckpointCorruptError(f"{key} has {count} boxes, for which the files are too small")
             self._tables[key] = memoryview(data)[at : at + size], count
             at += size
@@ -158,9 +155,8 @@ class DecodedBoxes(Mapping[str, StoredBoxes]):
 
     def __getitem__(self, key: str) -> StoredBoxes:
         (data, count), width, entry = self._tables[key], self._width(key), self._manifest.tensors[key]
-        rows = self._columns(key, data, width, count).T if self._compressed else np.frombuffer(data, dtype="<i8")
-        table = rows.reshape(count, width)
-        boxes = StoredBoxes(shape=entry.shape, dtype=entry.dtype, rows=table, files=self._files)
+        rows = self._columns(key, data, width, count).T
+        boxes = StoredBoxes(shape=entry.shape, dtype=entry.dtype, rows=rows, files=self._files)
         return boxes.checked(key, self._sizes)
 
     @staticmethod
@@ -195,7 +191,7 @@ _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "Posi
 
 
 def read_boxes(directory: Directory, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> Mapping[str, StoredBoxes]:
-    """Key to where the tensor lies: by ``boxes.bin``, in older formats by ``.metadata``. ``share``: this rank and the
+    """Key to where the tensor lies: by ``boxes.bin``, in format 1 by ``.metadata``. ``share``: this rank and the
     number of ranks, each of which looks whether the boxes of its part of the tensors make them up.
     CheckpointCorruptError: a file that does not match its checksum, names a class that is not torch's metadata, or does
     not describe exactly the manifest's tensors in the manifest's files.
@@ -217,7 +213,7 @@ def read_boxes(directory: Directory, manifest: Manifest, share: tuple[int, int] 
 
 
 def boxes_file(manifest: Manifest) -> str:
-    return layout.BOXES if manifest.format_version > 2 else layout.METADATA
+    return layout.METADATA if manifest.format_version == 1 else layout.BOXES
 
 
 def parse_foreign_metadata(
@@ -245,8 +241,6 @@ class _Unpickler(pickle.Unpickler):
         self._known["torch", "Size"] = lambda sizes=(): tuple(sizes)
         self._known["torch.serialization", "_get_layout"] = lambda name: name
         self._known[_DCP, "_MEM_FORMAT_ENCODING"] = lambda code: code
-        # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as an attribute of it.
-        self._known["builtins", "getattr"] = lambda owner, name: name
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name; CheckpointCorruptError for a name that torch's metadata does not have."""

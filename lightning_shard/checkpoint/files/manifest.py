@@ -32,8 +32,8 @@ from lightning_shard.text import did_you_mean, listed
 
 FORMAT = "lightning_shard.checkpoint"
 FORMAT_VERSION = 8
-"""Version 1 had no ``slots``, 2 no ``boxes.bin``, 3 no averages, 4 no gradients, 5 no compressed ``boxes.bin``; up to 6
-``trainer.pt`` had the states of all ranks, up to 7 no arrays and plain containers, and ``slots`` was of all."""
+"""Version 1 had no ``slots`` and no ``boxes.bin``, and ``trainer.pt`` had the states of all ranks. Those between were
+never released."""
 
 _MOST_BYTES = 1 << 30
 _LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")
@@ -68,7 +68,7 @@ class Manifest:
     aliases: Mapping[str, str]  # Key of a tied name to the key under which its tensor is stored.
     slots: Mapping[str, layout.SlotName]  # Key of each tensor of optimizer state to what it is.
     files: Mapping[str, layout.FileEntry]  # Relative name to size and checksum, of every file but the manifest.
-    format_version: int = FORMAT_VERSION  # Readers refuse a version above their own.
+    format_version: int = FORMAT_VERSION  # Readers refuse others than version 1 and their own.
     # sha256 of the other fields in canonical JSON, which names this very checkpoint; empty before it is written.
     digest: str = ""
 
@@ -95,7 +95,7 @@ class Manifest:
     @staticmethod
     def from_json(text: str, where: str | os.PathLike[str] = layout.MANIFEST) -> Manifest:
         """The manifest in ``text``; ``where``: the file, in errors. CheckpointCorruptError: it is no manifest, was
-        changed, or names a file outside of the directory; CheckpointError: a newer version of this package wrote it.
+        changed, or names a file outside of the directory; CheckpointError: another version of this package wrote it.
         """
 
         def reason(error: Exception) -> str:
@@ -110,10 +110,10 @@ class Manifest:
             if digest != _digest(fields):
                 raise ValueError("its digest does not match its contents: it was changed after it was written")
             version = fields["format_version"]
-            if version > FORMAT_VERSION:
+            if version not in (1, FORMAT_VERSION):
+                todo = "upgrade it" if version > FORMAT_VERSION else "no release wrote it, convert it with what did"
                 raise errors.CheckpointError(
-                    f"{where} has format version {version}; this lightning_shard reads up to {FORMAT_VERSION}: "
-                    "upgrade it"
+                    f"{where} has format version {version}; this lightning_shard reads 1 and {FORMAT_VERSION}: {todo}"
                 )
             fields = _typed({**_MAY_LACK, **fields}, _FIELDS)
             if fields["world_size"] < 1:
@@ -167,7 +167,7 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 
 def _tensor_entry(value: Any) -> TensorEntry:
-    dtype, *shape = (value["dtype"], *value["shape"]) if isinstance(value, dict) else value  # up to version 7
+    dtype, *shape = (value["dtype"], *value["shape"]) if isinstance(value, dict) else value  # of version 1
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape} is not a list of sizes")
     return TensorEntry(tuple(shape), layout.torch_dtype(dtype))

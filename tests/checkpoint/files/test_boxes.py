@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,30 +31,16 @@ def tables(*rows: list[list[int]]) -> list[np.ndarray]:
     return [np.array(part, dtype=np.int64) for part in rows]
 
 
-def plain(*rows: list[list[int]]) -> bytes:
-    """The file before format 6."""
-    made = [np.array([len(part) for part in rows]), *tables(*rows)]
-    return b"".join(part.astype("<i8").tobytes() for part in made)
-
-
-def compressed(*rows: list[list[int]]) -> bytes:
-    return encode_boxes(tables(*rows))
-
-
-FORMS = pytest.mark.parametrize(("encode", "version"), [(plain, 5), (compressed, 6)], ids=["plain", "compressed"])
-
-
-@FORMS
-def test_each_rank_finds_its_boxes(encode: Callable[..., bytes], version: int) -> None:
-    found = replace(manifest(RANKS, TENSORS, (2 * RANKS, 8)), format_version=version)
+def test_each_rank_finds_its_boxes() -> None:
+    found = manifest(RANKS, TENSORS, (2 * RANKS, 8))
     rows = [[rank, 64 * (rank % 7), 64, 2 * rank, 0, 2, 8] for rank in range(RANKS)]
-    data = encode(*[rows] * TENSORS)
+    data = encode_boxes(tables(*[rows] * TENSORS))
     boxes = DecodedBoxes(data, found)
     mine = ChunkStorageMetadata(torch.Size((7, 0)), torch.Size((3, 8)))  # the second row of rank 3's, all of rank 4's
     expected = [(rows[3], [7, 0], [8, 8]), (rows[4], [8, 0], [10, 8])]
     assert [list(boxes[key].meeting(mine)) for key in found.tensors] == [expected] * TENSORS
     # What each rank reads of a box of each other rank: two bytes, not 56.
-    assert len(data) < 2 * RANKS * TENSORS or version == 5
+    assert len(data) < 2 * RANKS * TENSORS
 
 
 @pytest.mark.parametrize(
@@ -73,20 +57,18 @@ def test_each_rank_finds_its_boxes(encode: Callable[..., bytes], version: int) -
         ([1, 0, 64, 2**62, 0, 2**62, 8], "outside of its shape"),
     ],
 )
-@FORMS
-def test_boxes_that_are_not_the_tensor(encode: Callable[..., bytes], version: int, row: list[int], said: str) -> None:
-    data = encode([[0, 0, 64, 0, 0, 2, 8], row])
+def test_boxes_that_are_not_the_tensor(row: list[int], said: str) -> None:
+    data = encode_boxes(tables([[0, 0, 64, 0, 0, 2, 8], row]))
     with pytest.raises(CheckpointCorruptError, match=said):
-        DecodedBoxes(data, replace(manifest(2, 1, (4, 8)), format_version=version))["model.w000"].check_covered("w")
+        DecodedBoxes(data, manifest(2, 1, (4, 8)))["model.w000"].check_covered("w")
 
 
-@FORMS
 @pytest.mark.parametrize("change", [-1, 8, 56])
-def test_a_file_that_is_longer_or_shorter(encode: Callable[..., bytes], version: int, change: int) -> None:
-    data = encode([[0, 0, 64, 0, 0, 2, 8], [1, 0, 64, 2, 0, 2, 8]])
+def test_a_file_that_is_longer_or_shorter(change: int) -> None:
+    data = encode_boxes(tables([[0, 0, 64, 0, 0, 2, 8], [1, 0, 64, 2, 0, 2, 8]]))
     changed = data[:change] if change < 0 else data + np.zeros(change, dtype=np.uint8).tobytes()
     with pytest.raises((CheckpointCorruptError, ValueError)):
-        DecodedBoxes(changed, replace(manifest(2, 1, (4, 8)), format_version=version))
+        DecodedBoxes(changed, manifest(2, 1, (4, 8)))
 
 
 def test_a_small_file_does_not_become_a_large_table() -> None:
