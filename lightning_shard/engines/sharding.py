@@ -66,12 +66,12 @@ def shard_tree(
     transform()
     children = set(root.children())
 
-    def make(modules: tuple[nn.Module, ...], reshard: bool | int | None, compute: torch.dtype) -> None:
-        prepare(modules)
-        if isinstance(modules[0], FSDPModule):
+    def make(module: nn.Module, reshard: bool | int | None, compute: torch.dtype) -> None:
+        prepare(module)
+        if isinstance(module, FSDPModule):
             return
         apply(
-            modules[0] if len(modules) == 1 else list(modules),
+            module,
             reshard_after_forward=reshard,
             # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by
             # `install_casts`, which knows a batch's targets from a module's inputs.
@@ -80,15 +80,15 @@ def shard_tree(
         )
 
     for unit in found:
-        outermost = not run.automatic and children.issuperset(unit.modules)
+        outermost = not run.automatic and unit.module in children
         own = unit.rule.reshard_after_forward
         reshard = False if outermost else options.reshard_after_forward if own is None else own
-        make(unit.modules, reshard, dtypes[unit.modules[0]])
+        make(unit.module, reshard, dtypes[unit.module])
     # None: torch keeps the root gathered between forward and backward, whatever the units do.
-    make((root,), None, policy.compute)
+    make(root, None, policy.compute)
     # Read after it, because it replaces parameters.
     upcast = casting.cast_trainable_parameters(root, policy.master)
-    forward.gather_on_read(root, (module for unit in found if unit.apart for module in unit.modules))
+    forward.gather_on_read(root, (unit.module for unit in found if unit.apart))
     made = units_of(root)
     for module in made:
         vars(module)["__deepcopy__"] = partial(refusals.refuse_copy, strategy)
@@ -116,7 +116,7 @@ def _chosen_units(root: nn.Module, run: Run, spec: UnitSpec) -> list[Unit]:
             "units has entries with settings of their own, but configure_model applied fully_shard, whose units "
             "stay. Pass these settings there, or leave the sharding to the strategy."
         )
-    return [Unit(names=(fqn,), modules=(m,)) for fqn, m in reversed(sharded) if m is not root]
+    return [Unit(name=fqn, module=m) for fqn, m in reversed(sharded) if m is not root]
 
 
 def _cast(
@@ -131,12 +131,12 @@ def _cast(
     casting.round_scalars(root, policy.compute, own)
 
 
-def _preparation(materializer: Materializer, *, device: torch.device) -> Callable[[tuple[nn.Module, ...]], None]:
-    """A function that gives the modules below some tops, but for those done before, their device and full values."""
+def _preparation(materializer: Materializer, *, device: torch.device) -> Callable[[nn.Module], None]:
+    """A function that gives the modules from one on, but for those done before, their device and full values."""
     done: set[nn.Module] = set()
 
-    def prepare(tops: tuple[nn.Module, ...]) -> None:
-        inside = {m for top in tops for m in top.modules()} - done
+    def prepare(top: nn.Module) -> None:
+        inside = set(top.modules()) - done
         done.update(inside)
         modules = [m for m in materializer.fqns if m in inside]
         materializer.fill(modules)

@@ -33,7 +33,7 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
         return []
     if isinstance(spec, list):
         return of_classes(root, spec, "activation_checkpointing")
-    modules = [m for unit in units if not unit.apart for m in unit.modules]
+    modules = [unit.module for unit in units if not unit.apart]
     if not modules:
         raise WrappingError(
             "activation_checkpointing goes by shard units, but the model has none below its root. Name the classes "
@@ -64,7 +64,7 @@ def find_transforms(
     """Find what ``options`` change (WrappingError: nothing); the result does, and returns the undo of each in order."""
     spec = options.activation_checkpointing
     checkpointed = checkpointed_modules(root, units, spec)
-    compiled = [m for unit in units if not unit.apart for m in unit.modules] if options.compile else []
+    compiled = [unit.module for unit in units if not unit.apart] if options.compile else []
     if options.compile and not compiled:
         raise WrappingError(
             "compile goes by shard units, but the model has none below its root. Set units where the strategy has "

@@ -82,10 +82,10 @@ def unit_rules(spec: UnitSpec) -> tuple[UnitRule, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A set of modules whose parameters are gathered together; more than one only where they share parameters."""
+    """A module whose parameters are gathered together."""
 
-    names: tuple[str, ...]  # FQNs of the modules in the root.
-    modules: tuple[nn.Module, ...]
+    name: str  # FQN in the root.
+    module: nn.Module
     rule: UnitRule = field(default_factory=lambda: UnitRule(modules="auto"))  # What named them, for its settings.
     apart: bool = False  # An embedding or a head beside blocks, which is neither recomputed nor compiled.
 
@@ -95,21 +95,20 @@ def computes(units: Iterable[Unit], default: torch.dtype) -> dict[nn.Module, tor
     found: dict[nn.Module, torch.dtype] = {}
     for unit in units:
         dtype = DTYPES.get(unit.rule.compute or "", default)
-        found = {**{m: dtype for top in unit.modules for m in top.modules()}, **found}
+        found = {**dict.fromkeys(unit.module.modules(), dtype), **found}
     return found
 
 
 def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) -> list[Unit]:
     """The shard units below ``root``, inner before outer, in registration order. ``root``, not among them, takes every
-    parameter that no unit has. Each belongs to exactly one: modules that share one and lie side by side form a unit
-    together, an inner one is left to the outer one that shares it, and what is shared with a module outside is the
-    root's.
+    parameter that no unit has. Each belongs to exactly one: a module that shares one with a module outside of it is no
+    unit, and what it has is of the unit around it, or of the root.
 
     ``spec``: "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
     ``Sequential``, and what is `_apart` of them; a number: the smallest modules with at least that many parameters
     which no inner unit has taken; a list: classes and rules, of which the first that names a module counts.
     ``with_children``: each child of ``root`` too. WrappingError: a name that matches nothing or is no class to shard,
-    or settings that a unit can't have because it shares parameters with what has others.
+    or settings for a module that shares parameters.
     """
     chosen: dict[nn.Module, UnitRule] = {}
     for rule in unit_rules(spec):
@@ -120,22 +119,13 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
     if with_children:
         chosen = {**dict.fromkeys(_nearest_with_forward(root), UnitRule(modules="auto")), **chosen}
     below = {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)}
-    settled = [(names, tuple(below[fqn] for fqn in names)) for names in _settle_shared(root, below)]
-    found = [
-        Unit(names=tuple(names), modules=modules, rule=chosen[modules[0]], apart=modules[0] in apart)
-        for names, modules in settled
-    ]
-    kept = {m: unit.rule for unit in found for m in unit.modules}
-    for fqn, module in below.items():
-        own = chosen[module]
-        if kept.get(module, UnitRule(modules="auto")) == own:
-            continue
-        if own.special or (module in kept and kept[module].special):
-            raise WrappingError(
-                f"units gives {fqn} settings of its own, but it shares parameters with modules that have others, which "
-                "are gathered with it. Give all of them the same, or none."
-            )
-    return found
+    settled = _settle_shared(root, below)
+    if lost := [fqn for fqn, module in below.items() if fqn not in settled and chosen[module].special]:
+        raise WrappingError(
+            f"units gives {lost[0]} settings of its own, but it shares parameters with a module outside of it, and "
+            "so is no unit. Leave it out, or give the settings to the module that has both."
+        )
+    return [Unit(name=fqn, module=m, rule=chosen[m], apart=m in apart) for fqn, m in settled.items()]
 
 
 def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.Module]:
@@ -291,46 +281,20 @@ def _nearest_with_forward(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[list[str]]:
-    """FQNs by unit, out of ``modules``, such that every parameter has one home; see `find_units`."""
+def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of ``modules`` by which every parameter has one home; see `find_units`."""
     units = dict(modules)
     while True:
-        groups: dict[str, set[str]] = {fqn: {fqn} for fqn in units}
         dropped: set[str] = set()
         for homes in _homes(root, units).values():
-            if "" in homes:
-                dropped |= homes - {""}
-                continue
-            together = set().union(*(groups[fqn] for fqn in homes))
-            groups.update(dict.fromkeys(together, together))
-        for group in groups.values():
-            dropped |= {f for f in group if any(units[f] in _inside(units[other]) for other in group - {f})}
-        ordered = [] if dropped else _inner_first(units, groups, dropped)
+            if len(homes) > 1:
+                own = homes - {""}
+                inner = {fqn for fqn in own if any(units[fqn] in _inside(units[other]) for other in own)}
+                dropped |= inner or own
         if not dropped:
-            return ordered
-        # A dropped unit's parameters move to the next unit around it, which may bring new neighbours together.
+            return units
+        # A dropped one's parameters move to the next unit around it, which may share them.
         units = {fqn: module for fqn, module in units.items() if fqn not in dropped}
-
-
-def _inner_first(units: dict[str, nn.Module], groups: dict[str, set[str]], dropped: set[str]) -> list[list[str]]:
-    """The groups, each after those inside of it; of two that are in each other the inner modules are ``dropped``."""
-    remaining: list[list[str]] = []
-    for fqn in units:
-        group = [f for f in units if f in groups[fqn]] if len(groups[fqn]) > 1 else [fqn]
-        if fqn == group[0]:
-            remaining.append(group)
-    below = {fqn: _inside(module) for fqn, module in units.items()}
-    inside = {fqn: {f for f, module in units.items() if module in below[fqn]} for fqn in units}
-    ordered: list[list[str]] = []
-    while remaining:
-        waiting = {fqn for group in remaining for fqn in group}
-        ready = [g for g in remaining if not any(inside[fqn] & (waiting - set(g)) for fqn in g)]
-        if not ready:
-            dropped.update(*(inside[fqn] & waiting for fqn in waiting))
-            return []
-        ordered.append(ready[0])
-        remaining.remove(ready[0])
-    return ordered
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:

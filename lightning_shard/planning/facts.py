@@ -85,7 +85,7 @@ def model_facts(
     root: nn.Module, *, units: Sequence[Unit] = (), unsharded: Iterable[Tensor] = (), groups: Groups = ()
 ) -> ModelFacts:
     """The facts of a full module; ``unsharded``: parameters that FSDP leaves besides 0-d ones and metrics'."""
-    unit_of, rules = unit_names(units), {unit.names[0]: unit.rule for unit in units}
+    unit_of, rules = unit_names(units), {unit.name: unit.rule for unit in units}
     metrics = [module for module in root.modules() if isinstance(module, Metric)]
     ignored = {id(p) for p in unsharded} | {id(p) for metric in metrics for p in metric.parameters()}
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}

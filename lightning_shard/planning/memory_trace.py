@@ -117,9 +117,9 @@ class _UnitHooks:
         self.inside: list[str] = []
         self.complete: list[str] = []
         self.handles: list[Any] = []
-        for name, module in ((unit.names[0], module) for unit in units for module in unit.modules):
-            self.handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
-            self.handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
+        for unit in units:
+            self.handles.append(unit.module.register_forward_pre_hook(partial(self._enter, unit.name), prepend=True))
+            self.handles.append(unit.module.register_forward_hook(partial(self._leave, unit.name), always_call=True))
         self.missing: dict[str, set[int]] = defaultdict(set)
         self.parameters: dict[str, list[Tensor]] = defaultdict(list)
         unit_of = unit_names(units)
@@ -164,8 +164,7 @@ class _UnitHooks:
 
 def unit_names(units: Sequence[Unit]) -> dict[int, str]:
     """Parameters' ids to the name of the first shard unit that they are in."""
-    modules = [(unit.names[0], module) for unit in reversed(units) for module in unit.modules]
-    return {id(parameter): name for name, module in modules for parameter in module.parameters()}
+    return {id(parameter): unit.name for unit in reversed(units) for parameter in unit.module.parameters()}
 
 
 def cast_parameters(

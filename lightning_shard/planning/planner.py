@@ -126,7 +126,7 @@ class Planner:
 
     def _traced(self, candidate: Candidate) -> tuple[Trace, ...]:
         """The traces of a step at the batch and at twice the batch, which engines with the same units share."""
-        units = [(unit.names, unit.rule.compute) for unit in candidate.engine.units(self.module)]
+        units = [(unit.name, unit.rule.compute) for unit in candidate.engine.units(self.module)]
         key = repr((candidate.checkpointing, units, candidate.run.policy))
         if key not in self._traces and self.training_step is not None:
             size = batch_size_of(self.batch)
