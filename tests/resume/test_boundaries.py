@@ -235,9 +235,10 @@ def _counted(root: str, ckpt_path: str | None = None) -> tuple[list[float], list
     torch.manual_seed(3)
     saves = {"by_steps": {"every_n_train_steps": 1}, "by_validations": {"every_n_epochs": 1}}
     callbacks = [ModelCheckpoint(f"{root}/{n}", "{step}", save_top_k=-1, **kind) for n, kind in saves.items()]
+    callbacks = callbacks if ckpt_path is None else []
     trainer = quiet_trainer(
         strategy=ShardFSDPStrategy(), max_epochs=2, num_sanity_val_steps=0, val_check_interval=2,
-        enable_checkpointing=True, callbacks=callbacks,
+        enable_checkpointing=ckpt_path is None, callbacks=callbacks,
     )  # fmt: skip
     trainer.fit(module := Counting(), loader(count=16), loader(count=4, shuffle=False), ckpt_path=ckpt_path)
     return module.seen, module.losses
