@@ -251,7 +251,7 @@ class Epoch(Iterator[Any]):
     def draw(self) -> None:
         if self._left is not None:
             return
-        length, items = length_of(self._all), self._items or iter(self._all)
+        length, items = length_of(self._all), iter(self._all) if self._items is None else self._items
         if length is None or type(self._all) is SequentialSampler:
             deque(itertools.islice(items, self._start), maxlen=0)
             self._left = itertools.chain(list(itertools.islice(items, 1)), items)
