@@ -137,9 +137,9 @@ def load_training_state(
     tensor's average, if there are averages. ``configured``: optimizers keep hyperparameters that differ from the
     checkpoint's. ``averaged``: weights get their averages, if any. ``state``: what the module's own code made of names.
 
-    On every rank the same, before any value is changed (buffers may have been resized by the module's own code):
-    CheckpointMismatchError (missing, unexpected and reshaped keys together; with ``strict=False`` only reshaped keys,
-    and nothing that matches at all). While tensors are read: CheckpointCorruptError.
+    On every rank the same, before any value is changed: CheckpointMismatchError (missing, unexpected and reshaped keys
+    together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors are read:
+    CheckpointCorruptError.
     """
     ranks, found = Ranks.of(), checkpoint.manifest
     state = StateDict.of(found) if state is None else state
@@ -154,8 +154,7 @@ def load_training_state(
                 "Resume from another; or begin a new run with its weights: export them (lightning-shard checkpoint "
                 "export), for the callback PretrainedWeights."
             )
-        shapes = {name: state.shapes[key] for name, key in state.keys.items()}
-        names = optimizer_state.make_room(module, shapes, lambda name: full(state.keys[name]))
+        names = optimizer_state.sharded_names(module)
         wanted = {layout.MODEL_PREFIX: optimizer_state.live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)

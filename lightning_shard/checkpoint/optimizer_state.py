@@ -9,7 +9,6 @@ optimizer over a module's parameters says itself which it steps; of one over fla
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_shard.ranks import warn_on_first_rank
 from lightning_shard.resume.reachable import is_plain
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
-from lightning_shard.tensors.names import Names, fqns, persistent_buffers
+from lightning_shard.tensors.names import Names, fqns
 from lightning_shard.text import listed
 
 
@@ -88,24 +87,6 @@ def left_out(module: nn.Module, names: Names) -> set[str]:
     known = {name for key in found.keys() & stock.keys() for name in (names.unwrapped(key), names.of(stock[key]))}
     kept = {home for name, home in homes.items() if name in known}
     return {name for name, home in homes.items() if home not in kept}
-
-
-def make_room(module: nn.Module, stored: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> Names:
-    """Let the module's own code (``_load_from_state_dict``, hooks) make or resize buffers that are stored in another
-    shape. ``stored``: FQN to shape; ``read`` gives the tensor. Returns the module's `sharded_names` after it.
-    """
-    names, room, state = sharded_names(module), False, dict[str, Tensor]()
-    for key, name, live in persistent_buffers(module):
-        if name in stored:
-            # One that fits is there for what code may look for, and keeps its values for now.
-            if live is None or live.shape != stored[name]:
-                live, room = read(name), True
-            state[key] = live
-    if room:
-        with suppress(RuntimeError, LookupError):
-            module.load_state_dict(state, strict=False)
-        names = fqns(module)
-    return names
 
 
 # Non-tensor slots of one parameter, hyperparameters of one group: name to value.

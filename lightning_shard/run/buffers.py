@@ -12,14 +12,13 @@ OWN = "buffers"
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Copies on the host of the persistent buffers of ``module``, by key."""
-    found = {key: buffer for key, _, buffer in persistent_buffers(module) if buffer is not None}
-    return {key: buffer.detach().to("cpu", copy=True) for key, buffer in found.items()}
+    return {key: buffer.detach().to("cpu", copy=True) for key, buffer in persistent_buffers(module)}
 
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Write the values of ``saved``, by key, into the persistent buffers of ``module``."""
-    for key, _, buffer in persistent_buffers(module):
-        if buffer is not None and key in saved and saved[key].shape == buffer.shape:
+    for key, buffer in persistent_buffers(module):
+        if key in saved and saved[key].shape == buffer.shape:
             # Lest a backward pass that is to come take it for changed.
             buffer.data.copy_(saved[key])

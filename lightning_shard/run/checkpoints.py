@@ -219,7 +219,7 @@ class Checkpoints(CheckpointIO):
     def synchronize_buffers(self) -> None:
         """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
         self._settle()
-        broadcast_from_rank_0(dict.fromkeys(b for *_, b in persistent_buffers(self.module) if b is not None))
+        broadcast_from_rank_0(dict.fromkeys(buffer for _, buffer in persistent_buffers(self.module)))
 
     def _frozen(self, leave_out: set[str]) -> dict[str, Any]:
         """FQN to live tensor of each parameter that is not trained."""

@@ -117,12 +117,12 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**own, **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, str, Tensor | None]]:
-    """Each persistent buffer under each of its names: key in ``state_dict()``, FQN, value; None has none yet."""
-    for key, prefix, owner in _modules(module):
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each persistent buffer that has a value, under each of its keys in ``state_dict()``."""
+    for key, _, owner in _modules(module):
         for name, buffer in own_buffers(owner):
-            if is_persistent(owner, name):
-                yield key + name, prefix + name, buffer
+            if buffer is not None and is_persistent(owner, name):
+                yield key + name, buffer
 
 
 def own_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
