@@ -130,18 +130,12 @@ def order_warning(loader: Any) -> str | None:
         return None
     if has_state(loader):
         return None
-    dataset = getattr(loader, "dataset", loader)
-    name = type(dataset).__name__
-    if has_state(dataset):
-        return (
-            f"the state of {name} lives in the {loader.num_workers} worker processes of its DataLoader and can't be"
-            " read from here: on resume its order is not restored, it starts from its beginning. Set num_workers=0,"
-            " or use a loader with state_dict and load_state_dict (such as torchdata's StatefulDataLoader)."
-        )
+    name = type(getattr(loader, "dataset", loader)).__name__
     return (
-        f"{name} is iterable and has no state_dict(): on resume its order is not restored, it starts from its"
-        " beginning. Give the dataset or the loader state_dict() and load_state_dict() to go on where it was"
-        " (MosaicML's StreamingDataLoader and torchdata's StatefulDataLoader have them)."
+        f"{name} is iterable and has no state_dict(), or in worker processes alone: on resume its order is not"
+        " restored, it starts from its beginning. Give the loader, or with num_workers=0 the dataset, state_dict() and"
+        " load_state_dict() to go on where it was (MosaicML's StreamingDataLoader and torchdata's StatefulDataLoader"
+        " have them)."
     )
 
 
