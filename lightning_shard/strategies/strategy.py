@@ -50,7 +50,7 @@ class ShardStrategy(ParallelStrategy):
     def __init__(self, settings: CommonSettings) -> None:
         """Build the parts; nothing is touched before the Trainer sets the strategy up."""
         super().__init__()
-        messages.leave_out_amp_message(ShardStrategy)
+        messages.leave_out_noise()
         self._settings, self.num_nodes = settings, 1
         vars(self).update(vars(settings))
         own = {"configured": settings.resume_hyperparameters == "configuration", "save_frozen": settings.save_frozen}
