@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from datetime import timedelta
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -40,13 +39,6 @@ def checked(
                 if name not in known:
                     hint = foreign(name) or did_you_mean(name, known) + f" It takes: {', '.join(known)}."
                     raise error(f"{whose} has no argument {name!r}.{hint}")
-            by_place = [n for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-            if len(args) >= len(by_place):  # ``self`` is among these
-                kind, value = type(self).__name__, _shown(args[len(by_place) - 1])
-                raise error(
-                    f"{kind} takes its arguments by name, but {value} has none. Write {kind}(NAME={value}), where NAME "
-                    f"is one of {', '.join(known)}."
-                )
             bound = signature.bind(self, *args, **given)
             for name, value in bound.arguments.items():
                 if name != "self":
@@ -182,14 +174,6 @@ def _words(kind: Any) -> list[str]:
     return [_NAMED.get(origin, getattr(origin, "__name__", str(origin)))]
 
 
-def _takes(kind: Any, value: Any) -> bool:
-    try:
-        _converted(_members(kind), value)
-    except (_Mismatch, ConfigurationError):
-        return False
-    return True
-
-
 _NAMED: dict[Any, str] = {
     bool: "True or False", int: "an integer", float: "a number", str: "a string", type: "a class",
     dict: "a mapping", NoneType: "None", None: "None", Callable: "a function or its import path",
@@ -197,38 +181,10 @@ _NAMED: dict[Any, str] = {
 
 
 def _fix(kinds: Sequence[Any], value: Any, name: str) -> str:
-    """What to write, where that can be guessed."""
-    words = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-    groups = [fields(kind) for kind in kinds if is_dataclass(kind)]
-    listed = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
-    written: Any = None
+    """What to write, where that is plain."""
     if bool in kinds and str(value).lower() in _SWITCHES:
-        written = _SWITCHES[str(value).lower()]
-    elif value is False and NoneType in kinds:
-        return f" Write {name}=None."
-    elif isinstance(value, type) and value in kinds:
-        return f" Write {name}={value.__name__}()."
-    elif groups and isinstance(value, str | bool):
-        written = {groups[0][0].name: value} if isinstance(value, str) else {}
-    elif groups and isinstance(value, int | float):
-        if taking := " or ".join(field.name for field in groups[0] if _takes(field.type, value)):
-            return f" Write {name}={{NAME: {value!r}}}, where NAME is {taking}."
-    elif groups and isinstance(value, list | tuple) and len(value) == len(groups[0]):
-        written = dict(zip((field.name for field in groups[0]), value, strict=True))
-    elif tuple(kinds) == (bool,):
+        return f" Write {name}={_SWITCHES[str(value).lower()]}."
+    if tuple(kinds) == (bool,):
         return f" Write {name}=True to turn it on."
-    elif (value is True or value is None) and words:
-        written = words[0]
-    elif isinstance(value, float) and value.is_integer() and int in kinds:
-        written = int(value)
-    elif isinstance(value, timedelta) and float in kinds:
-        written = value.total_seconds()
-    elif listed and isinstance(value, type | Mapping):
-        written = [value.__name__ if isinstance(value, type) else value]
-    elif isinstance(text := _word(value), str):
-        if near := did_you_mean(text, words):
-            return near
-        if listed and words and text.islower():  # unlike a class
-            return f" Write {name}={words[0]!r}, or a list with names of classes."
-        return f" Write {name}=[{text!r}] for that name alone." if listed else ""
-    return "" if written is None else f" Write {name}={written!r}."
+    words = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
+    return did_you_mean(text, words) if isinstance(text := _word(value), str) else ""
