@@ -1,6 +1,5 @@
 """``lightning-shard checkpoint inspect|verify|convert|export|clean``: each command and its arguments."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -25,12 +24,12 @@ def parser() -> OptionsParser:
         add = commands.add_parser(name, description=text, help=text, allow_abbrev=False).add_argument
         add("path", help="a folder" if name == "clean" else "a checkpoint: a directory or a file")
         if name == "clean":
-            add("--remove", **_SWITCH, help="remove it")
+            add("--remove", action="store_true", help="remove it")
         if name == "convert":
             add("target", help="where to write the other form")
             form = "default: full of a portable directory, else portable"
             add("--form", choices=["portable", "full"], help=form)
-            add("--weights_only", **_SWITCH, help="leave the optimizers' state out")
+            add("--weights_only", action="store_true", help="leave the optimizers' state out")
         if name == "export":
             add("folder", help="where to write the files")
             dtype = "of floating-point tensors; default: as stored"
@@ -39,16 +38,6 @@ def parser() -> OptionsParser:
             add("--ema", action="store_true", help="write averages of weights in the place of the weights")
             add("--max_shard_size", default="5GB", help="bytes of tensors in a file")
     return parser
-
-
-def _truth(word: str) -> bool:
-    """``true`` or ``false``, as YAML has them."""
-    if word.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"got {word}; allowed: true, false")
-    return word.lower() == "true"
-
-
-_SWITCH: Mapping[str, Any] = {"type": _truth, "nargs": "?", "const": True, "default": False, "metavar": "true"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,7 +52,7 @@ def _done(command: str, path: str, options: Mapping[str, Any]) -> str:
 
         if "://" not in path and not Path(path).is_dir():
             raise UsageError(f"{path!r} is no folder.")
-        done = "removed" if options["remove"] else "left behind (--remove true removes it)"
+        done = "removed" if options["remove"] else "left behind (--remove removes it)"
         found = [f"{found} {done}" for found in clean(path, **options)]
         return "\n".join(found) or f"nothing is left behind in {path}"
     if command == "inspect":

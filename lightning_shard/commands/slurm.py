@@ -1,7 +1,6 @@
 """``lightning-shard slurm``: write the batch script of a run, and submit it."""
 
 import argparse
-import contextlib
 import os
 import re
 import shlex
@@ -19,10 +18,6 @@ from lightning_shard.text import did_you_mean
 
 _SIGNAL = "USR1"  # SLURM sends it before the time limit.
 _BESIDE = os.path.dirname(sys.executable)  # where the programs of this environment are
-_OWN = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "array", "signal", "job-name")
-"""Options of sbatch that this command gives; given again they would say something else than the program is told."""
-
-_SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "a": "array", "J": "job-name"}
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
@@ -44,15 +39,10 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
             "its end, or a minute earlier: the job would be stopped as it starts, again and again. Give more time, or "
             "fewer --signal-seconds"
         )
-    for name in ("name", "array", "logs", "partition", "account"):
-        value = getattr(options, name)
+    given = {name: getattr(options, name) for name in ("name", "array", "logs", "partition", "account")}
+    for name, value in [*given.items(), *(("sbatch", option) for option in options.sbatch)]:
         if value is not None and not (value.strip() and value.isprintable()):
             yield f"{name} is {value!r}, but must be one line without tabs, and not empty"
-    if re.search(r"[%\\]", options.logs):
-        told = "must be a folder that is there before the job starts: in a path of logs SLURM reads % and \\ as its own"
-        yield f"logs is {options.logs!r}, but {told}"
-    if "/" in options.name:
-        yield f"name is {options.name!r}, but the log is named by it: it must have no slash"
     if options.max_restarts and options.launcher != "torchrun":
         what = "only the launcher torchrun starts processes again: choose it, or leave restarts to SLURM's queue"
         yield f"max_restarts is {options.max_restarts}, but {what}"
@@ -61,27 +51,9 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
             yield f"--env {setting!r} must have the form NAME=VALUE, the name in plain letters"
 
 
-def _problem_of(option: str) -> str:
-    """What is wrong with an option of sbatch, or ``""``."""
-    words = []
-    with contextlib.suppress(ValueError):  # quotes that are not closed
-        words = shlex.split(option)
-    if not option.startswith("-") or not option.isprintable() or not words:
-        return f"sbatch option {option!r} must be one that sbatch has, such as --qos=high"
-    name = words[0].partition("=")[0].lstrip("-")
-    name = name if option.startswith("--") else _SHORT.get(name[:1], name)
-    if name in _OWN:
-        return f"sbatch option {option!r}: `lightning-shard slurm` sets {name} by its own options"
-    single = len(words) == 1 or (len(words) == 2 and "=" not in words[0] and not words[1].startswith("-"))
-    if single and shlex.split(option, comments=True) == words:
-        return ""
-    each = "give each with an --sbatch of its own, and a value with spaces or # in quotes: --sbatch='--comment=\"a b\"'"
-    return f"sbatch option {option!r} is no single option, as sbatch reads it: {each}"
-
-
 def script(options: argparse.Namespace, command: Sequence[str]) -> str:
     """The batch script of ``command``: program and arguments of one process, without a launcher."""
-    raise_problems([*_problems(options), *filter(None, map(_problem_of, options.sbatch))])
+    raise_problems([*_problems(options)])
     torchrun = options.launcher == "torchrun"
     cpus = (options.cpus_per_task or 0) * (options.devices if torchrun else 1)
     tasks = f"--ntasks-per-node={1 if torchrun else options.devices}"
@@ -260,9 +232,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.output is not None:
         common.write_output(options.output, text, options.force)
     elif not options.submit:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(common.as_bytes(text))
-        sys.stdout.flush()
+        sys.stdout.write(text)
         return 0
     # SLURM makes no folders, and a job whose log can't be written fails without a word.
     os.makedirs(options.logs, exist_ok=True)
@@ -270,4 +240,4 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if shutil.which("sbatch") is None:
         raise ConfigurationError("--submit needs sbatch, which is not on this machine: run it on a login node.")
-    return subprocess.run(["sbatch"], input=common.as_bytes(text), check=False).returncode
+    return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode

@@ -67,7 +67,7 @@ def test_commands(command: Any, trained: Path) -> None:
     assert command("verify", "full.ckpt")[:2] == (0, "full.ckpt is whole: 1 file checked\n")
     assert command("convert", "full.ckpt", "back.ckpt")[0] == 0
     assert_equal(stored(Path("back.ckpt")), stored(trained))
-    assert command("convert", "full.ckpt", "weights.ckpt", "--weights_only", "true")[0] == 0
+    assert command("convert", "full.ckpt", "weights.ckpt", "--weights_only")[0] == 0
     assert not [key for key in read_manifest("weights.ckpt").tensors if key.startswith("optimizer.")]
     assert (
         command("export", "full.ckpt", "out", "--dtype", "bf16", "--module", "body", "--max_shard_size", "1KB")[0] == 0
@@ -84,15 +84,15 @@ def test_commands(command: Any, trained: Path) -> None:
         ("convert", "trained.ckpt", "full.ckpt"): "full.ckpt exists",
         ("export", "trained.ckpt", "new", "--max_shard_size", "big"): "'big' is no size",
         ("export", "trained.ckpt", "new", "--module", "tail"): "there is no tensor of 'tail'",
-        ("export", "trained.ckpt", "new", "--dtype", "fp8"): "dtype: got fp8",
+        ("export", "trained.ckpt", "new", "--dtype", "fp8"): "dtype: invalid choice: 'fp8'",
     }.items():
         code, output, error = command(*arguments)
         assert (code, output) == (2, "")
         assert error.count("error: ") == 1
         assert said in error
     Path(".x.ckpt.tmp-0123456789ab").mkdir()
-    assert command("clean", ".")[:2] == (0, ".x.ckpt.tmp-0123456789ab left behind (--remove true removes it)\n")
-    assert command("clean", ".", "--remove", "true")[:2] == (0, ".x.ckpt.tmp-0123456789ab removed\n")
+    assert command("clean", ".")[:2] == (0, ".x.ckpt.tmp-0123456789ab left behind (--remove removes it)\n")
+    assert command("clean", ".", "--remove")[:2] == (0, ".x.ckpt.tmp-0123456789ab removed\n")
     assert command("clean", ".")[:2] == (0, "nothing is left behind in .\n")
     assert command("convert", "trained.ckpt", "memory://b.ckpt", "--form", "portable")[0] == 0
     assert command("verify", "memory://b.ckpt")[:2] == (0, "memory://b.ckpt is whole: 5 files checked\n")

@@ -80,8 +80,6 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
     for field in ("name", "array", "logs", "partition", "account"):
         with pytest.raises(ConfigurationError, match=rf"{field} is 'a\\ntouch b', but must be one line"):
             _job(f"--{field}=a\ntouch b")
-    with pytest.raises(ConfigurationError, match="name is 'a/b', but the log is named by it"):
-        _job("--name=a/b")
     with pytest.raises(ConfigurationError, match="max_restarts is 3, but only the launcher torchrun"):
         _job("--max-restarts=3")
 
@@ -99,7 +97,7 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
         (["--trainer.accelerator", "cpu"], r"--trainer.accelerator cpu: the accelerator is cpu"),
         (["--config=flow.yaml"], r"--config flow.yaml: the accelerator is cpu"),
         (["--config"], r"--config : there is no such file"),
-        (["--model=M", "run.yaml"], r"'run.yaml' is one word too many: lightning-shard slurm \[options\]"),
+        (["--model=M", "run.yaml"], r"'run.yaml' is one word too many for lightning-shard slurm"),
         (["--model=M", "-x", "3"], r"-x is no option of slurm, nor of fit"),
         (["--nodes=2"], r"fit has nothing to run: give --config FILE, or --model"),
         (["--trainr.max_steps", "2"], r"--trainr.max_steps is no option of slurm, nor of fit\. Did you mean --trainer"),
@@ -175,14 +173,7 @@ def test_the_examples_are_what_the_command_writes() -> None:
         (["--nodes=4-2"], "nodes is 4-2, but must be 1 or more"),
         (["--nodes=two"], "nodes is two, but must be 1 or more"),
         (["--time=4h"], "must be minutes, H:MM:SS or D-H:MM:SS"),
-        (["--sbatch=qos=high"], "must be one that sbatch has"),
-        (["--sbatch=--nodes=7"], "`lightning-shard slurm` sets nodes by its own options"),
-        (["--sbatch=-N7"], "`lightning-shard slurm` sets nodes by its own options"),
-        (["--sbatch=--qos=high --nodes=7"], "is no single option, as sbatch reads it"),
-        (["--sbatch=--comment=a b"], "is no single option, as sbatch reads it"),
-        (["--sbatch=--comment=#5"], "is no single option, as sbatch reads it"),
-        (["--sbatch=--comment='a"], "must be one that sbatch has"),
-        (["--logs=runs/%j"], "logs is 'runs/%j', but must be a folder that is there before the job starts"),
+        (["--sbatch=--qos=high\ntouch b"], "sbatch is .*, but must be one line without tabs, and not empty"),
         (["--name="], "name is '', but must be one line without tabs, and not empty"),
         (["--logs= "], "logs is ' ', but must be one line"),
         (["--cpus-per-task=0"], "cpus_per_task is 0, but must be 1 or more"),
