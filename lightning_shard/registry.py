@@ -206,37 +206,12 @@ def _available(strategies: Any) -> list[str]:
     frame = frame and frame.f_back  # Its own frame in a variable would be a cycle, which keeps the Trainer.
     if frame is None or frame.f_globals["__name__"] != "lightning.pytorch.trainer.connectors.accelerator_connector":
         return names
-    # Those of the connector's constructor, and those of the Trainer's, which calls it.
-    _check_arguments({**(frame.f_back.f_locals if frame.f_back else {}), **frame.f_locals})
     return _Names(names)
-
-
-def _check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse what Lightning fails over in words that do not say what to write (ConfigurationError)."""
-    for name in ("plugins", "callbacks", "logger"):
-        values = given.get(name)
-        for value in values if isinstance(values, list | tuple) else [values]:
-            if isinstance(value, type | str):
-                kind, word = ("name", value) if isinstance(value, str) else ("class", value.__name__)
-                raise ConfigurationError(
-                    f"{name} has the {kind} {word}, but must have objects. Write {name}=[{word}()]."
-                )
-    if isinstance(precision := given.get("precision"), sys.modules["lightning.pytorch.plugins"].Precision):
-        kind = type(precision).__name__
-        raise ConfigurationError(
-            f"precision is a {kind}, but must be a string such as {precision.precision!r}. Write "
-            f"plugins=[{kind}(...)], without precision."
-        )
 
 
 class _Names(list[str]):
     def __contains__(self, name: object) -> bool:
         found = super().__contains__(name)
-        if isinstance(name, type) and issubclass(name, sys.modules[_STRATEGIES].Strategy):
-            raise ConfigurationError(
-                f"strategy is the class {name.__name__}, but must be a name or an object. Write "
-                f"strategy={name.__name__}()."
-            )
         if isinstance(name, str) and not found:
             raise ConfigurationError(unknown_name(name))
         return found

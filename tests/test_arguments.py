@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.distributed.fsdp import CPUOffload
@@ -140,11 +139,6 @@ def test_what_does_not_fit_is_refused_at_construction(kind: type[Any], given: di
         kind(**given)
     assert message in str(refused.value)
     assert isinstance(refused.value, {MeshConfig: MeshError, ShardPrecision: PrecisionError}.get(kind, Exception))
-
-
-def test_a_class_in_the_place_of_a_strategy() -> None:
-    with pytest.raises(ConfigurationError, match=r"Write strategy=ShardFSDPStrategy\(\)"):
-        Trainer(strategy=ShardFSDPStrategy, accelerator="cpu", devices=1)  # type: ignore[arg-type]
 
 
 class _Twice:

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_shard import (
@@ -17,10 +16,8 @@ from lightning_shard import (
     ShardDDPStrategy,
     ShardDeepSpeedStrategy,
     ShardFSDPStrategy,
-    ShardPrecision,
     registry,
 )
-from lightning_shard.callbacks import ThroughputCallback
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.strategies import preset_yaml, table
 from lightning_shard.engines.facts import EngineFacts, plain_settings
@@ -137,24 +134,6 @@ def test_a_bare_trainer_lists_the_names_with_the_nearest() -> None:
     # Others may ask.
     assert "shard_fdsp" not in StrategyRegistry.available_strategies()
     assert "shard_fsdp" in StrategyRegistry.available_strategies()
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            {"plugins": [ShardPrecision]},
-            r"plugins has the class ShardPrecision.*Write plugins=\[ShardPrecision\(\)\]",
-        ),
-        ({"plugins": "ShardPrecision"}, "plugins has the name ShardPrecision"),
-        ({"callbacks": [ThroughputCallback]}, r"callbacks has the class ThroughputCallback, .*\(\)\]"),
-        ({"logger": CSVLogger}, "logger has the class CSVLogger"),
-        ({"precision": ShardPrecision("bf16-mixed")}, r"string such as 'bf16-mixed'. Write plugins=\[ShardPrecision\("),
-    ],
-)
-def test_a_trainer_takes_objects(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        Trainer(strategy="shard_fsdp", accelerator="cpu", **given)
 
 
 def test_names_that_are_advised_are_registered() -> None:
