@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -15,7 +14,8 @@ from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount, most
 from lightning_shard.meters import memory as tables
 from lightning_shard.meters.memory import StepMeter
-from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
+from lightning_shard.meters.throughput import peak_bytes, size_text
+from lightning_shard.ranks import Ranks
 
 
 class MetersStep(Callback):
@@ -97,14 +97,14 @@ class MemoryCallback(MetersStep):
         meter, self._meter = self._meter, None
         self.measured = meter.stepped()
         device = trainer.strategy.root_device
-        rows = gather_rows([*tables.to_numbers(self.measured), *peak_bytes(device)], dtype=torch.int64, device=device)
-        self.ranks = [tables.from_numbers(row[:-2]) for row in rows]
+        found = Ranks.of().gather((self.measured, peak_bytes(device)))
+        self.ranks = [account for account, _ in found]
         rank = tables.largest(self.ranks)
-        allocated, reserved = map(size_text, rows[rank][-2:])
+        allocated, reserved = map(size_text, found[rank][1])
         on_cpu = f"{allocated} resident in the process"
         taken = on_cpu if device.type == "cpu" else f"{allocated} allocated, {reserved} reserved by torch"
         notes = [f"peak so far: {taken}"]
-        title = f"Memory of rank {rank}, which has the most of {len(rows)}, measured in the first step"
+        title = f"Memory of rank {rank}, which has the most of {len(found)}, measured in the first step"
         rank_zero_info(tables.memory_table(self.ranks[rank], title=title, notes=notes, predicted=self.predicted))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

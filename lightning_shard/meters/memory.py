@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -203,16 +203,6 @@ _REASONS = {
     "gradients": "predicted while a unit's full ones are not reduced yet, counted when all are",
 }
 """Why a kind's measured bytes differ from those predicted."""
-
-
-def to_numbers(account: MemoryAccount) -> list[int]:
-    """The bytes of each kind in each place, for ranks to exchange."""
-    return [number for place in astuple(account) for number in place]
-
-
-def from_numbers(numbers: Sequence[int]) -> MemoryAccount:
-    values = iter(numbers)
-    return MemoryAccount(**{place: KindBytes(**dict(zip(KINDS, values, strict=False))) for place in PLACES})
 
 
 def suggestions(

@@ -26,12 +26,10 @@ from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.flops import FlopCount
 from lightning_shard.meters.memory import (
     append_to_message,
-    from_numbers,
     is_out_of_memory,
     largest,
     memory_table,
     suggestions,
-    to_numbers,
 )
 from lightning_shard.meters.throughput import RankWindow, combine
 from lightning_shard.planning.facts import optimizer_facts
@@ -70,7 +68,6 @@ def test_tables_name_what_there_is() -> None:
     account = MemoryAccount(
         device=KindBytes(parameters=3 << 30, buffers=5), host=KindBytes(optimizer=(1 << 20) + (1 << 19))
     )
-    assert from_numbers(to_numbers(account)) == account
     assert memory_table(account, title="here").splitlines() == [
         "here",
         "              device      host",
