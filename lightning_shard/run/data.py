@@ -24,6 +24,7 @@ from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
+from lightning_shard.text import listed
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -215,12 +216,9 @@ def other_frozen(saved: list[str] | None, frozen: Mapping[str, bool]) -> str | N
     other = [name for name, here in frozen.items() if here != (name in saved)] if saved is not None else []
     if not other:
         return None
-    thawed = [name for name in other if not frozen[name]]
-    shown, was, here = (thawed, "frozen", "trained") if thawed else (other, "not frozen", "frozen")
     return (
-        f"{', '.join(shown[:4])}{', ...' if shown[4:] else ''} (parameters: {len(shown)}) were {was} when the "
-        f"checkpoint was saved, and are {here} here. What a hook freezes or thaws at some epoch is not done again on "
-        "resuming: where it is to go on, do it in on_train_start too, or with a callback of BaseFinetuning."
+        f"Frozen when the checkpoint was saved and trained here, or the other way round: {listed(other)}. What a hook "
+        "freezes or thaws is not done again on resuming, but by callbacks of BaseFinetuning: do it in on_train_start."
     )
 
 

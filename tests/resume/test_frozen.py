@@ -28,14 +28,12 @@ def _frozen_before(strategy: str) -> list[str]:
 
 def test_parameters_that_a_hook_froze_before_are_told() -> None:
     (said,) = run_distributed(_frozen_before, 1, "shard_fsdp")[0]
-    assert said.startswith("head.weight (parameters: 1) were frozen when the checkpoint was saved, and are trained")
+    assert said.startswith("Frozen when the checkpoint was saved")
+    assert ": head.weight. " in said
 
 
-def test_parameters_that_were_trained_are_told_too() -> None:
-    said = other_frozen([], dict.fromkeys("abcde", True))
+def test_only_what_is_other_is_told() -> None:
+    said = other_frozen(["gone", "a"], {"a": False, "b": False, "c": True})
     assert said is not None
-    assert said.startswith(
-        "a, b, c, d, ... (parameters: 5) were not frozen when the checkpoint was saved, and are frozen"
-    )
-    gone = other_frozen(["gone", "a"], {"a": True, "b": False})
-    assert gone is other_frozen(None, {"a": True}) is None
+    assert said.split(". ")[0].endswith(": a, c")
+    assert other_frozen(["gone", "a"], {"a": True, "b": False}) is other_frozen(None, {"a": True}) is None
