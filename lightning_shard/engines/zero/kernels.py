@@ -10,11 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -33,12 +32,6 @@ BUILDERS = {
     **{kernel: f"{name.removeprefix('DeepSpeed')}Builder" for name, kernel in BY_OPTIMIZER.items()},
 }
 """Kernel to DeepSpeed's builder of it."""
-
-QUIET_SECONDS = 120.0
-"""A lock that no process here has open is stale once nothing was written beside it for so long: another machine may
-build in a cache that it shares with this one."""
-
-POLL_SECONDS = 1.0  # Between two looks at a lock.
 
 
 def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> tuple[str, ...]:
@@ -135,11 +128,6 @@ def _links_libaio(compiler: str) -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-LockState = Literal["free", "in use", "stale"]
-"""What is known of the lock in a kernel's build folder: there is none; a build is going on, or may be; the build that
-made it is gone."""
-
-
 def lock(name: str) -> Path | None:
     """Where torch puts a kernel's lock (``torch.utils.file_baton.FileBaton``), which killed builders leave; or None."""
     from torch.utils.cpp_extension import _get_build_directory
@@ -147,22 +135,18 @@ def lock(name: str) -> Path | None:
     return None if _is_there(name) else Path(_get_build_directory(name, verbose=False)) / "lock"
 
 
-def state_of_lock(path: Path) -> LockState:
-    """Whether a build has the lock ``path``, on this machine or, as far as its traces show, on another."""
+def stale_lock(name: str) -> str | None:
+    """What to say of a lock on which DeepSpeed would wait forever: no process on this machine has it open."""
+    path = lock(name)
     try:
-        made = path.stat()
+        if path is None or _is_open(path.stat()) or not path.exists():  # The builder may have ended meanwhile.
+            return None
     except FileNotFoundError:
-        return "free"
-    if _is_open(made):
-        return "in use"
-    written = [made.st_mtime]
-    for beside in path.parent.iterdir():
-        with suppress(FileNotFoundError):
-            written.append(beside.stat().st_mtime)
-    if time.time() - max(written) < QUIET_SECONDS:
-        return "in use"
-    # The builder may have ended between the two looks.
-    return "stale" if path.exists() else "free"
+        return None
+    return (
+        f"{path} is the lock of a build that was killed: no process on this machine has it open, but DeepSpeed would "
+        "wait for its end forever. If no other machine is building there, delete it"
+    )
 
 
 def _is_open(file: os.stat_result) -> bool:
@@ -175,11 +159,3 @@ def _is_open(file: os.stat_result) -> bool:
                     if os.path.samestat(os.stat(descriptor.path), file):
                         return True
     return False
-
-
-def stale_message(path: Path) -> str:
-    return (
-        f"{path} is the lock of a build that was killed: no process on this machine has it open, and nothing was "
-        f"written beside it for {QUIET_SECONDS:g} s, but DeepSpeed would wait for its end forever. If no other machine "
-        "is building there, delete it"
-    )

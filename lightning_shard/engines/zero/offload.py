@@ -1,10 +1,8 @@
 """Around DeepSpeed's offload: kernels, and the folder in which a run offloads to NVMe."""
 
 import copy
-import mmap
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,9 +31,9 @@ def prepare(
         check_low_memory(optimizer, policy, offload.get("device", "none"))
     needed = kernels.required_kernels(config, optimizer)
     ranks = Ranks.of()
-    _raise_on_all(ranks, [*kernels.lacking(needed, device.type), *_locks(ranks, needed)])
+    _raise_on_all(ranks, [*kernels.lacking(needed, device.type), *filter(None, map(kernels.stale_lock, needed))])
     config, folders = in_run_folder(config, ranks.broadcast(uuid.uuid4().hex[:12]))
-    found = [problem_with(path, rank=ranks.rank) for path in folders]
+    found = [_problem_with(path) for path in folders]
     try:
         _raise_on_all(ranks, [problem for problem in found if problem is not None])
     except ConfigurationError:
@@ -58,31 +56,18 @@ def in_run_folder(config: Mapping[str, Any], run: str) -> tuple[dict[str, Any], 
     return moved, list(dict.fromkeys(folders))
 
 
-def problem_with(folder: Path, *, rank: int) -> str | None:
-    """Make ``folder`` and try what DeepSpeed does there by ``O_DIRECT`` (``deepspeed_aio_common.cpp``); the problem."""
-    parent = folder.parent
+def _problem_with(folder: Path) -> str | None:
+    """Make ``folder``; why it can't be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"try-{rank}"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
-        try:
-            # Anonymous mappings begin at a page, as O_DIRECT needs it.
-            with mmap.mmap(-1, 4096) as block:
-                os.write(file, block)
-        finally:
-            os.close(file)
-            path.unlink()
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        return f"nvme_path is {str(parent)!r}, but files can't be written there ({error.strerror or error})"
+        return f"nvme_path is {str(folder.parent)!r}, but files can't be written there ({error.strerror or error})"
     return None
 
 
 def warn_of_lock() -> None:
     """Tell of a stale lock that an optimizer's constructor would wait for; whether it needs that kernel is unknown."""
-    path = kernels.lock("cpu_adam")
-    if path is not None and kernels.state_of_lock(path) == "stale":
-        message = kernels.stale_message(path)
+    if message := kernels.stale_lock("cpu_adam"):
         warn_on_first_rank(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
 
 
@@ -117,22 +102,6 @@ def clean_up(folders: list[Path]) -> None:
                 # Other ranks' files are there still, or another rank was faster.
                 with suppress(OSError):
                     empty.rmdir()
-
-
-def _locks(ranks: Ranks, needed: tuple[str, ...]) -> list[str]:
-    """Wait for builds that are going on; the locks of those that were killed."""
-    problems: list[str] = []
-    waiting = {path for name in needed if (path := kernels.lock(name)) is not None}
-    while any(ranks.gather(bool(waiting))):
-        for path in sorted(waiting):
-            state = kernels.state_of_lock(path)
-            if state == "stale":
-                problems.append(kernels.stale_message(path))
-            if state != "in use":
-                waiting.remove(path)
-        if waiting:
-            time.sleep(kernels.POLL_SECONDS)
-    return problems
 
 
 def _raise_on_all(ranks: Ranks, own: list[str]) -> None:
