@@ -115,16 +115,14 @@ def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
         may_stay(unit)
 
     def visit(module: nn.Module) -> None:
-        if isinstance(module, FSDPModule) and module is not root:
-            module.register_forward_pre_hook(lambda *_: _prepare_outside_steps(root), prepend=True)
-            module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
-            return
-        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+        below = isinstance(module, FSDPModule) and module is not root
+        own = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+        if own and not below:
             _GatheredOnRead(module, root)
-            if module is not root:
-                module.register_forward_pre_hook(lambda *_: _gather_outside_steps(root), prepend=True)
-                module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
-        for child in module.children():
+        if module is not root and (own or below):
+            module.register_forward_pre_hook(lambda *_: _gather_outside_steps(root), prepend=True)
+            module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
+        for child in () if below else module.children():
             visit(child)
 
     visit(root)

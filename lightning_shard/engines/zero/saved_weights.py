@@ -72,17 +72,8 @@ class SavedWeights:
         def unpack(packed: Any) -> Tensor:
             return self._made(packed) if isinstance(packed, _Part) else give(packed[0])
 
-        try:
-            with saved_tensors_hooks(pack, unpack):
-                yield
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            raise ConfigurationError(
-                "the step calls one of torch.func's grad, vjp, jacrev and hessian, which refuse to run under hooks on "
-                "saved tensors; stage 3 needs these to free weights in forward. Use torch.autograd.grad or "
-                "torch.autograd.functional, or shard_fsdp."
-            ) from error
+        with saved_tensors_hooks(pack, unpack):
+            yield
 
     def _part(self, parameter: Any, tensor: Tensor) -> _Part | None:
         """The position of ``tensor`` in the parameter; None: its memory is not the parameter's now."""
