@@ -1,15 +1,11 @@
 """``lightning-shard env``: what a report of a bug has to say of this machine, without secrets."""
 
 import argparse
-import contextlib
-import importlib.util
-import json
 import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,20 +24,12 @@ _PRIVATE = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|USER|ACCOUNT|COMMENT|CO
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = options_parser("env", f"{COMMANDS['env']} Values that may be private are not shown.")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    return parser
+    return options_parser("env", f"{COMMANDS['env']} Values that may be private are not shown.")
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parser().parse_args(arguments)
-    # DeepSpeed's logger writes to what is stdout when it is imported.
-    with contextlib.redirect_stdout(sys.stderr):
-        found = describe(os.environ)
-    if options.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    for title, content in found.items():
+    parser().parse_args(arguments)
+    for title, content in describe(os.environ).items():
         rows = [*content.items()] if isinstance(content, Mapping) else [(line,) for line in content]
         print(f"{title}:\n" + "\n".join(f"  {line}" for line in columns(rows or [("none",)]).splitlines()))
     return 0
@@ -54,11 +42,6 @@ def describe(environ: Mapping[str, str]) -> dict[str, Any]:
     from lightning_shard.checkpoint.files.manifest import library_versions
     from lightning_shard.text import show_bytes
 
-    kernels: dict[str, str] = {}
-    if importlib.util.find_spec("deepspeed") is not None:
-        from lightning_shard.engines.zero.kernels import states
-
-        kernels = states("cuda" if torch.cuda.is_available() else "cpu")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     versions = {
         **library_versions(),
@@ -81,21 +64,7 @@ def describe(environ: Mapping[str, str]) -> dict[str, Any]:
         "versions": {name: value or "none" for name, value in versions.items()},
         "devices": [*(f"{p.name}, {show_bytes(p.total_memory)}, sm_{p.major}{p.minor}" for p in gpus), cores],
         "environment": variables,
-        "kernels of DeepSpeed": kernels,
-        "never run on such a machine": _never_run(bool(gpus), environ),
     }
-
-
-def _never_run(gpus: bool, environ: Mapping[str, str]) -> list[str]:
-    """What no test or measurement of this package covers; README.md, "Limits", says the same."""
-    several = any(int(environ.get(name, "1")) > 1 for name in ("SLURM_JOB_NUM_NODES", "GROUP_WORLD_SIZE"))
-    here = f"{platform.system()} on {platform.machine()}"
-    found = {
-        "GPUs: NCCL, streams and pinned memory are tested by `pytest -m gpu` alone, and nothing is measured": gpus,
-        "links between machines: several nodes were virtual ones on one machine": several,
-        f"{here}: tests run on Linux on x86_64": here != "Linux on x86_64",
-    }
-    return [text for text, holds in found.items() if holds]
 
 
 def _first_line(*command: str, line: int = 0) -> str | None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
+import re
 
 import pytest
 import torch
 
 from lightning_shard.commands import env
-from lightning_shard.engines.zero import kernels
 
 
 def test_a_report_has_what_decides_and_no_secrets(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", "/nowhere/somebody")
     monkeypatch.setenv("USER", "somebody")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "cpu_lion").mkdir()
-    (tmp_path / "cpu_lion" / "cpu_lion.so").touch()
     given = {
         "NCCL_DEBUG": ("INFO", "INFO"),
         "SLURM_CLUSTER": ("somebody@login", "(set)"),
@@ -31,21 +27,12 @@ def test_a_report_has_what_decides_and_no_secrets(
     }
     for name, (value, _) in given.items():
         monkeypatch.setenv(name, value)
-    assert env.main(["--json"]) == 0
+    assert env.main([]) == 0
     printed = capsys.readouterr().out
-    found = json.loads(printed)
+    found = env.describe(os.environ)
     assert {name: found["environment"].get(name) for name in given} == {n: shown for n, (_, shown) in given.items()}
     assert "hunter2" not in printed
     assert "somebody" not in printed
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["kernels of DeepSpeed"].keys() == kernels.BUILDERS.keys()
-    assert found["kernels of DeepSpeed"]["cpu_lion"] == "compiled"
-    assert any("nodes were virtual" in line for line in found["never run on such a machine"])
-
-
-def test_the_text_has_the_same_titles(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "states", lambda device: {})
-    assert env.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == [f"{title}:" for title in env.describe({})]
-    assert f"  python           {env.describe({})['versions']['python']}" in lines
+    lines = printed.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [f"{title}:" for title in found]
+    assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", printed, re.MULTILINE)

@@ -98,18 +98,6 @@ def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
     return problems
 
 
-def states(device_type: str) -> dict[str, str]:
-    """Each kernel: whether it is compiled, is on first use, or what is missing for that."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    found = {}
-    for name in BUILDERS:
-        compiled = _is_there(name) or any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"*/{name}/{name}.so"))
-        found[name] = "compiled" if compiled else "; ".join(lacking((name,), device_type)) or "compiled on first use"
-    return found
-
-
 def _is_there(name: str) -> bool:
     """Whether a kernel is loaded in this process, or was compiled when DeepSpeed was installed."""
     from deepspeed.git_version_info import installed_ops
