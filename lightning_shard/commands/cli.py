@@ -174,11 +174,6 @@ class ShardCLI(ConfiguredCLI):
             self._print_checkpoints(wanted=self.trainer.checkpoint_callback is not None)
 
     def _print_checkpoints(self, *, wanted: bool) -> None:
-        logged = sorted(self.trainer.callback_metrics)
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if (monitor := getattr(callback, "monitor", None)) and monitor not in (*logged, "epoch", "step"):
-                said = f"monitors {monitor!r}, which was never logged. Logged were: {', '.join(logged) or 'nothing'}"
-                print(f"{type(callback).__name__} {said}")
         callback, prog = self.trainer.checkpoint_callback, self.parser.prog
         if not isinstance(callback, ModelCheckpoint) or not (callback.best_model_path or callback.last_model_path):
             if wanted:

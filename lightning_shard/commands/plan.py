@@ -48,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
     add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
     size, speed, peak = (partial(_argument, parse) for parse in (parse_bytes, parse_speed, parse_flops))
     add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
-    add("--reserve", type=size, metavar="SIZE", help="of it, left to what is not of this run (default: nothing)")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
     add("--search", action="store_true", help="the fastest form that keeps the global batch and fits, as a whole YAML")
     add("--global-batch", type=int, help="samples of a step of all devices, for --search (default: the run's)")
@@ -61,8 +60,6 @@ def parser() -> argparse.ArgumentParser:
     add("--links", type=Path, metavar="FILE", help="both speeds, as doctor --output FILE measured them in all-gathers")
     add("--device-peak", type=peak, metavar="FLOPS", help="of a device in the compute dtype: 989TFLOPS")
     add("--device-name", metavar="NAME", help="the device, whose peak is known: H100")
-    add("--device-bandwidth", type=speed, metavar="SPEED", help="of a device's memory (default: by --device-name)")
-    add("--efficiency", type=float, help="part of its peak that large products reach (default: by device, such as 0.8)")
     add("--picture", type=Path, metavar="FILE", help="draw the bytes by kind into a file (needs matplotlib)")
     add("--no-trace", action="store_true", help="do not run the step: an estimate without activations")
     return parser
@@ -146,15 +143,11 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
     for name in ("nodes", "devices", "batch_size", "seq_len", "global_batch"):
         if (value := getattr(options, name)) is not None and value < 1:
             yield f"--{name.replace('_', '-')} is {value}, but must be 1 or more"
-    if options.efficiency is not None and not 0 < options.efficiency <= 1:
-        yield f"--efficiency is {options.efficiency:g}, but is a part of the peak: 0 < it <= 1"
     if options.device_peak is not None and options.device_name is not None:
         yield "--device-peak and --device-name both say the peak: give one of them"
     speeds = " and ".join(f"--{n}-node" for n in ("intra", "inter") if getattr(options, f"{n}_node") is not None)
     if options.links is not None and speeds:
         yield f"--links {options.links} and {speeds} both say how fast links are: give the file, or the speeds"
-    if options.reserve is not None and options.reserve >= options.device_memory:
-        yield "--reserve leaves nothing of --device-memory: give less"
     if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
         install = "pip install 'lightning-shard[examples]'. Without --picture the plan is printed"
         yield f"--picture needs matplotlib, which is not installed: {install}"
@@ -211,9 +204,7 @@ def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, 
     if options.device_name is None:
         # As another device is to its peak.
         peaks = Peaks(half=peak / 1e12, tf32=None, single=peak / 1e12)
-    if options.device_bandwidth is not None:
-        peaks = replace(peaks, memory=options.device_bandwidth / 1e12)
-    return device_of(peaks, peak, efficiency=options.efficiency)
+    return device_of(peaks, peak)
 
 
 def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) -> Links:
@@ -243,7 +234,7 @@ def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None
         module=inputs.module,
         mode=inputs.mode,
         nodes=inputs.nodes,
-        memory=options.device_memory - (options.reserve or 0),
+        memory=options.device_memory,
         rates=None if device is None else Rates(device=device, nodes=inputs.nodes, inside=inside, between=between),
         averages=callbacks.averages_place(inputs.trainer.get("callbacks")),
         cpu=inputs.on_cpu,

@@ -37,9 +37,9 @@ _BASE, _INSIDE, _BETWEEN = 8.4e-6, 3.4e-6, 14e-6
 """Seconds of a ring: for itself, for each step inside a node and between nodes (NCCL's ``src/graph/tuning.cc``)."""
 
 
-def device_of(peaks: Peaks, peak: float, *, efficiency: float | None = None) -> Device:
-    """What a device of the data sheet reaches in products of FLOP/s ``peak``; ``efficiency``: a part of it given."""
-    reached = peaks.reached * IN_A_STEP if efficiency is None else efficiency
+def device_of(peaks: Peaks, peak: float) -> Device:
+    """What a device of the data sheet reaches in products of FLOP/s ``peak``."""
+    reached = peaks.reached * IN_A_STEP
     memory = 1e12 * (peaks.memory or peaks.half * 3.35 / 989.4)
     return Device(
         products=peak * reached,

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
 
 from lightning_shard.errors import ConfigurationError
 
@@ -82,27 +81,15 @@ def links_text(links: Links) -> str:
 
 def read_links(path: Path) -> Links:
     """What `links_text` gave. ConfigurationError: it is none of these files."""
-
-    def refuse(why: str) -> NoReturn:
-        make = "Make the file on the nodes of the run: srun lightning-shard doctor --output links.json."
-        raise ConfigurationError(f"--links {path}{why}. {make}")
-
-    def speed(content: Mapping[str, Any], key: str) -> Any:
-        value = content.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            refuse(f": {key} is {value!r}, but is a number of bytes per second greater than 0, or null")
-        return float(value)
-
     try:
         content = json.loads(path.read_text())
-    except OSError as error:
-        refuse(f" can't be read: {error.strerror}")
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        refuse(f" has no speeds of links in it (format {FORMAT!r})")
-    device = content.get("device", {})
-    if not isinstance(device, dict) or (device and sorted(device) != sorted(_REACHED)):
-        refuse(f": device has {device!r}, and not {', '.join(_REACHED)}")
-    speeds = {name: None if content.get(key, 0) is None else speed(content, key) for name, key in _SPEEDS.items()}
-    return Links(**speeds, device={name: speed(device, name) for name in device})
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        speeds = {name: None if content[key] is None else float(content[key]) for name, key in _SPEEDS.items()}
+        device = {name: float(content["device"][name]) for name in _REACHED} if content.get("device") else {}
+        if not all(0 < speed < float("inf") for speed in (*device.values(), *filter(None, speeds.values()))):
+            raise ValueError("a speed is not greater than 0")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        make = "Make the file on the nodes of the run: srun lightning-shard doctor --output links.json."
+        raise ConfigurationError(f"--links {path} has no speeds of links in it ({error}). {make}") from error
+    return Links(**speeds, device=device)

@@ -93,9 +93,6 @@ def write_full(engine: Engine, checkpoints: Checkpoints, fqn: str, value: Tensor
 def _live(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) -> LiveTensor | None:
     if kind == "parameter":
         checkpoints.synchronize()
-    word = {"grad": "gradient", "param": "parameter"}.get(kind.removesuffix("s"))
-    if word or kind in ("gradients", "parameters"):
-        raise ConfigurationError(f"kind is {kind!r}, but must be {word or kind[:-1]!r}, or the name of a slot.")
     names, tensors = fqns(checkpoints.module), engine.tensors
     name = names.canonical(fqn)
     if kind == "parameter":

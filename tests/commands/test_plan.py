@@ -90,7 +90,7 @@ ON_GPUS = "--trainer.accelerator=auto"
 @pytest.mark.matrix
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     # The configuration has two devices, and a CUDA context takes 450 MB at least.
-    out = plan(capsys, "--device-memory", "401MB", "--reserve", "1MB", "--compare", *GPT, ON_GPUS)
+    out = plan(capsys, "--device-memory", "400MB", "--compare", *GPT, ON_GPUS)
     # DeepSpeed's logger, which writes to what is stdout when it is imported, is not among it.
     assert out.startswith("shard_fsdp, 32-true, 1 x 2 devices")
     assert re.search(r"^does not fit: .* at the peak, in the .* of 400 MB", out, re.MULTILINE)
@@ -186,8 +186,6 @@ class Words(pl.LightningDataModule):
     [
         (["--nodes", "0"], "--nodes is 0, but must be 1 or more"),
         (["transformers.LlamaConfig"], "transformers.LlamaConfig stands behind options: a model is the first word"),
-        (["--efficiency", "2"], "--efficiency is 2"),
-        (["--reserve", "90GB"], "--reserve leaves nothing"),
         (["--device-peak", "1e12", "--device-name", "H100"], "give one of them"),
         (["--links", "links.json", "--inter-node", "50GB/s"], "--links links.json and --inter-node both say"),
         ([*GPT, "--trainer.strategy=ddp"], "trainer.strategy is 'ddp'.*--trainer.strategy shard_ddp"),
@@ -214,7 +212,7 @@ def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert known is not None
         assert device == Device(**reached, attention=known.attention, processors=known.processors), name
     path.write_text(links_text(Links(intra_node=1e9, inter_node=None, device={"products": 1e11})))
-    with pytest.raises(ConfigurationError, match=r"device has .*'products': .*, and not products, single, memory"):
+    with pytest.raises(ConfigurationError, match=r"has no speeds of links in it \('single'\)"):
         read_links(path)
 
 
@@ -231,20 +229,20 @@ def test_measured_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "can't be read: No such file or directory.*doctor --output"),
+        (None, "No such file or directory.*doctor --output"),
         ("intra_node: 5", "has no speeds of links in it"),
         ("[1, 2]", "has no speeds of links in it"),
         (
             '{"format": "links 2", "intra_node_bytes_per_second": 1, "inter_node_bytes_per_second": 1}',
-            "has no speeds of links in it .format 'lightning_shard links 1'",
+            "has no speeds of links in it .its format is not 'lightning_shard links 1'",
         ),
         (
             '{"format": "lightning_shard links 1", "inter_node_bytes_per_second": 1}',
-            "intra_node_bytes_per_second is None",
+            "has no speeds of links in it .'intra_node_bytes_per_second'",
         ),
         (
             '{"format": "lightning_shard links 1", "intra_node_bytes_per_second": "5GB/s"}',
-            "intra_node_bytes_per_second is '5GB/s', but is a number",
+            "could not convert string to float: '5GB/s'",
         ),
     ],
 )
