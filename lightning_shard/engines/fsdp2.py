@@ -20,7 +20,7 @@ from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import Unit, find_units, ignored_parameters
 from lightning_shard.engines.usage import SameUnits, UnitUsage
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
-from lightning_shard.engines.written import WrittenInSteps, assign_in_place
+from lightning_shard.engines.written import WrittenInSteps, assigned_in_place
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
@@ -79,7 +79,7 @@ class FSDP2Engine(StepsOwnParameters):
         made_for = (run.mesh, run.policy, own)
         # It stays sharded, so that it can be evaluated or fitted again.
         self._closing.callback(forward.reshard, module)
-        self._closing.callback(assign_in_place())
+        self._closing.enter_context(assigned_in_place())
         self._closing.callback(InFull.answer())
         if earlier is not None and earlier[0] != made_for:
             raise ConfigurationError(

@@ -2,8 +2,8 @@
 loses: ``parameter.data = ...`` changes nothing of a DTensor, and what is written to a gathered parameter is freed.
 """
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,58 +12,29 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines._fsdp2 import full_parameters, gathered_parameters, units_of
+from lightning_shard.engines.observed import observed
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.full import own_part
 from lightning_shard.tensors.tracing import version
 from lightning_shard.text import listed
 
-_DATA: Any = Tensor.data  # the descriptor
+
+def assigned_in_place() -> AbstractContextManager[None]:
+    """Let ``parameter.data = value`` write the shard of a DTensor inside."""
+    return observed(DTensor, "data", lambda _, data: data, _write_shard)
 
 
-def assign_in_place() -> Callable[[], None]:
-    """Let ``parameter.data = value`` write the shard of a DTensor, until the returned function is called."""
-    if "data" in vars(DTensor):
-        return lambda: None
-    plain: Any = Tensor.data
-
-    @torch.no_grad()
-    def write(parameter: DTensor, value: Tensor) -> None:
-        if not isinstance(value, DTensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
-            raise ConfigurationError(
-                f"parameter.data is set to a {type(value).__name__} of {tuple(value.shape)} and {value.dtype}, but the "
-                f"parameter is sharded, of {tuple(parameter.shape)} and {parameter.dtype}: the value must be computed "
-                "from sharded parameters and have their shape and dtype. Use set_full_tensor for a full value."
-            )
-        placed = value.redistribute(parameter.device_mesh, parameter.placements)
-        parameter.to_local().copy_(placed.to_local())
-
-    DTensor.data = property(plain.__get__, write)  # type: ignore[assignment]
-    return lambda: delattr(DTensor, "data")
-
-
-_Read = Callable[[Tensor], Tensor | None]
-_Note = Callable[[Tensor], None]
-_watching: list[tuple[_Read, _Note]] = []  # of the engines that are there, which may end in any order
-
-
-@contextmanager
-def data_read_by(read: _Read, note: _Note) -> Generator[None, None, None]:
-    """Let ``parameter.data`` be what ``read`` gives, unless that is None, and ``note`` the parameters whose ``data`` is
-    set. Both may ask which frame of the user's does so: those in between are lambdas, which are passed over.
-    """
-    if not _watching:
-        data: Any = property(
-            lambda p: (*(d for given, _ in _watching if (d := given(p)) is not None), _DATA.__get__(p))[0],
-            lambda p, value: (*(noted(p) for _, noted in _watching), _DATA.__set__(p, value))[-1],
+@torch.no_grad()
+def _write_shard(parameter: DTensor, value: Tensor) -> bool:
+    if not isinstance(value, DTensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
+        raise ConfigurationError(
+            f"parameter.data is set to a {type(value).__name__} of {tuple(value.shape)} and {value.dtype}, but the "
+            f"parameter is sharded, of {tuple(parameter.shape)} and {parameter.dtype}: the value must be computed "
+            "from sharded parameters and have their shape and dtype. Use set_full_tensor for a full value."
         )
-        nn.Parameter.data = data
-    _watching.append((read, note))
-    try:
-        yield
-    finally:
-        _watching.remove((read, note))
-        if not _watching:
-            del nn.Parameter.data
+    placed = value.redistribute(parameter.device_mesh, parameter.placements)
+    parameter.to_local().copy_(placed.to_local())
+    return True
 
 
 class WrittenInSteps:
@@ -83,19 +54,19 @@ class WrittenInSteps:
         for unit in self._units:
             # Before FSDP's own hooks, which free what was gathered.
             self._closing.callback(unit.register_forward_hook(partial(self._look, unit), prepend=True).remove)
-        self._closing.enter_context(data_read_by(self._data_of, lambda _: None))
+        self._closing.enter_context(observed(nn.Parameter, "data", self._data_of, lambda *_: False))
 
     def close(self) -> None:
         self._closing.close()
 
-    def _data_of(self, parameter: Tensor) -> Tensor | None:
+    def _data_of(self, parameter: Tensor, data: Tensor) -> Tensor:
         for unit in self._units:
             for shard, full, _ in full_parameters(unit):
                 if full is parameter and shard.requires_grad:
                     return parameter.detach()  # Its writes are counted.
                 if full is parameter:
                     self._read.add(id(full))
-        return None
+        return data
 
     @torch.no_grad()
     def _look(self, unit: Any, *forward: Any) -> None:

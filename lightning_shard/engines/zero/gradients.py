@@ -1,8 +1,7 @@
 """What users do to ``parameter.grad`` in a fit of stages 1 to 3, where it is None and DeepSpeed has the gradients.
 
 Dropping them (``zero_grad``, ``parameter.grad = None``) is followed or refused, changes are refused, and what only
-reads is told so. While a fit lasts the class of parameters has a property for it, and that of the flat masters in the
-groups.
+reads is told so. The flat masters in the groups are looked at too.
 """
 
 import inspect
@@ -10,17 +9,13 @@ import re
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.cluster.traces import package_of
+from lightning_shard.engines.observed import observed, user
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import warn_on_first_rank
 from lightning_shard.tensors.flat import FlatGroup
-
-_GRAD: Any = Tensor.grad  # the descriptors
-_DATA: Any = Tensor.data
 
 # An assignment to a gradient, or a method of it that works in place.
 _CHANGE = re.compile(r"\.grad\b(\.data)?\s*([-+*/]?=(?!=)(?!\s*None\b)|\.\w+_\()")
@@ -38,7 +33,7 @@ class GradientUses:
     ) -> None:
         """``names`` has what is stepped, ``groups`` the masters; ``dropped`` is told whose gradient goes."""
         self._strategy, self._dropped = strategy, dropped
-        self._masters = [group.flat for group in groups]
+        self._masters = {id(group.flat): group.flat for group in groups}
         self._parameters = list(names)  # Else an id could become another's.
         self.fqns = {id(parameter): [fqn] for parameter, fqn in names.items()}
         self.fqns |= {id(group.flat): [m.fqn for m in group.members if m.stepped] for group in groups}
@@ -48,22 +43,18 @@ class GradientUses:
     @contextmanager
     def watched(self) -> Generator[None, None, None]:
         """Look at every use."""
-        if not _watching:
-            grad: Any = property(_read_grad, _write_grad, lambda p: _write_grad(p, None))
-            nn.Parameter.grad = grad
-        _watching.append(self)
-        shown = type("Master", (nn.Parameter,), {"data": property(_read_data, _write_data)})
-        kinds = [type(master) for master in self._masters]
-        for master in self._masters:
-            master.__class__ = shown
+        kinds = [(master, type(master)) for master in self._masters.values()]
+        for master, _ in kinds:
+            master.__class__ = nn.Parameter  # the class that is looked at
         try:
-            yield
+            with (
+                observed(nn.Parameter, "grad", self._read, self._write),
+                observed(nn.Parameter, "data", self._read_data, self._write_data),
+            ):
+                yield
         finally:
-            for master, kind in zip(self._masters, kinds, strict=True):
+            for master, kind in kinds:
                 master.__class__ = kind
-            _watching.remove(self)
-            if not _watching:
-                del nn.Parameter.grad
 
     @contextmanager
     def stepping(self) -> Generator[None, None, None]:
@@ -74,8 +65,7 @@ class GradientUses:
         finally:
             self._stepping = False
 
-    def read(self, parameter: Tensor) -> Tensor | None:
-        gradient: Tensor | None = _GRAD.__get__(parameter)
+    def _read(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
         if self._stepping or (fqns := self.fqns.get(id(parameter))) is None:
             return gradient
         frame, through = user()
@@ -88,13 +78,26 @@ class GradientUses:
         # A master may have one, of this rank's part.
         return None
 
-    def write(self, parameter: Tensor, value: Tensor | None) -> None:
+    def _write(self, parameter: Tensor, value: Tensor | None) -> bool:
         fqns = None if self._stepping else self.fqns.get(id(parameter))
         if fqns is not None and (frame := user()[0]) is not None:
             if value is not None:
                 raise self._lost(fqns[0], frame)
             self._drop(fqns)
-        _GRAD.__set__(parameter, value)
+        return False
+
+    def _is_master(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._masters and user()[0] is not None
+
+    def _read_data(self, tensor: Tensor, data: Tensor) -> Tensor:
+        """``master.data``, whose changes are counted, so that forward gets to see them (`Written.take_over`)."""
+        return tensor.detach() if self._is_master(tensor) else data
+
+    def _write_data(self, tensor: Tensor, value: Tensor) -> bool:
+        if is_master := self._is_master(tensor):
+            # DeepSpeed and the checkpoint know it by its memory.
+            tensor.detach().copy_(value)
+        return is_master
 
     def _drop(self, fqns: Iterable[str]) -> None:
         for fqn in fqns:
@@ -117,54 +120,6 @@ class GradientUses:
             f'{self._use(fqn, frame)}, and what is written to it is lost. Use full_tensor(trainer, name, "gradient") '
             "and set_full_tensor, Trainer(gradient_clip_val) or self.clip_gradients; or shard_ddp or shard_fsdp."
         )
-
-
-_watching: list[GradientUses] = []  # of the engines that are there, which may end in any order
-
-
-def _uses_of(parameter: Tensor) -> GradientUses | None:
-    return next((uses for uses in _watching if id(parameter) in uses.fqns), None)
-
-
-def _read_grad(parameter: Tensor) -> Tensor | None:
-    return _GRAD.__get__(parameter) if (uses := _uses_of(parameter)) is None else uses.read(parameter)
-
-
-def _write_grad(parameter: Tensor, value: Tensor | None) -> None:
-    _GRAD.__set__(parameter, value) if (uses := _uses_of(parameter)) is None else uses.write(parameter, value)
-
-
-def _read_data(master: Tensor) -> Tensor:
-    """``master.data``, whose changes are counted, so that forward gets to see them (`Written.take_over`)."""
-    data: Tensor = _DATA.__get__(master)
-    return data if user()[0] is None else master.detach()
-
-
-def _write_data(master: Tensor, value: Tensor) -> None:
-    if user()[0] is None:
-        _DATA.__set__(master, value)
-    else:
-        # DeepSpeed and the checkpoint know it by its memory.
-        master.detach().copy_(value)
-
-
-def user() -> tuple[FrameType | None, set[str]]:
-    """The innermost frame that is not torch's, None where that is an engine's, and the functions inside of it, with
-    that around a comprehension for it. Frames of the caller's own file do not count.
-    """
-    # A variable with this call's own frame would be a cycle: all callers' tensors would wait for garbage collection.
-    frame, through = inspect.currentframe(), set[str]()
-    frame = frame and frame.f_back
-    file = frame and frame.f_code.co_filename
-    while frame is not None and (
-        frame.f_code.co_filename == file
-        or package_of(frame) == "torch"
-        or frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
-    ):
-        through.add(frame.f_code.co_name)
-        frame = frame.f_back
-    own = frame is None or package_of(frame) in ("lightning_shard", "deepspeed")
-    return None if own else frame, through
 
 
 def _changes_gradients(frame: FrameType) -> bool:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_shard.engines.observed import observed, user
 from lightning_shard.engines.refusals import not_gathered
-from lightning_shard.engines.written import data_read_by
 from lightning_shard.engines.zero import layout
-from lightning_shard.engines.zero.gradients import user
 from lightning_shard.engines.zero.running import Running, refresh
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
@@ -44,20 +43,21 @@ class Written:
 
     def reads_noted(self) -> AbstractContextManager[None]:
         """Note whose ``data`` is read by the user, who may write to it, and count writes to it in a step of stage 3."""
-        return data_read_by(self._data_of, self._note_set)
+        return observed(nn.Parameter, "data", self._data_of, self._note_set)
 
-    def _data_of(self, parameter: Tensor) -> Tensor | None:
-        if (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
-            if self._running.stage == 3:  # Released ones are looked at (`WatchedUses`).
-                return parameter.detach() if self._running.inside else None
+    def _data_of(self, parameter: Tensor, data: Tensor) -> Tensor:
+        if (fqn := self._fqns.get(id(parameter))) is None or user()[0] is None:
+            return data
+        if self._running.stage < 3:
             self._read.add(fqn)
-        return None
+        # Released ones are looked at (`WatchedUses`).
+        return parameter.detach() if self._running.stage == 3 and self._running.inside else data
 
-    def _note_set(self, parameter: Tensor) -> None:
-        if self._running.stage < 3 or not self._running.inside:
-            return
-        if (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
+    def _note_set(self, parameter: Tensor, value: Tensor) -> bool:
+        inside = self._running.stage == 3 and self._running.inside
+        if inside and (fqn := self._fqns.get(id(parameter))) is not None and user()[0] is not None:
             self._set.add(fqn)
+        return False
 
     def refuse_gathered(self, strategy: str) -> None:
         """ConfigurationError: the step of stage 3 that ends wrote to a parameter."""
