@@ -36,42 +36,33 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
-_SIZE = r"([kKMGTP]i?)?(B|b)"
 
 
-def _parse(text: str, unit: str, what: str, wanted: str, never: str) -> tuple[Fraction, str]:
-    """The number of ``text`` times its unit's factor, above 0, and what stands behind that (B or b)."""
-    found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*{unit}", text)
-    if found is None or (found[2] or "") not in _UNITS:
-        raise ConfigurationError(f"{text!r} is no {what}. Write {wanted}.")
-    number = Fraction(found[1]) * _UNITS[found[2] or ""]
-    if number <= 0:
-        raise ConfigurationError(f"{text!r} is no {what} that {never}: it must be greater than 0.")
+def _parse(text: str, unit: str, wanted: str) -> tuple[Fraction, str]:
+    """The number of ``text`` times its unit's factor, 1 or more, and what stands behind that."""
+    found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([kKMGTP]i?)?({unit})", text)
+    number = Fraction(found[1]) * _UNITS.get(found[2] or "", 0) if found else Fraction(0)
+    if found is None or number < 1:
+        raise ConfigurationError(f"{text!r} is no {wanted}.")
     return number, found[3]
 
 
 def parse_bytes(text: str) -> int:
     """Bytes of a size with its unit: "80GB" is 80,000,000,000, "80GiB" is 85,899,345,920; other forms are refused."""
-    wanted = "a number and a unit: 80GB (10**9 bytes each), 80GiB (2**30), 512MiB, 1024B"
-    size, unit = _parse(text, _SIZE, "size", wanted, "holds anything")
-    if unit == "b":
-        raise ConfigurationError(f"{text!r} is in bits (b), but a size of memory is in bytes: write {text[:-1]}B.")
-    if size.denominator != 1:
-        raise ConfigurationError(f"{text!r} is {float(size):g} bytes, but a size is a whole number of at least 1.")
-    return int(size)
+    wanted = "size. Write a number and a unit: 80GB (10**9 bytes each), 80GiB (2**30), 512MiB, 1024B"
+    return int(_parse(text, "B", wanted)[0])
 
 
 def parse_speed(text: str) -> float:
     """Bytes per second of a link: "400Gb/s" and "400Gbps" are bits, 50e9 bytes/s; "50GB/s" is bytes."""
-    wanted = "a number and a unit: 400Gb/s (bits per second), 50GB/s (bytes per second)"
-    speed, unit = _parse(text, _SIZE + "(?:/s|ps)", "speed", wanted, "anything crosses")
-    return float(speed / (8 if unit == "b" else 1))
+    wanted = "speed. Write a number and a unit: 400Gb/s (bits per second), 50GB/s (bytes per second)"
+    speed, unit = _parse(text, "[bB](?:/s|ps)", wanted)
+    return float(speed / (8 if unit.startswith("b") else 1))
 
 
 def parse_flops(text: str) -> float:
     """Floating point operations per second: "989TFLOPS", "9.89e14"."""
-    wanted = "operations per second: 989TFLOPS, 9.89e14"
-    return float(_parse(text, "([kKMGTP])?((?i:flops?)(?:/s)?)?", "peak", wanted, "anything reaches")[0])
+    return float(_parse(text, "(?i:flops?(?:/s)?)?", "peak. Write operations per second: 989TFLOPS, 9.89e14")[0])
 
 
 def listed(names: Iterable[object], *, most: int = 6) -> str:
