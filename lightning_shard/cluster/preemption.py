@@ -43,9 +43,6 @@ class PreemptionConfig:
     """How long the save may take. After it every process writes its stacks to stderr, and the job is requeued with
     the checkpoint that is there."""
 
-    every_n_steps: int = 1
-    """Steps between two looks at whether any rank was told to stop."""
-
     run: str | None = None
     """Name of the run, that checkpoints are found by again (``ckpt_path: auto``). Default: the SLURM job, with its
     array task and its step, or torchrun's ``--rdzv-id``. Give one to resume under another job id; the array task is
@@ -63,7 +60,7 @@ class PreemptionConfig:
                     f"preemption.signals has {name!r}, but a signal's name is needed that a process can handle, such "
                     "as SIGUSR1, SIGUSR2 or SIGTERM."
                 )
-        for field, least in (("save_seconds", 1), ("every_n_steps", 1), ("seconds_before_limit", 0)):
+        for field, least in (("save_seconds", 1), ("seconds_before_limit", 0)):
             value = getattr(self, field)
             if value is not None and value < least:
                 raise ConfigurationError(f"preemption.{field} is {value}, but must be {least} or more.")

@@ -237,10 +237,10 @@ class Preemption:
             self._gaps.append(now - self._last_look)
         self._last_look = now
         self._looks += 1
-        if not self._agreed and self._looks % self._config.every_n_steps == 0:
+        if not self._agreed:
             own = self._flag.received
             # Two looks: the one at which all ranks know is the one after.
-            reserve = 2 * self._config.every_n_steps * max(self._gaps) + self._checkpoints.saver.reserve_seconds
+            reserve = 2 * max(self._gaps) + self._checkpoints.saver.reserve_seconds
             # By then the first steps, which compile, are no longer among those that count.
             if self._killed_after is not None and reserve > self._killed_after and self._looks > 50:
                 rank_zero_warn(

@@ -279,7 +279,6 @@ def test_run_name(environ: dict[str, str], name: str | None, expected: str) -> N
         ("signals", ("USR1",), "such as SIGUSR1"),
         ("exit_code", 0, "must be from 1 to 255"),
         ("save_seconds", 0.0, "must be 1 or more"),
-        ("every_n_steps", 0, "must be 1 or more"),
         ("seconds_before_limit", -1.0, "must be 0 or more"),
         ("run", "a/b", "a name that a folder can have"),
         ("run", "", "a name that a folder can have"),
