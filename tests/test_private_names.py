@@ -27,7 +27,7 @@ USES = {
         "callbacks that average weights, what a run resumes from, links, saves that wait",
         "_average_model _checkpoint_connector _copy_average_to_current _device _every_n_train_steps"
         " _link_checkpoint _monitor_candidates _save_last_checkpoint _save_topk_checkpoint"
-        " _should_skip_saving_checkpoint _store _swap_models",
+        " _should_skip_saving_checkpoint _swap_models",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers, a fit's way back to a checkpoint",

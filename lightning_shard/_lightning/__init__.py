@@ -24,7 +24,6 @@ from lightning_shard.private_names import require
 
 _REQUIRED = (
     (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
-    (stock.BaseFinetuning, "_store"),
     (CombinedLoader, "_mode"),
     (LightningModule, "_current_fx_name _device_mesh"),
     (stock.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _monitor_candidates"),
@@ -51,7 +50,6 @@ for _owner, _names in _REQUIRED:
 
 
 REPLACED = {
-    "BaseFinetuning._store": "groups of flat partitions have no parameters with names, and get none",
     "Checkpoint.on_exception": "a save after an error must not wait for other ranks, nor hide the error",
     "LightningModule.log": "values of sharded tensors are logged in full",
     "LightningModule.on_train_batch_end": "saves come after it",

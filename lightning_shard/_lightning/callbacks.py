@@ -46,12 +46,6 @@ def count_sharded_parameters(replacements: Replacements) -> None:
     replacements.wrap(model_summary, "summarize", summary)
 
 
-def leave_flat_groups_unnamed(replacements: Replacements, trainer: Trainer) -> None:
-    """Let callbacks that freeze before the fit not look for the names of what is in an optimizer's groups."""
-    for callback in callbacks(trainer, stock.BaseFinetuning):
-        replacements.replace(callback, "_store", lambda *_: None)
-
-
 _TRAINABLE = "trainable_parameters"
 
 

@@ -134,11 +134,10 @@ class Data:
             if loaders := ranks[rank if rank < len(ranks) else 0]["loaders"]:
                 checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders
 
-    def resume(self, checkpoint: Mapping[str, Any], trainer: Trainer, *, thaws: bool) -> None:
-        """Remember what a fit goes on with, ahead of its tensors. ``thaws``: in what the saved run had thawed."""
+    def resume(self, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
+        """Remember what a fit goes on with, ahead of its tensors, and thaw what the saved run had thawed."""
         self._resumed, self._callbacks = checkpoint.get(RUN_STATE), checkpoint.get("callbacks", {})
-        if thaws:
-            thaw_again(trainer, checkpoint)
+        thaw_again(trainer, checkpoint)
 
     def loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
         """The loops' state was loaded: give loaders theirs, let an epoch end that ends next, settle a validation."""

@@ -216,8 +216,6 @@ def settle_fit(
     full_gradient_norms(replacements, module, partial(read_full, engine, checkpoints, kind="gradient", device=device))
     callbacks.count_sharded_parameters(replacements)
     callbacks.let_errors_through(replacements, trainer)
-    if not engine.follows_freezing:
-        callbacks.leave_flat_groups_unnamed(replacements, trainer)
     saver = checkpoints.saver
     if async_save:
         callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)

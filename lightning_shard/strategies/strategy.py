@@ -434,7 +434,7 @@ class ShardStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._fits:
-            self._data.resume(checkpoint, self._module.trainer, thaws=self.engine.follows_freezing)
+            self._data.resume(checkpoint, self._module.trainer)
         load, averaged = self.checkpoints.load_tensors, callbacks.evaluates_average(self._module.trainer)
         load(checkpoint, self.lr_scheduler_configs, optimizers=self._fits, strict=strict, averaged=averaged)
 

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     ModelCheckpoint,
     ModelSummary,
     StochasticWeightAveraging,
@@ -73,7 +72,7 @@ def _live(trainer: pl.Trainer) -> Iterator[Any]:
     fit = trainer.fit_loop
     yield from (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization)
     yield from (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    kinds = BaseFinetuning | ModelCheckpoint | ModelSummary | StochasticWeightAveraging | WeightAveraging
+    kinds = ModelCheckpoint | ModelSummary | StochasticWeightAveraging | WeightAveraging
     yield from (c for c in trainer.callbacks if isinstance(c, kinds))
     yield from trainer.loggers
     yield from (grad_norm, model_summary)
@@ -146,14 +145,6 @@ class Interrupted(TinyLM):
         """So do those after a validation."""
 
 
-class Freezes(BaseFinetuning):
-    def freeze_before_training(self, *_: Any) -> None:
-        """The model is built later."""
-
-    def finetune_function(self, *_: Any) -> None:
-        """It thaws nothing."""
-
-
 def _run(strategy: Any, module: TinyLM, ckpt_path: str | None = None, *more: Any, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(3)
     saves = ModelCheckpoint("saves", "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
@@ -197,7 +188,6 @@ def _runs() -> list[dict[str, Any]]:
             Interrupted(),
             None,
             StochasticWeightAveraging(0.1, swa_epoch_start=1),
-            Freezes(),
             val_check_interval={"hours": 1},
         ),
     ]
