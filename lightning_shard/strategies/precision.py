@@ -74,7 +74,8 @@ class ShardPrecision(Precision):
             float8: which layers ``fp8-mixed`` converts, and how. Default: all that float8 kernels can run.
 
         Raises:
-            PrecisionError: what these strategies do not run in the plain nor in the aligned form.
+            PrecisionError: a word or dtype that there is not; what contradicts itself is refused by the Trainer's
+                constructor, where it is known whether the strategy is aligned.
         """
         super().__init__()
         self.precision = precision  # type: ignore[assignment] # Lightning does not know fp8-mixed
@@ -85,13 +86,6 @@ class ShardPrecision(Precision):
             "loss_scale": loss_scale,
             "float8": float8,
         }
-        try:
-            self.policy(aligned=False)
-        except PrecisionError as error:
-            try:
-                self.policy(aligned=True)
-            except PrecisionError:
-                raise error from None  # for the reason of the plain form
         self._watch: NonFiniteWatch | None = None
         self._scale: LossScaler | None = None
         self._optimizers: list[Optimizer] = []

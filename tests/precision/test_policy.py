@@ -128,7 +128,7 @@ def test_the_plugin_knows_its_policy_and_refuses_at_once() -> None:
     with pytest.raises(PrecisionError, match="reduce is 'float32', but must be 'fp32', 'bf16', 'fp16' or None"):
         ShardPrecision("bf16-mixed", reduce="float32")  # type: ignore[arg-type]
     with pytest.raises(PrecisionError, match="loss_scale is set while compute is bf16"):
-        ShardPrecision("bf16-mixed", loss_scale=LossScaling())
+        ShardPrecision("bf16-mixed", loss_scale=LossScaling()).policy(aligned=False)
     # Right under one form of a strategy: that decides when it is known.
     assert ShardPrecision("16-true", loss_scale=LossScaling()).policy(aligned=True).loss_scale == LossScaling()
     assert ShardPrecision("bf16-mixed", reduce="bf16").policy(aligned=False).reduce == BF16

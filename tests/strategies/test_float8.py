@@ -179,9 +179,9 @@ def test_what_can_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PrecisionError, match=r"'fp8-mixed' on cpu, but .* 8\.9 or newer .*\{emulate: true\}"):
         pl.Trainer(strategy="shard_fsdp", accelerator="cpu", devices=2, plugins=[ShardPrecision("fp8-mixed")])
     with pytest.raises(PrecisionError, match=r"float8 is set with precision 'bf16-mixed', but goes with 'fp8-mixed'"):
-        ShardPrecision("bf16-mixed", float8=Float8())
+        ShardPrecision("bf16-mixed", float8=Float8()).policy(aligned=False)
     with pytest.raises(PrecisionError, match=r"'fp8-mixed' with autocast: true"):
-        ShardPrecision("fp8-mixed", autocast=True)
+        ShardPrecision("fp8-mixed", autocast=True).policy(aligned=False)
     with pytest.raises(PrecisionError, match=r"float8\.pattern '\(' is no regular expression: missing \)"):
         ShardPrecision("fp8-mixed", float8={"pattern": "("})  # type: ignore[arg-type]
     # An A100; what it can do is not asked before the process is launched.
