@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -241,10 +240,6 @@ class ShardPrecision(Precision):
         if plain and (weights.given is False or (needs.again and weights.given is None)):
             return super().optimizer_step(optimizer, model=model, closure=closure_with_reduction, **kwargs)
         result = closure_with_reduction()
-        if plain and not weights.given:
-            # The fit's first step, which has told that there are no weights.
-            results = chain([result], iter(closure_with_reduction, object()))
-            return super().optimizer_step(optimizer, model=model, closure=lambda: next(results), **kwargs)
         if needs.again:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} computes the loss again in its step, but where losses have weights, or "
