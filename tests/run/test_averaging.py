@@ -168,7 +168,8 @@ def test_stochastic_weight_averaging_is_that_of_stock_ddp(strategies: list[str],
     (((stock, *ours), resumed), _) = run_distributed(_stochastic, 2, strategies, str(tmp_path))
     for states in ours:
         assert [differing(*pair) for pair in zip(stock, states, strict=True)] == [[]] * 5
-    assert [differing(stock[-1], states[-1]) for states in resumed] == [[]] * 2
+    # What steps count in a buffer with persistent=False is in no checkpoint.
+    assert [differing(stock[-1], states[-1]) for states in resumed] == [["passing"]] * 2
 
 
 def test_another_decay_gives_another_average() -> None:
