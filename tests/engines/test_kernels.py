@@ -199,15 +199,30 @@ def builder(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.close()
 
 
+def age(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+
+
 def test_a_build_that_goes_on_is_no_stale_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
-    assert kernels.stale_lock("cpu_adam") is None
-    with builder(tmp_path / "cpu_adam") as process:
-        assert kernels.stale_lock("cpu_adam") is None
+    folder = tmp_path / "cpu_adam"
+    assert kernels.stale_lock("cpu_adam", wait=True) is None
+    with builder(folder) as process:
+        age(folder)
+        # However long it takes.
+        assert kernels.stale_lock("cpu_adam", wait=True) is None
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert f"{tmp_path / 'cpu_adam' / 'lock'} is the lock of a build" in str(kernels.stale_lock("cpu_adam"))
+        assert f"{folder / 'lock'} is the lock of a build" in str(kernels.stale_lock("cpu_adam", wait=True))
+    # Another machine compiles into a shared folder, whose end is waited for.
+    (folder / "cpu_adam.o").touch()
+    assert kernels.stale_lock("cpu_adam", wait=False) is None
+    other = subprocess.Popen(["sh", "-c", f"sleep 1.5; rm {folder / 'lock'}"])
+    assert kernels.stale_lock("cpu_adam", wait=True) is None
+    assert not (folder / "lock").exists()
+    assert other.wait() == 0
 
 
 def test_the_lock_is_where_torch_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +253,7 @@ def test_a_lock_that_only_some_optimizers_wait_for_is_a_warning(tmp_path: Path) 
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
+    age(lock.parent)
     [warning], none = run_distributed(warnings_beside_a_lock, 2, str(tmp_path))
     assert f"makes a DeepSpeedCPUAdam, it will not return: {lock}" in warning
     assert none == []
@@ -252,6 +268,7 @@ def test_a_fit_reports_a_stale_lock_and_does_not_wait_for_it(tmp_path: Path) -> 
     lock = tmp_path / "async_io" / "lock"
     lock.parent.mkdir()
     lock.touch()
+    age(lock.parent)
     for error in run_distributed(fit_beside_a_lock, 2, str(tmp_path)):
         assert f"{lock} is the lock of a build that was killed" in error
     assert lock.exists()

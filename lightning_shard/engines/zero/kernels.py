@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -123,18 +124,29 @@ def lock(name: str) -> Path | None:
     return None if _is_there(name) else Path(_get_build_directory(name, verbose=False)) / "lock"
 
 
-def stale_lock(name: str) -> str | None:
-    """What to say of a lock on which DeepSpeed would wait forever: no process on this machine has it open."""
+def stale_lock(name: str, *, wait: bool) -> str | None:
+    """What to say of a lock on which DeepSpeed would wait forever: no process on this machine has it open, and nothing
+    was written beside it lately. Until then another machine may build there, for whose end this waits if it is to.
+    """
     path = lock(name)
-    try:
-        if path is None or _is_open(path.stat()) or not path.exists():  # The builder may have ended meanwhile.
-            return None
-    except FileNotFoundError:
-        return None
-    return (
-        f"{path} is the lock of a build that was killed: no process on this machine has it open, but DeepSpeed would "
-        "wait for its end forever. If no other machine is building there, delete it"
-    )
+    while path is not None and path.exists():
+        with suppress(FileNotFoundError):  # The builder may end meanwhile.
+            if _is_open(path.stat()):
+                break
+            written = max(beside.stat().st_mtime for beside in path.parent.iterdir())
+            if time.time() - written > QUIET and path.exists():
+                return (
+                    f"{path} is the lock of a build that was killed: no process on this machine has it open, and "
+                    f"nothing was written beside it for {QUIET:g} s, but DeepSpeed would wait for its end forever. If "
+                    "no other machine is building there, delete it"
+                )
+            if not wait:
+                break
+            time.sleep(1)
+    return None
+
+
+QUIET = 120.0  # Seconds, in which a build that goes on writes one of its files.
 
 
 def _is_open(file: os.stat_result) -> bool:

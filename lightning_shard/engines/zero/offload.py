@@ -31,7 +31,8 @@ def prepare(
         check_low_memory(optimizer, policy, offload.get("device", "none"))
     needed = kernels.required_kernels(config, optimizer)
     ranks = Ranks.of()
-    _raise_on_all(ranks, [*kernels.lacking(needed, device.type), *filter(None, map(kernels.stale_lock, needed))])
+    stale = [kernels.stale_lock(name, wait=True) for name in needed]
+    _raise_on_all(ranks, [*kernels.lacking(needed, device.type), *filter(None, stale)])
     config, folders = in_run_folder(config, ranks.broadcast(uuid.uuid4().hex[:12]))
     found = [_problem_with(path) for path in folders]
     try:
@@ -67,7 +68,7 @@ def _problem_with(folder: Path) -> str | None:
 
 def warn_of_lock() -> None:
     """Tell of a stale lock that an optimizer's constructor would wait for; whether it needs that kernel is unknown."""
-    if message := kernels.stale_lock("cpu_adam"):
+    if message := kernels.stale_lock("cpu_adam", wait=False):
         warn_on_first_rank(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
 
 
