@@ -241,6 +241,8 @@ class _Unpickler(pickle.Unpickler):
         self._known["torch", "Size"] = lambda sizes=(): tuple(sizes)
         self._known["torch.serialization", "_get_layout"] = lambda name: name
         self._known[_DCP, "_MEM_FORMAT_ENCODING"] = lambda code: code
+        # Python 3.11.0 to 3.11.3, Debian's among them, pickle a member of an enumeration as an attribute of it.
+        self._known["builtins", "getattr"] = lambda owner, name: name
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name; CheckpointCorruptError for a name that torch's metadata does not have."""

@@ -43,14 +43,20 @@ class _Inert:
 
 
 class _ZeroStage(enum.IntEnum):
-    """Stands for DeepSpeed's enumeration."""
+    """Stands for DeepSpeed's enumeration, with its names."""
 
     disabled, optimizer_states, gradients, weights, max_stage = 0, 1, 2, 3, 3
+
+
+def _member(kind: type, name: str) -> _ZeroStage:
+    """How Python 3.11.0 to 3.11.3 pickle a member of an enumeration: as getattr, which has nothing else here."""
+    return _ZeroStage[name]
 
 
 # The classes that the files need, and what stands for each: DeepSpeed itself is neither imported nor run.
 _ALLOWED = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage,
+    "builtins.getattr": _member,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Inert,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Inert,
     "deepspeed.utils.tensor_fragment.fragment_address": _Inert,

@@ -8,9 +8,11 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
@@ -101,6 +103,30 @@ def test_deepspeed_directories_that_can_not_be_read(tmp_path: Path, stock_folder
         open_any(path)
     shutil.copy(states / "mp_rank_00_model_states.pt", states / "mp_rank_01_model_states.pt")
     with pytest.raises(CheckpointError, match="model, pipeline or expert parallelism"):
+        open_any(path)
+
+
+class Member:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle members of enumerations."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        return getattr, (ZeroStageEnum, self.name)
+
+
+def test_members_of_enumerations_are_read_by_name_and_nothing_else_is(tmp_path: Path, stock_folders: Path) -> None:
+    path = tmp_path / "zero2"
+    shutil.copytree(stock_folders / "zero2", path)
+    for file in path.glob("global_step3/*_optim_states.pt"):
+        states = torch.load(file, weights_only=False)
+        states["optimizer_state_dict"]["zero_stage"] = Member("gradients")
+        torch.save(states, file)
+    assert_equal(stored(path), stored(stock_folders / "zero2"))
+    states["optimizer_state_dict"]["zero_stage"] = Member("__class__")
+    torch.save(states, file)
+    with pytest.raises(CheckpointCorruptError, match="__class__"):
         open_any(path)
 
 
