@@ -22,6 +22,7 @@ def measure(folder: str) -> Any:
     return checkpoint_io.measure(place, TINY, checkpoint_io.parse_arguments(OPTIONS), Path(folder))
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 def test_every_way_is_timed_and_shown(tmp_path: Path) -> None:
     seconds, total = run_distributed(measure, 2, str(tmp_path))[0]

@@ -25,6 +25,7 @@ def _measure(strategy: str) -> dict[str, Any]:
     return {**study.results(), "seen": model.seen}
 
 
+@pytest.mark.matrix
 def test_the_study_sees_equal_engines_as_equal_and_lost_updates_as_lost() -> None:
     fsdp, zero, plain = (
         run_distributed(_measure, 2, name)

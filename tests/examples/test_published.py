@@ -25,6 +25,7 @@ def test_runs_are_published_and_in_halves() -> None:
     assert all((run.reserved is None) != (run.largest is None) for run in RUNS)
 
 
+@pytest.mark.matrix
 def test_a_run_within_its_bar(tmp_path: Path) -> None:
     """FSDP2 with 1.5 billion parameters on 8 H100: what the allocator reserved, within 10 %."""
     row = published.row_of(named("Qwen"))

@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from lightning_shard.engines.zero.config.fields import OptimizerOffload
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.late_copies import late_copies
 from tests.models import TinyLM
@@ -56,7 +57,8 @@ def check(engine: str, precision: str, cases: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "case"), [("zero_2_offload", "clipped"), ("zero_3_offload_optimizer", "manual_unclipped")]
+    ("engine", "case"),
+    sampled([("zero_2_offload", "clipped"), ("zero_3_offload_optimizer", "manual_unclipped")], 0),
 )
 def test_offloaded_gradients_are_waited_for(engine: str, case: str) -> None:
     check(engine, "bf16-mixed", [case])
