@@ -35,8 +35,8 @@ class GradientUses:
         self._strategy, self._dropped = strategy, dropped
         self._masters = {id(group.flat): group.flat for group in groups}
         self._parameters = list(names)  # Else an id could become another's.
-        self.fqns = {id(parameter): [fqn] for parameter, fqn in names.items()}
-        self.fqns |= {id(group.flat): [m.fqn for m in group.members if m.stepped] for group in groups}
+        self._fqns = {id(parameter): [fqn] for parameter, fqn in names.items()}
+        self._fqns |= {id(group.flat): [m.fqn for m in group.members if m.stepped] for group in groups}
         self._readers: set[CodeType] = set()
         self._stepping = False
 
@@ -66,7 +66,7 @@ class GradientUses:
             self._stepping = False
 
     def _read(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        if self._stepping or (fqns := self.fqns.get(id(parameter))) is None:
+        if self._stepping or (fqns := self._fqns.get(id(parameter))) is None:
             return gradient
         frame, through = user()
         if frame is None:
@@ -79,7 +79,7 @@ class GradientUses:
         return None
 
     def _write(self, parameter: Tensor, value: Tensor | None) -> bool:
-        fqns = None if self._stepping else self.fqns.get(id(parameter))
+        fqns = None if self._stepping else self._fqns.get(id(parameter))
         if fqns is not None and (frame := user()[0]) is not None:
             if value is not None:
                 raise self._lost(fqns[0], frame)
@@ -135,11 +135,11 @@ class SteppedOnce:
 
     def __init__(self, fqns: Collection[str], is_pending: Callable[[], bool]) -> None:
         """``is_pending``: whether a backward pass ran since the last step."""
-        self.fqns, self._is_pending = fqns, is_pending
+        self._fqns, self._is_pending = fqns, is_pending
         self._stepped: set[str] = set()
 
     def step(self) -> None:
-        self._stepped = set(self.fqns)
+        self._stepped = set(self._fqns)
 
     def drop(self, fqn: str) -> None:
         """Follow the user, who drops a gradient. ConfigurationError: it was not stepped on."""
@@ -152,7 +152,7 @@ class SteppedOnce:
 
     def drop_all(self, set_to_none: bool = True) -> None:
         """The optimizer's ``zero_grad``; the memory that gradients are offloaded to must stay."""
-        for fqn in self.fqns:
+        for fqn in self._fqns:
             self.drop(fqn)
 
     def check(self) -> None:
