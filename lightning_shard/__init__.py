@@ -58,28 +58,24 @@ __all__ = [
     "load_from_checkpoint", "load_pretrained", "set_full_tensor",
 ]  # fmt: skip
 
-# Public names whose modules import engines or jsonargparse.
-_LAZY = {
-    "Float8": "lightning_shard.precision.float8",
-    "LossScaling": "lightning_shard.precision.loss_scale",
-    "MeshConfig": "lightning_shard.mesh",
-    "PrecisionPolicy": "lightning_shard.precision.policy",
-    "PreemptionConfig": "lightning_shard.cluster.preemption",
-    "ShardCLI": "lightning_shard.commands.cli",
-    "ShardDDPStrategy": "lightning_shard.strategies.ddp",
-    "ShardDeepSpeedStrategy": "lightning_shard.strategies.deepspeed",
-    "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
-    "ShardPrecision": "lightning_shard.strategies.precision",
-    "UnitRule": "lightning_shard.engines.units",
-    **dict.fromkeys(
-        ("OptimizerOffload", "ParameterOffload", "Stage3Options", "ZeroBuckets", "ZeroPlusPlus"),
-        "lightning_shard.engines.zero.config.fields",
-    ),
-    "full_tensor": "lightning_shard.run.full_tensors",
-    "set_full_tensor": "lightning_shard.run.full_tensors",
-    "load_from_checkpoint": "lightning_shard.run.full_tensors",
-    "load_pretrained": "lightning_shard.checkpoint.foreign.pretrained",
+# Public names, whose modules import engines or jsonargparse.
+_MODULES = {
+    "checkpoint.foreign.pretrained": "load_pretrained",
+    "cluster.preemption": "PreemptionConfig",
+    "commands.cli": "ShardCLI",
+    "engines.units": "UnitRule",
+    "engines.zero.config.fields": "OptimizerOffload ParameterOffload Stage3Options ZeroBuckets ZeroPlusPlus",
+    "mesh": "MeshConfig",
+    "precision.float8": "Float8",
+    "precision.loss_scale": "LossScaling",
+    "precision.policy": "PrecisionPolicy",
+    "run.full_tensors": "full_tensor load_from_checkpoint set_full_tensor",
+    "strategies.ddp": "ShardDDPStrategy",
+    "strategies.deepspeed": "ShardDeepSpeedStrategy",
+    "strategies.fsdp": "ShardFSDPStrategy",
+    "strategies.precision": "ShardPrecision",
 }
+_LAZY = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

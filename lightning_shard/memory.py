@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-
-#: What each kind means, in the order of the tables.
-KINDS: dict[str, str] = {
-    "parameters": "the module's parameters that are resident on this rank between steps",
-    "masters": "master weights that an engine has beside the module's parameters",
-    "gathered": "parameters that are full only while their unit computes",
-    "gradients": "gradients at the optimizer step, in their own dtype and sharding",
-    "optimizer": "the optimizer's state",
-    "buffers": "the module's buffers and its metrics' states",
-    "averages": "averages of weights and buffers that a callback takes",
-    "activations": "what forward saves for backward, and what backward makes on its way",
-    "communication": "buckets and staging buffers of collectives and of offload",
-}
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindBytes:
-    """Bytes of each kind in one memory, on one rank."""
+    """Bytes of each kind in one memory, on one rank; the kinds are in the order of the tables."""
 
-    parameters: int = 0
-    masters: int = 0
-    gathered: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    buffers: int = 0
-    averages: int = 0
-    activations: int = 0
-    communication: int = 0
+    parameters: int = 0  # The module's parameters that are resident on this rank between steps.
+    masters: int = 0  # Master weights that an engine has beside the module's parameters.
+    gathered: int = 0  # Parameters that are full only while their unit computes.
+    gradients: int = 0  # Gradients at the optimizer step, in their own dtype and sharding.
+    optimizer: int = 0  # The optimizer's state.
+    buffers: int = 0  # The module's buffers and its metrics' states.
+    averages: int = 0  # Averages of weights and buffers that a callback takes.
+    activations: int = 0  # What forward saves for backward, and what backward makes on its way.
+    communication: int = 0  # Buckets and staging buffers of collectives and of offload.
 
     @property
     def total(self) -> int:
@@ -42,6 +28,7 @@ class KindBytes:
         return KindBytes(**{kind: getattr(self, kind) + getattr(other, kind) for kind in KINDS})
 
 
+KINDS = tuple(kind.name for kind in fields(KindBytes))
 PLACES = ("device", "host", "nvme")
 
 
@@ -54,17 +41,13 @@ class MemoryAccount:
     nvme: KindBytes = field(default_factory=KindBytes)
 
     def __add__(self, other: MemoryAccount) -> MemoryAccount:
-        return _kind_by_kind(sum, (self, other))
+        return MemoryAccount(**{place: getattr(self, place) + getattr(other, place) for place in PLACES})
 
 
 def most(*accounts: MemoryAccount) -> MemoryAccount:
     """The greatest of each kind and place, which accounts may have had at different times."""
-    return _kind_by_kind(max, accounts)
-
-
-def _kind_by_kind(of: Callable[[Iterable[int]], int], accounts: Iterable[MemoryAccount]) -> MemoryAccount:
     found = {}
     for place in PLACES:
         held = [vars(getattr(account, place)) for account in accounts]
-        found[place] = KindBytes(**{kind: of(each[kind] for each in held) for kind in KINDS})
+        found[place] = KindBytes(**{kind: max(each[kind] for each in held) for kind in KINDS})
     return MemoryAccount(**found)

@@ -41,13 +41,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.matrix
 def test_wheel_and_sdist_hold_the_package_and_its_license(built: list[Path]) -> None:
     wheel = zipfile.ZipFile(built[0]).namelist()
-    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_shard").rglob("*.py")}
-    assert {name for name in wheel if name.startswith("lightning_shard/")} == {*expected, "lightning_shard/py.typed"}
+    package = [path for path in (ROOT / "lightning_shard").rglob("*") if path.suffix in (".py", ".csv", ".typed")]
+    expected = {path.relative_to(ROOT).as_posix() for path in package}
+    assert {name for name in wheel if name.startswith("lightning_shard/")} == expected
     assert {name.partition("/")[0] for name in wheel} == {"lightning_shard", f"lightning_shard-{__version__}.dist-info"}
     assert f"lightning_shard-{__version__}.dist-info/licenses/LICENSE" in wheel
     with tarfile.open(built[1]) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*expected, "lightning_shard/py.typed", "pyproject.toml", *FILES} <= sdist
+    assert {*expected, "pyproject.toml", *FILES} <= sdist
     beside = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
     kept = {path.relative_to(ROOT).as_posix() for path in beside if "__pycache__" not in path.parts}
     assert kept <= sdist

@@ -203,7 +203,7 @@ def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, 
         )
     if options.device_name is None:
         # As another device is to its peak.
-        peaks = Peaks(half=peak / 1e12, tf32=None, single=peak / 1e12)
+        peaks = Peaks(half=peak / 1e12, single=peak / 1e12)
     return device_of(peaks, peak)
 
 

@@ -1,12 +1,6 @@
 """The words of the memory tables."""
 
-from dataclasses import fields
-
-from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-
-
-def test_every_kind_is_described_once_in_the_order_of_the_fields():
-    assert [kind.name for kind in fields(KindBytes)] == list(KINDS)
+from lightning_shard.memory import KindBytes, MemoryAccount
 
 
 def test_accounts_add_kind_by_kind_and_place_by_place():
