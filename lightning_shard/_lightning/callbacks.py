@@ -210,13 +210,8 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 def averages_place(callbacks: Any) -> str | None:
     """Where those that average weights keep averages: "beside" the weights or on the "host"; None: there are none."""
     given = callbacks if isinstance(callbacks, list) else [callbacks]
-    devices = [str(_device(callback)) for callback in given if isinstance(callback, tuple(_HOOKS))]
-    return ("host" if devices[0].startswith("cpu") else "beside") if devices else None
-
-
-def _device(callback: Any) -> Any:
-    """Where a callback is asked to keep averages."""
-    return callback._device
+    averaging: list[Any] = [callback for callback in given if isinstance(callback, tuple(_HOOKS))]
+    return ("host" if str(averaging[0]._device).startswith("cpu") else "beside") if averaging else None
 
 
 def evaluates_average(trainer: Trainer) -> bool:
@@ -317,8 +312,8 @@ def average_shards(replacements: Replacements, trainer: Trainer, current: Curren
 
 def _stochastic(replacements: Replacements, trainer: Trainer, average: Any, current: Current, write: Write) -> Average:
     (callback,) = callbacks(trainer, stock.StochasticWeightAveraging)
-    if (device := _device(callback)) is not None:
-        average.to(device)
+    if callback._device is not None:
+        average.to(callback._device)
     loaded = 0
 
     def load_state_dict(load: Callable[..., None], state: dict[str, Any]) -> None:

@@ -30,13 +30,8 @@ from lightning_shard.resume.wrap import resumable
 
 def train_batch_size(trainer: Trainer) -> int | None:
     """Batch size of the training dataloader, if it was handed over as one; None where only a hook knows."""
-    size = getattr(_source(trainer.fit_loop).instance, "batch_size", None)
+    size = getattr(trainer.fit_loop._data_source.instance, "batch_size", None)
     return size if isinstance(size, int) else None
-
-
-def _source(loop: Any) -> Any:
-    """Where a loop's loaders come from."""
-    return loop._data_source
 
 
 def keep_order(replacements: Replacements, trainer: Trainer) -> None:
@@ -130,7 +125,7 @@ def generators(trainer: Trainer) -> dict[str, Any]:
     """Name to generator of those that the module, the datamodule, callbacks and the validation's loaders draw from, and
     that no training loader saves.
     """
-    held = {"validation": _source(trainer.fit_loop.epoch_loop.val_loop).instance, **helpers(trainer)}
+    held = {"validation": trainer.fit_loop.epoch_loop.val_loop._data_source.instance, **helpers(trainer)}
     apart = [trainer, trainer.strategy]
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
         partly = isinstance(loader, ResumableLoader)
@@ -217,12 +212,12 @@ def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None,
 
 def makes_loaders(trainer: Trainer) -> bool:
     """Whether the fit's loaders come from the LightningModule or a datamodule, and can be made anew."""
-    return bool(_source(trainer.fit_loop).is_module())
+    return bool(trainer.fit_loop._data_source.is_module())
 
 
 def first_batch(trainer: Trainer) -> tuple[Any, int]:
     """The first batch of the fit's loaders, made for this alone, on the CPU; and this rank's samples, if they count."""
-    loaders = _source(trainer.fit_loop).dataloader()
+    loaders = trainer.fit_loop._data_source.dataloader()
     batch, *_ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
     dataset = getattr(loaders, "dataset", None)
     samples = len(dataset) // trainer.world_size if isinstance(dataset, Sized) else sys.maxsize

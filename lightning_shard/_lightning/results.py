@@ -65,10 +65,10 @@ def training_results_state(trainer: Trainer, *, validates: bool) -> dict[str, An
     """
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
-    results = _results(fit_loop.epoch_loop)
+    results = fit_loop.epoch_loop._results
     entries = dict(results.pending) if isinstance(results, _ResumedResults) else {}  # not logged again since a resume
     entries |= {key: _entry_state(e) for key, e in _live(results) if e.meta.on_epoch or not e.is_tensor}
-    validated = _live(_results(fit_loop.epoch_loop.val_loop))
+    validated = _live(fit_loop.epoch_loop.val_loop._results)
     evaluation = [e.meta.metric_attribute for _, e in validated if not e.is_tensor]
     batches: Any = fit_loop.epoch_loop.batch_progress.current
     due = None
@@ -78,7 +78,7 @@ def training_results_state(trainer: Trainer, *, validates: bool) -> dict[str, An
         due = "step"
     # Between batches of an epoch, reading them computes nothing and so synchronises nothing; at its end its values are
     # those that schedulers are about to step by, but for what the hook that saves goes ahead of.
-    current = _loggers(trainer)._first_loop_iter is not None or due == "epoch"
+    current = trainer._logger_connector._first_loop_iter is not None or due == "epoch"
     seen = trainer.callback_metrics if current else _seen(trainer)
     hook = [e.meta for e in results.values() if e.has_reset and e.meta.fx == "on_train_epoch_end"]
     return {
@@ -129,10 +129,10 @@ def restore_training_results(
         return
     entries = {key: entry for key, entry in entries.items() if entry["meta"]["fx"] not in _RUN_AGAIN}
     epoch_loop = fit_loop.epoch_loop
-    replacements.replace(epoch_loop, "_results", _ResumedResults(trainer, entries, so_far=_results(epoch_loop)))
+    replacements.replace(epoch_loop, "_results", _ResumedResults(trainer, entries, so_far=epoch_loop._results))
     if epoch_loop.batch_progress.current.ready > 0:
         # The next batch is not the first of its epoch, at which values of the epoch before are cleared.
-        _loggers(trainer)._first_loop_iter = False
+        trainer._logger_connector._first_loop_iter = False
     # Lightning would leave the schedulers that monitor a value alone at this epoch's end, for want of the value.
     leave_restart(trainer)
 
@@ -226,17 +226,9 @@ class _ResumedResults(_ResultCollection):
             )
 
 
-def _loggers(trainer: Trainer) -> Any:
-    return trainer._logger_connector
-
-
 def _seen(trainer: Trainer) -> Any:
     """``trainer.callback_metrics`` as they were when these were computed last."""
-    return _loggers(trainer)._callback_metrics
-
-
-def _results(loop: Any) -> Any:
-    return loop._results
+    return trainer._logger_connector._callback_metrics
 
 
 def _live(results: _ResultCollection) -> Iterator[tuple[str, Any]]:

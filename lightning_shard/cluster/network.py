@@ -6,17 +6,15 @@ the interpreter at that moment, since it begins with a lock of the runtime taken
 right after a collective, which is where loaders are started.
 """
 
-import fcntl
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import MutableMapping
 
+import psutil
 import torch.distributed as dist
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 _ELSEWHERE = "198.51.100.1"  # RFC 5737: of no host, but routed as any other
 _HERE = ("localhost", "127.0.0.1", "::1")
 
@@ -41,7 +39,9 @@ def interface_towards(address: str) -> str | None:
         own = _source(_ELSEWHERE)
     if own is None or own.startswith("127."):
         return None
-    return next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
+    return next(
+        (name for name, found in psutil.net_if_addrs().items() if own in [each.address for each in found]), None
+    )
 
 
 def _source(address: str) -> str | None:
@@ -52,15 +52,6 @@ def _source(address: str) -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
-
-
-def _address(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        except OSError:
-            return None
-        return socket.inet_ntoa(found[20:24])
 
 
 _SECONDS = 0.01  # far more than a thread needs to let go of a tensor

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from lightning_shard.cluster import network
@@ -14,9 +16,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """One with loopback and two networks, whose own name resolves to loopback, as on Debian."""
     routes = {"here": "127.0.1.1", "localhost": "127.0.0.1", "node1": "10.0.0.2", network._ELSEWHERE: "192.168.0.2"}
     addresses = {"lo": "127.0.0.1", "ib0": "10.0.0.2", "eth0": "192.168.0.2"}
+    interfaces = {name: [SimpleNamespace(address=address)] for name, address in addresses.items()}
     monkeypatch.setattr(network, "_source", routes.get)
-    monkeypatch.setattr(network, "_address", addresses.get)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses)))
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
 
 
 @pytest.mark.usefixtures("host")
@@ -42,7 +44,6 @@ def test_what_the_user_set_stays() -> None:
 
 def test_of_this_host() -> None:
     assert network.interface_towards("127.0.0.1") is None
-    own = {name: network._address(name) for _, name in socket.if_nameindex()}
-    for name, address in own.items():
-        if address is not None and not address.startswith("127."):
-            assert network.interface_towards(address) == name
+    for name, found in psutil.net_if_addrs().items():
+        for address in (each.address for each in found if each.family == socket.AF_INET):
+            assert network.interface_towards(address) == (None if address.startswith("127.") else name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.meters.throughput import gather_rows
-from lightning_shard.run.buffers import restore_buffers
+from lightning_shard.run.checkpoints import restore_buffers
 from tests.harness import run_distributed
 
 # ProcessGroupNCCL's ncclDataType, of torch 2.13.
