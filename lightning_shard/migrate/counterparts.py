@@ -124,7 +124,6 @@ TABLE: Mapping[str, Row] = {
     # DeepSpeed's.
     **_files("offload_optimizer", "state", buffer_count=4),
     "offload_optimizer.fast_init": _zero_only("bool", "speed", "only ZeRO-3 keeps state in files", "", False),
-    "offload_optimizer.ratio": _zero_only("float", "memory", "FSDP offloads all or nothing", "", 1, 1.0),
     **_files("offload_parameters", "parameters", buffer_count=5, buffer_size=10**8, max_in_cpu=10**9),
     "buckets.reduce": _BUCKETS,
     "buckets.allgather": _BUCKETS,

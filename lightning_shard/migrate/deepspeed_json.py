@@ -11,10 +11,12 @@ from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_Z
 from lightning_shard.engines.zero.config.reading import AUTO, ONE_BIT, get, is_off
 from lightning_shard.engines.zero.config.settings import (
     KEYS,
+    PARTLY,
     SCALE_KEYS,
     TRAINER_OWNED,
     ZERO,
     loss_scaling_of,
+    offloads_all,
     read_settings,
 )
 from lightning_shard.migrate.neutral import LEVELS, Reading, setting
@@ -149,6 +151,9 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
         if not (is_off(value) or value == -1):
             near = "shard_fsdp_hybrid" if "mics" in key else ""
             reading.lose(f"{prefix}{ZERO}.{key}", value, reason.partition(":")[0], near)
+    offload = zero.get("offload_optimizer")
+    if isinstance(offload, dict) and not offloads_all(offload):
+        reading.lose(f"{prefix}{ZERO}.offload_optimizer.ratio", offload.pop("ratio"), PARTLY)
     for path, (refused, reason) in TRAINER_OWNED.items():
         section, _, key = path.rpartition(".")
         holder = content.get(section) if section else content

@@ -84,13 +84,13 @@ def test_deepspeed_mistakes_and_removed_features(refused: Callable[..., str]) ->
     both = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "fp16": {"enabled": True}}
     assert "both true" in refused(both)
     removed = {
-        "zero_optimization": {"stage": 3, "mics_shard_size": 4},
+        "zero_optimization": {"stage": 3, "mics_shard_size": 4, "offload_optimizer": {"device": "cpu", "ratio": "0.5"}},
         "fp16": {"enabled": True, "loss_scale": 128.0},
         "curriculum_learning": {"enabled": True},
         "dataloader_drop_last": True,
     }
     message = refused(removed)
-    assert "4 fields have no counterpart" in message
+    assert "5 fields have no counterpart" in message
     assert "Nearest: shard_fsdp_hybrid" in message
 
 

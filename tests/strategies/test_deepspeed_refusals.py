@@ -104,6 +104,38 @@ REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+def section(kind: str, name: str = "optimizer", **params: Any) -> dict[str, Any]:
+    return {"config": {name: {"type": kind, "params": params}}}
+
+
+UNKNOWN: list[tuple[type[TinyLM], dict[str, Any], str]] = [
+    (WithoutOptimizer, section("AdamW", lr=0.1, momentum=0.9), "FusedAdam takes lr, bias_correction, betas, eps, adam"),
+    (WithoutOptimizer, section("AdamW", lr=0.1, torch_adam=True, rho=1), "AdamW takes lr, betas, eps, weight_decay"),
+    (WithoutOptimizer, section("SGD", lr=0.1, betas=[0.9, 0.99]), "unexpected keyword argument 'betas'"),
+    (WithoutOptimizer, section("Adagrad", lr=0.1, rho=1), "Adagrad takes lr, lr_decay, weight_decay"),
+    (WithoutOptimizer, section("MuAdam", lr=0.1), "needs the package mup: pip install mup"),
+    (TinyLM, section("WarmupLR", "scheduler", warmup=3), "scheduler.params of WarmupLR is {'warmup': 3}, but WarmupLR"),
+    (TinyLM, section("StepLR", "scheduler"), "StepLR takes step_size, gamma, last_epoch: missing a required argument"),
+]
+
+
+def refused_untouched(cases: list[tuple[type[TinyLM], dict[str, Any], str]]) -> list[str]:
+    said = []
+    for kind, settings, _ in cases:
+        module = kind()
+        try:
+            quiet_trainer(strategy=ShardDeepSpeedStrategy(stage=3, **settings), max_steps=2).fit(module, loader())
+        except ConfigurationError as error:
+            assert not any(hasattr(parameter, "ds_tensor") for parameter in module.parameters())
+            said.append(str(error))
+    return said
+
+
+def test_what_an_optimizer_or_a_schedule_lacks_is_refused_before_stage_3_shards() -> None:
+    for said in run_distributed(refused_untouched, 2, UNKNOWN):
+        assert [case[2] for case, text in zip(UNKNOWN, said, strict=True) if case[2] not in text] == []
+
+
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case[3][:30])
 def test_what_can_not_work_is_refused(case: tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]) -> None:
     kind, settings, trainer, message = case

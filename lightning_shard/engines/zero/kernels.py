@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +47,37 @@ def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> 
             needed.add("gds")
     if any(zero.get(f"zero_quantized_{what}") for what in ("weights", "nontrainable_weights", "gradients")):
         needed.add("quantizer")
-    if optimizer is not None:
-        needed |= {BY_OPTIMIZER[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in BY_OPTIMIZER}
-    elif config.get("optimizer"):
-        kernel = _of_section(config["optimizer"], offloads=devices[0] in ("cpu", "nvme"))
-        needed |= {kernel} if kernel else set()
+    made = optimizer_class(config) if optimizer is None and config.get("optimizer") else type(optimizer)
+    needed |= {BY_OPTIMIZER[c.__name__] for c in made.__mro__ if c.__name__ in BY_OPTIMIZER}
     return tuple(sorted(needed))
 
 
-def _of_section(section: Mapping[str, Any], *, offloads: bool) -> str | None:
-    """What ``DeepSpeedEngine._configure_basic_optimizer`` makes of the section ``optimizer``."""
-    kind, params = str(section.get("type", "")).lower(), section.get("params") or {}
+def optimizer_class(config: Mapping[str, Any]) -> type:
+    """What ``DeepSpeedEngine._configure_basic_optimizer`` makes of the section ``optimizer``, Muon's auxiliary one too.
+    ImportError: of the package mup, which is not there.
+    """
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    section, offload = config["optimizer"], config["zero_optimization"].get("offload_optimizer") or {}
+    kind, on_host = section["type"].lower(), offload.get("device") in ("cpu", "nvme")
     if kind in ("adam", "adamw", "muon"):
-        kind = "" if params.get("torch_adam") else "adam"
-    kernel = "fused_lamb" if kind == "lamb" else f"cpu_{kind}" if offloads else f"fused_{kind}"
-    return kernel if kernel in BY_OPTIMIZER.values() else None
+        if section.get("params", {}).get("torch_adam"):
+            return torch.optim.AdamW
+        return DeepSpeedCPUAdam if on_host else FusedAdam
+    own: dict[str, tuple[type, type]] = {
+        "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+        "lamb": (FusedLamb, FusedLamb),
+        "lion": (FusedLion, DeepSpeedCPULion),
+    }
+    if kind in own:
+        return own[kind][on_host]
+    of_mup = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+    where, name = (import_module("mup"), of_mup[kind]) if kind in of_mup else (torch.optim, section["type"])
+    found: type = getattr(where, name)
+    return found
 
 
 def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""Around DeepSpeed's offload: kernels, and the folder in which a run offloads to NVMe."""
+"""Before DeepSpeed starts: its sections' parameters, its kernels, and the folder in which a run offloads to NVMe."""
 
 import copy
+import inspect
 import os
 import shutil
 import uuid
@@ -14,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shard.engines.zero import kernels
+from lightning_shard.engines.zero.config.reading import class_of
 from lightning_shard.errors import ConfigurationError, PrecisionError, raise_problems
 from lightning_shard.precision.policy import PrecisionPolicy, short
 from lightning_shard.ranks import Ranks, warn_on_first_rank
@@ -22,15 +24,18 @@ from lightning_shard.ranks import Ranks, warn_on_first_rank
 def prepare(
     config: Mapping[str, Any], optimizer: Optimizer | None, *, policy: PrecisionPolicy, device: torch.device
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check that the kernels that DeepSpeed will build can be built, and make this run's folders for NVMe, which are in
-    the returned configuration, and returned for `clean_up`. All ranks call it, before the module is touched. The same
-    ConfigurationError on every rank has all that is wrong on any; PrecisionError as `check_low_memory`.
+    """Check that the sections' parameters fit and that the kernels that DeepSpeed will build can be built, and make
+    this run's folders for NVMe, which are in the returned configuration, and returned for `clean_up`. All ranks call
+    it, before the module is touched. The same ConfigurationError on every rank has all that is wrong on any;
+    PrecisionError as `check_low_memory`.
     """
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if optimizer is not None and policy.is_low_memory:
         check_low_memory(optimizer, policy, offload.get("device", "none"))
-    needed = kernels.required_kernels(config, optimizer)
     ranks = Ranks.of()
+    # The sections are the same on every rank; whether a package is there may differ.
+    _raise_on_all(ranks, misfits(config, optimizer))
+    needed = kernels.required_kernels(config, optimizer)
     stale = [kernels.stale_lock(name, wait=True) for name in needed]
     _raise_on_all(ranks, [*kernels.lacking(needed, device.type), *filter(None, stale)])
     config, folders = in_run_folder(config, ranks.broadcast(uuid.uuid4().hex[:12]))
@@ -41,6 +46,37 @@ def prepare(
         clean_up(folders)
         raise
     return config, folders
+
+
+_TAKEN_OUT = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+"""What DeepSpeed's engine itself reads of the parameters of an Adam."""
+
+
+def misfits(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]:
+    """What the constructors would not take that DeepSpeed calls, in stage 3 once parameters are sharded, with the
+    parameters of the sections ``optimizer``, if the user has none, and ``scheduler``.
+    """
+    found = []
+    for name in ("optimizer", "scheduler"):
+        section = config.get(name)
+        if section is None or (name == "optimizer" and optimizer is not None):
+            continue
+        kind, params = section["type"], section["params"]
+        try:
+            made = kernels.optimizer_class(config) if name == "optimizer" else class_of(name, kind)
+        except ImportError as error:
+            found.append(f"{name}.type is {kind!r}, which needs the package mup: pip install mup ({error})")
+            continue
+        is_adam = name == "optimizer" and kind.lower() in ("adam", "adamw")
+        # What Muon takes was compared when the section was read.
+        given = {} if kind.lower() == "muon" else {k: v for k, v in params.items() if not (is_adam and k in _TAKEN_OUT)}
+        signature = inspect.signature(made)
+        try:
+            signature.bind(None, **given)
+        except TypeError as error:
+            takes = ", ".join([*list(signature.parameters)[1:], *(_TAKEN_OUT if is_adam else ())])
+            found.append(f"{name}.params of {kind} is {params!r}, but {made.__name__} takes {takes}: {error}")
+    return found
 
 
 def in_run_folder(config: Mapping[str, Any], run: str) -> tuple[dict[str, Any], list[Path]]:

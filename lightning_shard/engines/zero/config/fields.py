@@ -35,9 +35,6 @@ class OptimizerOffload:
     fast_init: bool | None = None
     """Faster set-up of state on NVMe. DeepSpeed's: false."""
 
-    ratio: float | None = None
-    """Fraction of the state that is offloaded, from 0 to 1, stage 3 only. DeepSpeed's: 1."""
-
 
 @checked_fields("offload_parameters")
 @dataclass(frozen=True, kw_only=True)

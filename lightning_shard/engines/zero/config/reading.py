@@ -286,9 +286,16 @@ def _exists(section: str, kind: str) -> bool:
     """Whether it is a type of DeepSpeed's own, which are in lower case for optimizers, or else a class of torch's."""
     if (kind.lower() if section == "optimizer" else kind) in _own_types(section):
         return True
-    where, base = (torch.optim, Optimizer) if section == "optimizer" else (torch.optim.lr_scheduler, LRScheduler)
-    found = getattr(where, kind, None)
-    return inspect.isclass(found) and issubclass(found, base)
+    found = class_of(section, kind)
+    return inspect.isclass(found) and issubclass(found, Optimizer if section == "optimizer" else LRScheduler)
+
+
+def class_of(section: str, kind: str) -> Any:
+    """A class of torch's, or a learning rate schedule of DeepSpeed's own, by its name; None: there is none."""
+    from deepspeed.runtime import lr_schedules
+
+    where = [torch.optim] if section == "optimizer" else [lr_schedules, torch.optim.lr_scheduler]
+    return next((found for module in where if (found := getattr(module, kind, None)) is not None), None)
 
 
 def _without_text(value: Any) -> Any:

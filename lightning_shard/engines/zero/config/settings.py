@@ -219,6 +219,8 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
             f"offload_optimizer is {asked.optimizer_device!r} with stage 0, but only stages 1 to 3 shard, and so can "
             "offload, optimizer state. Set stage: 1 or more, or remove it"
         )
+    if not offloads_all(offload := zero.get("offload_optimizer", {})):
+        problems.append(f"{ZERO}.offload_optimizer.ratio is {offload['ratio']}, but {PARTLY}. Remove it")
     for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
         section = zero.get(key, {})
         if section.get("device") != "nvme":
@@ -231,10 +233,26 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
             if section.get(pipeline) is True:
                 # DeepSpeed's other swapper writes while the next sub-group is stepped; state is read between steps.
                 problems.append(f"{ZERO}.{key}.{pipeline} is true, but state in files is used between steps. Remove it")
+    for key, plain in (("gradient_predivide_factor", 1.0), ("prescale_gradients", False)):
+        # DeepSpeed asserts it once stage 3 has sharded the parameters.
+        value, sums = asked.merged.get(key, plain), asked.merged.get("gradient_allreduce_op") == "sum"
+        if value not in (AUTO, plain) and stage > 1 + sums and zero.get("reduce_scatter") is not False:
+            problems.append(
+                f"{key} is {value} with stage {stage}, which divides gradients before their sum only where it does not "
+                "reduce-scatter them. Remove it, or set buckets.reduce_scatter: false"
+            )
     for name in [field.name for field in dataclasses.fields(typed.ZeroPlusPlus)]:
         value = zero.get(f"zero_{name}", AUTO)
         if stage < 3 and (value is True or (value != AUTO and value > 1)):
             problems.append(f"{ZERO}.zero_{name} is {value} with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")
+
+
+PARTLY = "the other part would follow no schedule, and its state be in no checkpoint: DeepSpeed makes an AdamW for it"
+
+
+def offloads_all(section: Mapping[str, Any]) -> bool:
+    """Whether an ``offload_optimizer`` section asks for all of the state, or none; stage 3 alone would divide it."""
+    return section.get("ratio") in (None, AUTO, 1, "1", "1.0")
 
 
 def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None:
@@ -242,6 +260,8 @@ def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None
     for path, (refused, reason) in TRAINER_OWNED.items():
         if get(merged, path) is refused:
             problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
+    if (clips := merged.get("gradient_clipping", AUTO)) != AUTO and clips < 0:
+        problems.append(f"gradient_clipping is {clips:g}, but must be 0, for no clipping, or more. Remove it")
     if get(merged, "fp16.enabled") is True and get(merged, "bf16.enabled") is True:
         problems.append("fp16.enabled and bf16.enabled are both true, but a run computes in one of them")
     dtype = merged.get("communication_data_type", AUTO).lower()

@@ -41,7 +41,6 @@ for _group, _cls, _values in (
             "pin_memory": False,
             "buffer_count": 6,
             "fast_init": True,
-            "ratio": 0.5,
         },
     ),
     (
@@ -171,9 +170,15 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
         ({"zero_plus_plus": ZeroPlusPlus(quantized_weights=True)}, "zero_quantized_weights is True with stage 2"),
         ({"zero_plus_plus": ZeroPlusPlus(quantized_gradients=True)}, "zero_quantized_gradients is True with stage 2"),
         (
-            {"stage": 3, "offload_optimizer": OptimizerOffload(ratio=1.5)},
-            "ratio is 1.5, but DeepSpeed's rule is: Input",
+            {"config": {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}},
+            f"{ZERO}.offload_optimizer.ratio is 0.5, but the other part would follow no schedule, and its state be in",
         ),
+        (
+            {"stage": 3, "config": {"prescale_gradients": True}},
+            "prescale_gradients is True with stage 3, which divides gradients before their sum only where it does not",
+        ),
+        ({"config": {"gradient_predivide_factor": 2}}, "Remove it, or set buckets.reduce_scatter: false"),
+        ({"config": {"gradient_clipping": -1}}, "gradient_clipping is -1, but must be 0, for no clipping, or more"),
         (
             {"buckets": ZeroBuckets(reduce=-1)},
             f"{ZERO}.reduce_bucket_size is -1, but DeepSpeed's rule is: Input should",
@@ -181,7 +186,14 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
     ],
 )
 def test_fields_that_do_not_fit_each_other(typed: dict[str, Any], text: str) -> None:
-    assert text in refusal({}, **typed)
+    assert text in refusal(typed.pop("config", {}), **typed)
+
+
+def test_what_divides_gradients_before_their_sum_is_taken_where_deepspeed_does() -> None:
+    config = {"gradient_predivide_factor": 2.0, "prescale_gradients": True}
+    settings_of(DeepSpeedFields(stage=1, config=config))
+    settings_of(DeepSpeedFields(stage=2, config={**config, "gradient_allreduce_op": "sum"}))
+    settings_of(DeepSpeedFields(stage=3, config=config, buckets=ZeroBuckets(reduce_scatter=False)))
 
 
 def test_what_the_engine_is_built_by() -> None:
@@ -218,7 +230,7 @@ def test_fields_come_from_yaml() -> None:
             "h": {
                 "fields": {
                     "stage": 3,
-                    "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "ratio": 0.5},
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 6},
                     "buckets": {"reduce": "auto", "allgather": 1000},
                     "stage3": {"leaf_modules": ["MoE"]},
                     "config": {"fp16": {"enabled": "auto"}},
@@ -229,7 +241,7 @@ def test_fields_come_from_yaml() -> None:
     built = parser.instantiate(parser.parse_string(text)).h.fields
     assert built == DeepSpeedFields(
         stage=3,
-        offload_optimizer=OptimizerOffload(device="nvme", nvme_path="/nvme", ratio=0.5),
+        offload_optimizer=OptimizerOffload(device="nvme", nvme_path="/nvme", buffer_count=6),
         buckets=ZeroBuckets(reduce="auto", allgather=1000),
         stage3=Stage3Options(leaf_modules=["MoE"]),
         config={"fp16": {"enabled": "auto"}},
