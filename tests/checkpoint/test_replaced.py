@@ -94,7 +94,7 @@ def in_a_process(folder: Path, reads: int, least: int) -> None:
 
 
 def test_a_path_that_two_writers_replace(tmp_path: Path) -> None:
-    in_a_process(tmp_path, 10, 3)
+    in_a_process(tmp_path, 5, 2)
 
 
 @pytest.mark.soak

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.equality import table
+from tests.groups import sampled
 
 PAGE = Path(__file__).parents[2] / "examples" / "guides" / "equality.md"
 SAMPLE = [
@@ -17,7 +18,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "module", "optimizer"), SAMPLE)
+@pytest.mark.parametrize(("name", "module", "optimizer"), sampled(SAMPLE, 1, 2))
 def test_a_sample_is_equal(name: str, module: str, optimizer: str) -> None:
     assert table.cell(2, name, module, optimizer) == table.EQUAL
 

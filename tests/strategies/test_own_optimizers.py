@@ -105,7 +105,7 @@ class DecaysByHand(Indexed):
 
 @PRECISIONS
 def test_what_is_written_to_the_optimizers_parameters_is_taken_over(precision: str) -> None:
-    same_everywhere(DecaysByHand, precision, strategies=("ddp", "full", "zero_1", "zero_2", "zero_3", "zero_3_offload"))
+    same_everywhere(DecaysByHand, precision, strategies=("ddp", "full", "zero_2", "zero_3_offload"))
 
 
 class ClipsLate(Indexed):
