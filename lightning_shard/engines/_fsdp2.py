@@ -177,9 +177,10 @@ def stay(module: FSDPModule) -> None:
     on, and reduced when all of the backward pass is over, which may reach it through any of them.
     """
     vars(module)[_STAYS] = True
+    # First, as what an integer `reshard_after_forward` keeps is gathered over that mesh.
+    gather(module)
     # As `set_reshard_after_forward`, which fails on replicas, that stay in any case.
     _group_of(module).post_forward_mesh_info = None
-    gather(module)
 
 
 def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:

@@ -186,3 +186,22 @@ def test_embeddings_and_heads_of_their_own_are_used_anywhere(
             assert units == ["", "embed", *(f"blocks.{i}" for i in range(3)), "head"]
             # What is read outside of its module stays, as the root does, and in manual optimization what is below that.
             assert freed[-1] == (kind is Apart and how not in ("embedding is a head", "never called"))
+
+
+def _in_parts_of_two() -> dict[str, dict[str, float]]:
+    found = {}
+    for how in USES:
+        runs = []
+        for reshard in (True, 2):
+            pl.seed_everything(1, verbose=False)
+            final = Final()
+            strategy = ShardFSDPStrategy(reshard_after_forward=reshard)
+            quiet_trainer(strategy=strategy, max_steps=2, callbacks=[final]).fit(Apart(how=how), loader())
+            runs.append(final.parameters)
+        found[how] = differences(*runs)
+    return found
+
+
+@pytest.mark.matrix
+def test_they_are_where_shards_of_fewer_ranks_are_kept_after_forward() -> None:
+    assert run_distributed(_in_parts_of_two, 4) == [{how: {} for how in USES}] * 4
