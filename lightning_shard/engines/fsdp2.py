@@ -29,8 +29,8 @@ from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import parameter_names
 
 _STATE = "_shard_state"
-"""Where a module keeps what it was sharded with (mesh, policy, settings), and the trainable parameters that FSDP leaves
-alone, so that another Trainer can go on with it."""
+"""Where a module keeps what it was sharded with (mesh, policy, settings), and the parameters that FSDP leaves alone, so
+that another Trainer can go on with it."""
 
 
 class FSDP2Engine(StepsOwnParameters):
@@ -87,7 +87,8 @@ class FSDP2Engine(StepsOwnParameters):
                 "parameters can't be put together in place. Build a new module, and load the earlier one's checkpoint "
                 "with ckpt_path."
             )
-        self._ignored = self._shard() if earlier is None else earlier[1]
+        self._ignored: list[nn.Parameter] = self._shard() if earlier is None else earlier[1]
+        self._averaged = [p for p in self._ignored if p.requires_grad]
         module.__dict__[_STATE] = made_for, self._ignored
         forward.reshard(module)
         self._shards = {p: fqn for p, fqn in parameter_names(module).items() if isinstance(p, DTensor)}
@@ -102,7 +103,7 @@ class FSDP2Engine(StepsOwnParameters):
         return module
 
     def _shard(self) -> list[nn.Parameter]:
-        """Shard the module; the trainable parameters that FSDP leaves alone."""
+        """Shard the module; the parameters that FSDP leaves alone."""
         module, apply = self._module, self._applier(self._run)
         hooks = {name: hooks_of(p) for name, p in module.named_parameters()}
         self.upcast, ignored = shard_tree(module, self._run, self._units, self._forward_options, apply, self.strategy)
@@ -212,7 +213,7 @@ class FSDP2Engine(StepsOwnParameters):
 
     def finish_gradients(self) -> None:
         with self._run.watch():
-            average_gradients(self._ignored, reduce_dtype=self._run.policy.reduce)
+            average_gradients(self._averaged, reduce_dtype=self._run.policy.reduce)
         if self._usage is not None:
             self._usage.finish()
 
@@ -222,7 +223,8 @@ class FSDP2Engine(StepsOwnParameters):
                 f"Parameters were frozen or thawed after the fit began, but {type(full[0]).__qualname__} steps full "
                 "parameters at owners that were chosen then. Freeze before the fit, or use shard_ddp in '32-true'."
             )
-        # FSDP reads `requires_grad` whenever it gathers.
+        # FSDP reads `requires_grad` whenever it gathers. What is frozen may have a gradient of this step still.
+        self._averaged = [p for p in self._ignored if p.requires_grad or p in {*self._averaged}]
         self._look_at_usage()
         return self._module
 

@@ -149,7 +149,7 @@ def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
 @torch.no_grad()
 def average_gradients(parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype) -> None:
     """Average gradients over all ranks, which call it, in ``reduce_dtype``; a lacking one is zero if a rank has it."""
-    parameters = [p for p in parameters if p.requires_grad]
+    parameters = list(parameters)
     if not parameters:
         return
     # On the host: no device is waited for.

@@ -54,7 +54,7 @@ def shard_tree(
     Values of rank 0 win. A tree in which the user already applied ``fully_shard`` keeps its units. In manual
     optimization each child of ``root`` is a unit too, as each backward pass of a step may be over a part of the
     model. WrappingError, MaterializationError and PrecisionError come before anything was changed. Returned: the
-    loaded dtypes of the parameters whose masters have another, and the trainable parameters that FSDP leaves alone.
+    loaded dtypes of the parameters whose masters have another, and the parameters that FSDP leaves alone.
     """
     policy, found = run.policy, _chosen_units(root, run, options.units)
     ignored_modules, ignored = ignored_parameters(root, options.ignored_modules)
@@ -96,7 +96,7 @@ def shard_tree(
     for below_root in made[1:]:
         leave_inputs_alone(below_root)
     _set_prefetch(made[1:], options)
-    return upcast, [p for p in ignored() if p.requires_grad]
+    return upcast, [*ignored()]
 
 
 def _chosen_units(root: nn.Module, run: Run, spec: UnitSpec) -> list[Unit]:

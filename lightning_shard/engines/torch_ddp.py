@@ -20,7 +20,7 @@ from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_double, refuse_lazy, refuse_sharded
-from lightning_shard.engines.replicated import broadcast_from_rank_0
+from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import find_transforms
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
@@ -169,6 +169,10 @@ class TorchDDP(StepsOwnParameters):
         if self._wrapped is not None:
             # They outlive the wrapper as long as anything refers to it.
             self._wrapped._remove_autograd_hooks()
+        if self._at_boundary:
+            # What is frozen in the middle of a step is stepped by the micro-batches before.
+            frozen = [p for p in self._module.parameters() if not p.requires_grad]
+            average_gradients(frozen, reduce_dtype=self._run.policy.reduce)
         self._wrap()
         return self._module if self._wrapped is None else self._wrapped
 
@@ -224,12 +228,13 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
         for index in reversed(range(len(parameters))):
             reducer._autograd_hook(index)
 
-    reducer.prepare_for_backward([])
-    trigger = torch.zeros((), requires_grad=True)
-    trigger.register_hook(ready)
-    trigger.backward()
-    for parameter in parameters:
-        parameter.grad = None
+    with sums_set_aside(wrapped):  # of a step in whose middle parameters were frozen or thawed
+        reducer.prepare_for_backward([])
+        trigger = torch.zeros((), requires_grad=True)
+        trigger.register_hook(ready)
+        trigger.backward()
+        for parameter in parameters:
+            parameter.grad = None
     reducer._rebuild_buckets()
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
+from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole
@@ -23,6 +24,17 @@ from tests.strategies.indexed import BOTH, PRECISIONS, Indexed, data, refusal
 # Freezing and unfreezing
 
 
+class Scale(nn.Module):
+    """Its parameter has no dimension, so that FSDP leaves it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 class Backbone(Indexed):
     """`BackboneFinetuning` wants the part to be thawed under this name; its blocks are shard units."""
 
@@ -30,9 +42,8 @@ class Backbone(Indexed):
         super().__init__()
         self.body = nn.Identity()
         sizes = [3, 8, 8, 8]
-        self.backbone = nn.Sequential(
-            *(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes))
-        )
+        blocks = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
+        self.backbone = nn.Sequential(*blocks, Scale())
         self.epochs: list[dict[str, Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,4 +137,27 @@ def _thawed(strategy: str) -> None:
 def test_thawing_what_has_no_master_is_refused(strategy: str) -> None:
     for error, message in run_distributed(refusal, 2, _thawed, strategy):
         assert error == "ConfigurationError"
-        assert "6 parameters were thawed that were frozen in torch.bfloat16 when the fit began" in message
+        assert "7 parameters were thawed that were frozen in torch.bfloat16 when the fit began" in message
+
+
+class FreezingInside(Backbone):
+    """Freezes a part between two micro-batches of a step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.backbone[0].requires_grad_(batch_idx % 2 == 0)
+
+
+def _frozen_inside(strategies: list[str]) -> list[dict[str, Tensor]]:
+    runs = []
+    for strategy in strategies:
+        pl.seed_everything(1, verbose=False)
+        module = FreezingInside()
+        own = build(strategy, accumulate_sync="boundary")
+        quiet_trainer(strategy=own, max_epochs=1, accumulate_grad_batches=2).fit(module, data())
+        runs.append(module.epochs[0])
+    return runs
+
+
+def test_what_is_frozen_inside_of_a_step_keeps_the_gradients_of_its_earlier_micro_batches() -> None:
+    for first, second in run_distributed(_frozen_inside, 2, ["shard_ddp", "shard_fsdp"]):
+        assert [name for name in first if not torch.equal(first[name], second[name])] == []
