@@ -41,7 +41,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.matrix
 def test_wheel_and_sdist_hold_the_package_and_its_license(built: list[Path]) -> None:
     wheel = zipfile.ZipFile(built[0]).namelist()
-    package = [path for path in (ROOT / "lightning_shard").rglob("*") if path.suffix in (".py", ".csv", ".typed")]
+    package = [
+        path for path in (ROOT / "lightning_shard").rglob("*") if path.suffix in (".py", ".csv", ".yaml", ".typed")
+    ]
     expected = {path.relative_to(ROOT).as_posix() for path in package}
     assert {name for name in wheel if name.startswith("lightning_shard/")} == expected
     assert {name.partition("/")[0] for name in wheel} == {"lightning_shard", f"lightning_shard-{__version__}.dist-info"}

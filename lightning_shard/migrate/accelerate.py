@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from lightning_shard.engines.zero.config.reading import read_file
 from lightning_shard.migrate import neutral
-from lightning_shard.migrate.deepspeed_json import CAST_NOTE, CLIP_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
+from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
 from lightning_shard.migrate.fsdp_config import read_fsdp
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, each, satisfied, setting, shown, unsupported
+from lightning_shard.migrate.neutral import Reading, described, shown
 
 _UNSUPPORTED_SECTIONS = {
     "megatron_lm_config": "there is no Megatron-LM engine here",
@@ -23,95 +23,14 @@ _UNSUPPORTED_SECTIONS = {
 }
 _SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", *_UNSUPPORTED_SECTIONS)
 
-TOP: Mapping[str, Field] = {
-    **dict.fromkeys(_SECTIONS, READ_ELSEWHERE),
-    **each(
-        READ_ELSEWHERE,
-        "compute_environment distributed_type mixed_precision fp16 gpu_ids dynamo_backend",
-    ),
-    **each(Field(kind="int"), "num_machines num_processes"),
-    # Newer versions of Accelerate refuse it here, but files have it.
-    "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int", "auto"),
-    "use_cpu": Field(kind="bool"),
-    "rdzv_backend": satisfied("the launcher's", "str", "static", ""),
-    "main_process_ip": satisfied("the environment's MASTER_ADDR, which srun and torchrun set themselves"),
-    "main_process_port": satisfied("the environment's MASTER_PORT, which srun and torchrun set themselves"),
-    "machine_rank": satisfied("the environment's NODE_RANK, which srun and torchrun set themselves", "any", 0),
-    "same_network": setting("", "bool", True, False),
-    "main_training_function": unsupported(
-        "the Trainer runs the training loop", "the LightningModule's training_step", "str", "main"
-    ),
-    "debug": unsupported(
-        "shapes are not compared before each collective",
-        "`lightning-shard doctor`; ranks that come apart end with a message (lost_rank_seconds)", "bool", False,
-        effect="speed",
-    ),
-    "enable_cpu_affinity": unsupported(
-        "processes are not bound to cores", "srun --cpu-bind, or numactl before the command", "bool", False,
-        effect="speed",
-    ),
-    "use_mps_device": unsupported("the engines run on CPU and CUDA", "", "bool", False),
-    **each(
-        satisfied("Accelerate reads it on TPUs alone", "any", False, "no", "", [], [""]),
-        "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands",
-    ),
-}  # fmt: skip
-
-_NO_LAUNCHER = unsupported(
-    "DeepSpeed's launcher is not used", "`lightning-shard slurm`, or torchrun", "str", "standard", "", effect="speed"
-)
-_DEVICES = {"CPU": "cpu", "NVME": "nvme"}
-
-DEEPSPEED: Mapping[str, Field] = {
-    "deepspeed_config_file": READ_ELSEWHERE,
-    "zero_stage": setting("shard", "int", words={0: "none", 1: "optimizer", 2: "gradients", 3: "parameters"}),
-    "offload_optimizer_device": setting("offload_optimizer.device", "str", "none", words=_DEVICES),
-    "offload_param_device": setting("offload_parameters.device", "str", "none", words=_DEVICES),
-    "offload_optimizer_nvme_path": setting("offload_optimizer.nvme_path", "str", "none"),
-    "offload_param_nvme_path": setting("offload_parameters.nvme_path", "str", "none"),
-    "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int", "auto"),
-    "gradient_clipping": setting("trainer.gradient_clip_val", "float", "auto", 0.0, note=CLIP_NOTE),
-    "zero3_init_flag": satisfied(
-        "build the model in configure_model, on the meta device: each unit is given its values and sharded in turn",
-        "bool", False,
-    ),
-    "zero3_save_16bit_model": satisfied(
-        "every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`", "bool", False
-    ),
-    "deepspeed_moe_layer_cls_names": setting("stage3.leaf_modules", "names"),
-    **each(
-        _NO_LAUNCHER,
-        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
-    ),
-}  # fmt: skip
+TOP, DEEPSPEED = described("accelerate"), described("accelerate_deepspeed")
+PARALLELISM, DYNAMO = described("parallelism"), described("dynamo")
 
 REFUSED_BESIDE_A_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
 """What Accelerate refuses beside ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
-
-_AXES = "the mesh has the axes replicate and shard only"
-_AXIS = unsupported(_AXES, "torch's parallelize_module in configure_model; torchtitan or Megatron-Core", "int", 1)
-
-PARALLELISM: Mapping[str, Field] = {
-    **each(Field(kind="int"), "dp_replicate_size dp_shard_size"),
-    **each(_AXIS, "tp_size cp_size sp_size"),
-    **each(
-        unsupported(_AXES, "", "any", "torch", "deepspeed", "allgather"),
-        "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
-    ),
-}
-
-_COMPILED = "each unit's forward is compiled by itself"
-_DEFAULT_COMPILE = ("torch.compile is called with its defaults", "compile")
-
-DYNAMO: Mapping[str, Field] = {
-    "dynamo_backend": setting("compile", "str", "NO", words={"INDUCTOR": True}, note=_COMPILED),
-    "dynamo_mode": unsupported(*_DEFAULT_COMPILE, "str", "default", effect="speed"),
-    **each(unsupported(*_DEFAULT_COMPILE, "bool", False, effect="speed"), "dynamo_use_fullgraph dynamo_use_dynamic"),
-    "dynamo_use_regional_compilation": satisfied(_COMPILED, "bool"),
-}
 
 DISTRIBUTED = {
     "NO": "ddp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",

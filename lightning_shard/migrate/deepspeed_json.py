@@ -19,11 +19,10 @@ from lightning_shard.engines.zero.config.settings import (
     offloads_all,
     read_settings,
 )
-from lightning_shard.migrate.neutral import LEVELS, Reading, setting
+from lightning_shard.migrate.neutral import LEVELS, Reading, described, setting
 from lightning_shard.text import nearest
 
 CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
-CLIP_NOTE = "the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32"
 PRECISION_NOTE = (
     "masters begin as the loaded values, not as their 16-bit rounding; gradients are reduced and summed in fp32; in "
     "bf16 a step with inf or NaN is taken, which DeepSpeed skips (nonfinite: skip)"
@@ -33,11 +32,7 @@ SCALE_NOTE = (
 )
 _OWN_SCALE_NOTE = "powers of two, so that scaling back does not round; the same rules as DeepSpeed's"
 
-_TRAINERS = {
-    "gradient_clipping": setting("trainer.gradient_clip_val", "float", 0.0, note=CLIP_NOTE),
-    "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int"),
-}
-"""What becomes a setting of the Trainer's."""
+_TRAINERS = described("deepspeed_file")
 
 _DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_persistence_threshold"}
 """Typed fields for which "auto" is a value of this package's too."""
@@ -88,7 +83,7 @@ def read_deepspeed(
         content[ZERO] = {**zero, "stage": library_defaults()[f"{ZERO}.stage"] if stage is None else stage}
     if clips and content.get("gradient_clipping") is None:
         default = library_defaults()["gradient_clipping"]
-        note = f"DeepSpeed's default; {CLIP_NOTE}"
+        note = f"DeepSpeed's default; {_TRAINERS['gradient_clipping'].note}"
         reading.ask("trainer.gradient_clip_val", default, f"{prefix}gradient_clipping", None, note)
     problems: list[str] = []
     merged = read_settings(DeepSpeedFields(config=content), aligned=False, problems=problems).merged
@@ -98,11 +93,11 @@ def read_deepspeed(
     note = "" if given is not None else "the default"
     reading.ask("shard", LEVELS[merged[ZERO]["stage"]], f"{prefix}{ZERO}.stage", given, note)
     _typed(reading, merged, prefix)
-    for key, described in _TRAINERS.items():
+    for key, field in _TRAINERS.items():
         if merged.get(key) == AUTO:
-            reading.meet(f"{prefix}{key}", AUTO, f"the Trainer's {described.name.partition('.')[2]}")
+            reading.meet(f"{prefix}{key}", AUTO, f"the Trainer's {field.name.partition('.')[2]}")
         else:
-            reading.read_field(f"{prefix}{key}", described, merged.get(key))
+            reading.read_field(f"{prefix}{key}", field, merged.get(key))
     _precision(reading, merged, prefix)
     _rest(reading, merged, prefix)
 

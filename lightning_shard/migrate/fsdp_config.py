@@ -3,56 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, each, satisfied, setting, shown, unsupported
+from lightning_shard.migrate.neutral import Field, Reading, described, shown
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Of FSDP version 1; files may also have their number in this list, from 1."""
 
 POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
 
-
-def backward_prefetch(words: Mapping[Any, Any]) -> Field:
-    """``backward_prefetch`` of FSDP version 1, in Accelerate as in stock Lightning; ``words``: all but BACKWARD_PRE."""
-    return unsupported(
-        "FSDP2 gathers the next unit while one runs backward, as BACKWARD_PRE; only memory and speed differ",
-        "nothing to set; backward_prefetch: n gathers n units ahead", "any", "BACKWARD_PRE", 1, words=words,
-        effect="speed",
-    )  # fmt: skip
-
-
-FSDP: Mapping[str, Field] = {
-    **each(READ_ELSEWHERE, "fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_auto_wrap_policy"),
-    "fsdp_transformer_layer_cls_to_wrap": Field(kind="names", idle=("",)),
-    "fsdp_min_num_params": Field(kind="count"),
-    "fsdp_cpu_ram_efficient_loading": satisfied(
-        "build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone",
-        "bool", False,
-    ),
-    "fsdp_sync_module_states": satisfied("rank 0's values go to all ranks always", "bool"),
-    "fsdp_forward_prefetch": setting("forward_prefetch", "bool", False, words={True: 1}),
-    "fsdp_offload_params": setting("cpu_offload", "bool", False),
-    "fsdp_backward_prefetch": backward_prefetch({"BACKWARD_POST": 2, 2: 2, "NO_PREFETCH": 3, 3: 3}),
-    "fsdp_state_dict_type": setting(
-        "checkpoint_form", "any",
-        words={"FULL_STATE_DICT": "full", 1: "full", "SHARDED_STATE_DICT": "portable", 3: "portable",
-               "LOCAL_STATE_DICT": "local", 2: "local"},
-    ),
-    "fsdp_use_orig_params": satisfied("parameters keep shapes and names always; the numbers are the same", "bool"),
-    "fsdp_activation_checkpointing": setting("activation_checkpointing", "bool", False, words={True: "units"}),
-    "fsdp_activation_checkpointing_offload": unsupported(
-        "checkpointed inputs stay on the device", "torch.autograd.graph.save_on_cpu in the model", "bool", False,
-        effect="memory",
-    ),
-    "fsdp_ignored_modules": unsupported(
-        "modules are ignored by their class, not by a pattern of names", "ignored_modules: [ClassName]"
-    ),
-}  # fmt: skip
-
-FSDP_2: Mapping[str, Field] = {
-    **FSDP,
-    "fsdp_reshard_after_forward": setting("shard", "bool", words={True: "parameters", False: "gradients"}),
-    "fsdp_forward_prefetch": satisfied("Accelerate does not read it with fsdp_version 2 either", "bool", False),
-}
+FSDP = described("fsdp_config")
+FSDP_2 = {**FSDP, **described("fsdp_config_2")}
 
 OLD_FSDP = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
 """Spelling of older files to the one above; keys without their ``fsdp_`` are read too, as Accelerate does."""

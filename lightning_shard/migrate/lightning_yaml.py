@@ -143,7 +143,7 @@ def _precision(reading: Reading, trainer: dict[str, Any], kind: str | None) -> N
 _STOCK_PRECISION = ("MixedPrecision", "HalfPrecision", "FSDPPrecision", "DeepSpeedPrecision", "Precision")
 
 
-_OWN_SCALE = neutral.unsupported("the loss scale is this package's own", "ShardPrecision(loss_scale=...)")
+_OWN_SCALE = Field(reason="the loss scale is this package's own", nearest="ShardPrecision(loss_scale=...)")
 
 
 def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:

@@ -1,8 +1,12 @@
 """What the fields of all sources ask for, in neutral terms: the form between every source and every engine."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from lightning_shard import text
 from lightning_shard.engines.zero.config.reading import READERS
@@ -34,7 +38,7 @@ Effect = Literal["numbers", "memory", "speed"]  # What a field without a counter
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field of a source, and what becomes of it; made by `setting`, `satisfied` and `unsupported`."""
+    """One field of a source, and what becomes of it."""
 
     kind: str = "any"  # What its value must be: a key of `KINDS`.
     name: str = ""  # The neutral setting that it becomes; "": none, see below.
@@ -157,16 +161,6 @@ def setting(name: str, kind: str, *idle: Any, **more: Any) -> Field:
     return Field(name=name, kind=kind, idle=idle, **more)
 
 
-def satisfied(met: str, kind: str = "any", *idle: Any) -> Field:
-    """A field whose values hold without a setting, and why."""
-    return Field(met=met, kind=kind, idle=idle)
-
-
-def unsupported(reason: str, nearest: str = "", kind: str = "any", *idle: Any, **more: Any) -> Field:
-    """A field without a counterpart, and what comes nearest; ``idle``: values that ask for nothing."""
-    return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, **more)
-
-
 def nearest(word: str, choices: Collection[str]) -> str:
     return "".join(f": the nearest is {near!r}" for near in text.nearest(word, choices))
 
@@ -202,6 +196,21 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
 """Kind to the function that reads it; the text of its ValueError follows "but must be"."""
 
 
-def each(described: Field, names: str) -> dict[str, Field]:
-    """The same for several fields, whose names have blanks between them."""
-    return dict.fromkeys(names.split(), described)
+@cache
+def _tables(file: str) -> Any:
+    return yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+
+
+def rows(file: str, section: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and row, of a section of a table beside this module."""
+    for names, row in _tables(file)[section].items():
+        yield from ((name, row) for name in names.split())
+
+
+def field_of(idle: Sequence[Any] = (), **row: Any) -> Field:
+    return Field(idle=tuple(idle), **row)
+
+
+def described(section: str) -> dict[str, Field]:
+    """The fields of a section of ``fields.yaml``."""
+    return {name: field_of(**row) for name, row in rows("fields.yaml", section)}

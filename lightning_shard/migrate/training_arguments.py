@@ -11,10 +11,8 @@ from lightning_shard.engines.zero.config.reading import AUTO, read_config
 from lightning_shard.migrate.accelerate import NOTES, read_mesh
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.fsdp_config import STRATEGIES, read_fsdp
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, each, setting, shown, unsupported
-from lightning_shard.migrate.neutral import satisfied as met
+from lightning_shard.migrate.neutral import Engine, Field, Reading, described, shown
 
-_TOKENS = "set the strategy's loss_weight_key to what of a batch counts its tokens, for the mean over all ranks' tokens"
 _SHARDING = tuple(map(str.lower, STRATEGIES))
 
 PRECISIONS = {
@@ -22,39 +20,7 @@ PRECISIONS = {
 }  # fmt: skip
 """The last three are LLaMA-Factory's and axolotl's, for a model that is trained in 16 bits alone."""
 
-FIELDS: Mapping[str, Field] = {
-    **each(READ_ELSEWHERE, f"fsdp fsdp_config fsdp_version deepspeed parallelism_config {' '.join(PRECISIONS)}"),
-    "fp8": unsupported("float8 is another precision here", "ShardPrecision('fp8-mixed') in plugins", "bool", False),
-    "per_device_train_batch_size": met("the dataloader's batch_size, which is of each process", "int"),
-    "micro_batch_size": met("the dataloader's batch_size, which is of each process", "int"),
-    "per_device_eval_batch_size": met("the validation dataloader's batch_size", "int"),
-    "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int"),
-    "max_grad_norm": setting("trainer.gradient_clip_val", "float", 0.0),
-    "average_tokens_across_devices": met(_TOKENS, "bool", False),
-    "gradient_checkpointing": setting("activation_checkpointing", "bool", False, words={True: "units"}),
-    "torch_compile": setting("compile", "bool", False),
-    "tf32": met("torch.set_float32_matmul_precision in the script", "bool", False),
-    "use_cpu": setting("trainer.accelerator", "bool", False, words={True: "cpu"}),
-    "ddp_find_unused_parameters": setting("find_unused_parameters", "bool", False),
-    "ddp_bucket_cap_mb": setting("bucket_cap_mb", "float"),
-    "ddp_broadcast_buffers": setting("broadcast_buffers", "bool", True),
-    "ddp_static_graph": setting("static_graph", "bool", False),
-    "ddp_backend": setting("process_group_backend", "str"),
-    "ddp_timeout": setting("timeout_seconds", "float"),
-    **each(
-        met("the model's own: load it so in configure_model", "any", False),
-        "load_in_4bit load_in_8bit quantization_bit",
-    ),
-    **each(
-        unsupported("the mesh has no such axis", "shard_fsdp over all devices", "int", 1),
-        "tensor_parallel_size context_parallel_size sequence_parallel_degree",
-    ),
-    **each(
-        met("configure_optimizers, or `optimizer` and `lr_scheduler` in the YAML", "any"),
-        "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay "
-        "adam_beta1 adam_beta2 adam_epsilon",
-    ),
-}  # fmt: skip
+FIELDS = described("training_arguments")
 
 
 def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> None:

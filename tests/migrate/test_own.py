@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import yaml
 
 from lightning_shard import registry
 from lightning_shard.migrate import (
@@ -17,6 +19,7 @@ from lightning_shard.migrate import (
     fsdp_config,
     lightning_strategies,
     lightning_yaml,
+    neutral,
     training_arguments,
 )
 from lightning_shard.migrate.neutral import Field
@@ -140,6 +143,18 @@ def test_every_setting_of_the_tables_has_an_answer() -> None:
     known = {*counterparts.TABLE, *dependent_settings.SPECIAL, ""}
     named = {field.name for field in described if not field.name.startswith(("config.", "trainer."))}
     assert named - known == set()
+
+
+def test_every_row_of_the_tables_says_what_readers_know() -> None:
+    files = Path(neutral.__file__).parent.glob("*.yaml")
+    tables = [table for file in files for table in yaml.safe_load(file.read_text()).values()]
+    rows = [row for table in tables for row in table.values()]
+    rows += [row[engine] for row in rows for engine in counterparts.CLASSES if engine in row]
+    assert len(rows) > 150
+    assert {row.get("kind", "any") for row in rows} <= neutral.KINDS.keys()
+    assert {row.get("effect", "numbers") for row in rows} <= {*get_args(neutral.Effect)}
+    names = [name for table in tables for keys in table for name in keys.split()]
+    assert len(names) == sum(len({name for keys in table for name in keys.split()}) for table in tables)
 
 
 def test_what_runs_forward_goes_to_every_engine_but_compiling_to_stage_3(
