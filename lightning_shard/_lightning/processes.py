@@ -4,6 +4,7 @@
 # ruff: noqa: F401
 
 import os
+import subprocess
 import time
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection as d
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -123,8 +124,13 @@ def set_rank(rank: int) -> None:
         vars(only)["rank"] = rank
 
 
-def let_children_end(strategy: ParallelStrategy) -> None:
-    """Keep Lightning's launcher from killing this process when the processes that it started end with an exit code."""
-    processes = getattr(strategy.launcher, "procs", None)
-    if isinstance(processes, list):
-        processes.clear()
+def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:
+    """The processes of Lightning's launcher, taken from it: its observer kills this one, mute, when one of them ends
+    with an exit code. ``trainer`` is None where none was built.
+    """
+    processes = getattr(getattr(getattr(trainer, "strategy", None), "launcher", None), "procs", None)
+    if not isinstance(processes, list):
+        return []
+    children = [process for process in processes if isinstance(process, subprocess.Popen)]
+    processes.clear()
+    return children

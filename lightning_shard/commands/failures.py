@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_shard._lightning import processes
 from lightning_shard.cluster.traces import package_of, user_frame, words_of
 from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import ShardError, chain
@@ -25,7 +26,7 @@ def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mappi
     """End the children; after a mistake print it on one rank, by ``environ``, and exit with code 2. Returns when it is
     to be raised. ``trainer`` is None where none was built; ``--traceback`` among the arguments asks for frames.
     """
-    children = take_children(trainer)
+    children = processes.take_children(trainer)
     if not is_mistake(error):
         # A lost child breaks this rank's collectives: then what the child said is the cause.
         if MISTAKE_EXIT_CODE in wait(children, _LAST_WORDS_SECONDS):
@@ -91,16 +92,6 @@ def cause_of(error: Exception, failure: Exception | None) -> Exception:
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
     reported = isinstance(error, ValueError) and package_of(last) == "jsonargparse"
     return error if failure is None or not reported else failure
-
-
-def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:
-    """The processes of Lightning's launcher, taken from it: its observer kills this one, mute, over a failed child."""
-    processes = getattr(getattr(getattr(trainer, "strategy", None), "launcher", None), "procs", None)
-    if not isinstance(processes, list):
-        return []
-    children = [process for process in processes if isinstance(process, subprocess.Popen)]
-    processes.clear()
-    return children
 
 
 def wait(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:

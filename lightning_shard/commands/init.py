@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -35,32 +36,6 @@ Look at this machine, ask five things, and write one complete YAML with comments
 them before (without a terminal what is not answered is as proposed), such as
   train=my.Model,my.Data devices=2x8 slurm=yes engine=shard_fsdp precision=bf16-mixed
 """
-
-_YAML = """\
-# Written by `lightning-shard init`. Train with:
-#   {launch}
-seed_everything: 1
-
-trainer:
-  strategy: {strategy}    # the line to change
-  accelerator: {accelerator}
-  devices: {devices}            # processes on each node, one for each device
-  num_nodes: {nodes}
-  precision: {precision}    # 32-true is right everywhere; 16 bits are faster where the device has instructions for them
-  max_steps: 100        # -1: until max_epochs
-  accumulate_grad_batches: 1    # micro-batches of a step: a step has devices x num_nodes x this x batch_size samples
-  gradient_clip_val: 1.0
-  log_every_n_steps: 10
-  default_root_dir: runs    # on several nodes a folder that all share
-  logger:
-    class_path: lightning.pytorch.loggers.CSVLogger
-    init_args: {{save_dir: runs, name: null}}
-  callbacks:
-    - class_path: lightning_shard.callbacks.ThroughputCallback
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-      init_args: {{every_n_train_steps: 50, save_last: true}}
-
-{modules}"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         launch = f"lightning-shard slurm --nodes {nodes} --devices {devices}{cpu} {config} --submit"
     values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
     values |= {"strategy": found["engine"], "precision": found["precision"], "modules": _modules(found["train"])}
-    text = _YAML.format(**values)
+    text = Template(Path(__file__).with_name("init.yaml").read_text(encoding="utf-8").rstrip("\n")).substitute(values)
     from lightning_shard.commands.migrate import check
 
     check(yaml.safe_load(text))

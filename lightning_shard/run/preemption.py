@@ -263,7 +263,7 @@ class Preemption:
     def _save_and_leave(self, trainer: Trainer) -> None:
         """Save, requeue and end the process. All ranks call it after the same step."""
         reason = preemption.describe(self._agreed)
-        processes.let_children_end(trainer.strategy)  # type: ignore[arg-type]
+        processes.take_children(trainer)  # which may end with their exit code
         watchdog = threading.Timer(self._config.save_seconds, self._give_up)
         watchdog.daemon = True
         watchdog.start()

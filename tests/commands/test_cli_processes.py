@@ -19,6 +19,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lightning_shard import ConfigurationError, DataError, ShardCLI
+from lightning_shard._lightning.processes import take_children
 from lightning_shard.cluster.traces import words_of
 from lightning_shard.commands import cli, failures
 from lightning_shard.commands.options import UsageError
@@ -131,7 +132,7 @@ def test_children_are_taken_and_ended() -> None:
     for process in processes:
         process.stdout.readline()
     launcher = SimpleNamespace(procs=list(processes))
-    children = failures.take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
+    children = take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
     assert children == processes
     assert launcher.procs == []  # what Lightning's observer looks at
     assert failures.wait(children, 0.0) == [None, None]
@@ -140,8 +141,8 @@ def test_children_are_taken_and_ended() -> None:
 
 
 def test_no_children_without_a_launcher() -> None:
-    assert failures.take_children(None) == []
-    assert failures.take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=None))) == []
+    assert take_children(None) == []
+    assert take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=None))) == []
 
 
 @pytest.fixture
