@@ -53,6 +53,12 @@ def reshard(module: FSDPModule) -> None:
     module.reshard()
 
 
+def finish_gathers(root: nn.Module) -> None:
+    """End what was gathered ahead for units that did not run, or they would run on the values of that time."""
+    for group in _groups_of(root):
+        group.wait_for_unshard()
+
+
 def gather_outside_inference(root: nn.Module) -> None:
     """Let what units gather into be no inference tensors where they are first used under ``torch.inference_mode``, as a
     teacher may be: autograd takes none, and torch itself fails where it gathers into one again.
@@ -77,9 +83,9 @@ def show_shards(root: nn.Module) -> Callable[[bool], None]:
 
     def show(group: Any, state: Any) -> None:
         group._sharded_state = state
-        shown = {ShardedState.SHARDED: _shard, ShardedState.UNSHARDED: _full}.get(state, _shard_after_forward)
         for parameter in group.fsdp_params:
-            parameter._setattr_on_modules(shown(parameter))
+            shown = {ShardedState.SHARDED: parameter.sharded_param, ShardedState.UNSHARDED: _full(parameter)}
+            parameter._setattr_on_modules(shown.get(state, _shard_after_forward(parameter)))
             parameter.sharded_state = state
 
     for group, _ in hidden:
@@ -240,7 +246,8 @@ def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
 
 def full_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Any]]:
     """Shard and full parameter of each of ``module``'s unit that was gathered once, and FSDP's object for it."""
-    for parameter in _parameters_of(module):
+    group = _group_of(module)
+    for parameter in [] if group is None else group.fsdp_params:
         if (full := _full(parameter)) is not None:
             yield parameter.sharded_param, full, parameter
 
@@ -291,10 +298,6 @@ def hook_gathered(root: nn.Module) -> None:
                 setattr(parameter.sharded_param, name, None)
 
 
-def _shard(parameter: Any) -> Any:
-    return parameter.sharded_param
-
-
 def _full(parameter: Any) -> Any:
     """What FSDP gathers ``parameter`` into; None: it was not gathered yet."""
     return getattr(parameter, "unsharded_param", None)
@@ -317,11 +320,6 @@ def _group_of(module: FSDPModule) -> Any:
 
 def _groups_of(root: nn.Module) -> Iterable[Any]:
     return dict.fromkeys(filter(None, map(_group_of, units_of(root))))
-
-
-def _parameters_of(module: FSDPModule) -> list[Any]:
-    group = _group_of(module)
-    return [] if group is None else list(group.fsdp_params)
 
 
 def _parameters_below(root: nn.Module) -> Iterator[Any]:

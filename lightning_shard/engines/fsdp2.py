@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters, forward, refusals
 from lightning_shard.engines._dtensors import InFull
-from lightning_shard.engines._fsdp2 import hook_gathered, hooks_of, put_hooks, show_shards
+from lightning_shard.engines._fsdp2 import finish_gathers, hook_gathered, hooks_of, put_hooks, show_shards
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.replicated import average_gradients, step_apart_from_shards
@@ -25,7 +26,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import Accumulated
+from lightning_shard.tensors.flat import Accumulated, local
 from lightning_shard.tensors.names import parameter_names
 
 _STATE = "_shard_state"
@@ -40,6 +41,8 @@ class FSDP2Engine(StepsOwnParameters):
     strategy: str  # Name of the strategy's class, for messages.
     replicates = False
     gathers_in_forward = True
+
+    _module: Any  # An FSDP module, once it is prepared.
 
     def __init__(
         self, options: Any, forward: ForwardOptions, *, at_boundary: bool, units: UnitOptions | None = None
@@ -194,11 +197,9 @@ class FSDP2Engine(StepsOwnParameters):
         self._gathered, self._in_graph = not self._run.automatic, False
 
     def _reshard_after_backward(self, enabled: bool) -> None:
-        assert isinstance(self._module, FSDPModule)
         self._module.set_reshard_after_backward(enabled)
 
     def sync_gradients(self, enabled: bool) -> None:
-        assert isinstance(self._module, FSDPModule)
         if self._at_boundary:
             self._module.set_requires_gradient_sync(enabled)
             if enabled and self._usage is not None:
@@ -231,6 +232,7 @@ class FSDP2Engine(StepsOwnParameters):
     def before_reading(self) -> None:
         self._changed = True
         self._gathered &= self._put_back is not None
+        finish_gathers(self._module)
         forward.reshard(self._module)
         casting.round_scalars_again()
 
@@ -249,15 +251,11 @@ def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:
 
 
 def _shard_of(fqn: str, parameter: DTensor, group: dict[str, Any]) -> Shard:
-    def gradient() -> Tensor | None:
-        found: Any = parameter.grad
-        return found.to_local().view(-1) if isinstance(found, DTensor) else None
+    def flat(tensor: Tensor) -> Tensor:
+        return local(tensor).detach().view(-1)
 
-    return Shard(
-        fqn=fqn,
-        shape=parameter.shape,
-        value=lambda: parameter.to_local().detach().view(-1),
-        gradient=gradient,
-        group=group,
-        tensor=parameter,
-    )
+    def gradient() -> Tensor | None:
+        return None if parameter.grad is None else flat(parameter.grad)
+
+    value = partial(flat, parameter)
+    return Shard(fqn=fqn, shape=parameter.shape, value=value, gradient=gradient, group=group, tensor=parameter)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard import full_tensor
+from lightning_shard import ShardFSDPStrategy, full_tensor
 from tests.groups import sampled
 from tests.harness import run_distributed
-from tests.models import quiet_trainer
+from tests.models import quiet_trainer, whole
 from tests.strategies.indexed import Indexed, data
 
 
@@ -105,3 +105,36 @@ def test_hooks_see_and_write_masters_while_parameters_are_gathered(strategy: str
     wrong = [n for n, value in expected.items() if not torch.allclose(found[n], value, rtol=1e-6, atol=0)]
     assert (wrong, found.keys()) == ([], expected.keys())
     assert [n for n in expected if "." in n and not torch.equal(found[n], expected[n])] == []
+
+
+class SkipsInValidation(Indexed):
+    """Validates without its second unit, which is gathered with the first, and changes that unit then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if self.training or index != 1:
+                x = block(x)
+        return super().forward(x)
+
+    def on_validation_end(self) -> None:
+        with torch.no_grad():
+            self.blocks[1][0].weight.mul_(0.5)
+
+
+def _gathered_ahead() -> list[dict[str, Tensor]]:
+    found = []
+    for units in (0, 1):
+        torch.manual_seed(1)
+        module, strategy = SkipsInValidation(), ShardFSDPStrategy(forward_prefetch=units)
+        quiet_trainer(strategy=strategy, max_steps=1, num_sanity_val_steps=1).fit(module, data(), data())
+        found.append({name: whole(parameter) for name, parameter in module.named_parameters()})
+    return found
+
+
+def test_a_unit_that_was_gathered_ahead_and_did_not_run_has_its_new_values() -> None:
+    for apart, ahead in run_distributed(_gathered_ahead, 2):
+        assert [name for name in apart if not torch.equal(apart[name], ahead[name])] == []
