@@ -41,14 +41,6 @@ class Shard:
     tensor: Tensor  # What stands for it in that group, maybe together with others.
 
 
-@dataclass(kw_only=True, eq=False)
-class _Owned:
-    """A parameter that this rank steps."""
-
-    lengths: list[int]  # Elements of each rank's shard; the shards follow each other in the order of ranks.
-    parameter: nn.Parameter  # What the optimizer's state is keyed by; it is empty between steps.
-
-
 def needs_of(optimizer: Optimizer, run: Run, *, replicated: bool = False) -> Needs:
     """What the optimizer needs in ``run``, see `probe`; ``replicated``: the engine steps all parameters everywhere."""
     alone = replicated or run.mesh[SHARD].size() == 1
@@ -101,12 +93,16 @@ class WholeSteps:
         self._device = device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._owners = owners([shard.shape.numel() for shard in shards], self._size)
-        self._owned = dict(self._own())
+        # What this rank owns: elements of each rank's shard, which follow each other in the order of ranks, and what
+        # the optimizer's state is keyed by, which is empty between steps.
+        self._lengths: dict[int, list[int]] = {}
+        self._owned: dict[int, nn.Parameter] = {}
+        self._choose()
         self._take_over_state()
         self._slots: Mapping[str, Mapping[str, Slot]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = {}
 
-    def _own(self) -> Iterator[tuple[int, _Owned]]:
+    def _choose(self) -> None:
         by_owner = self._by_owner(range(len(self._shards)))
         lengths = [self._shards[index].value().numel() for rank in by_owner for index in rank]
         mine = by_owner[self._rank]
@@ -118,7 +114,7 @@ class WholeSteps:
             like, fqn = self._shards[index].value(), self._shards[index].fqn
             if fqn not in known or (known[fqn].dtype, known[fqn].device) != (like.dtype, like.device):
                 known[fqn] = nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device))
-            yield index, _Owned(lengths=of_ranks, parameter=known[fqn])
+            self._lengths[index], self._owned[index] = of_ranks, known[fqn]
 
     def _take_over_state(self) -> None:
         """Give what the optimizer's constructor has made of its parameters to those that it steps, where one rank has
@@ -134,8 +130,7 @@ class WholeSteps:
             )
         for index, slots in made.items():
             del state[self._shards[index].tensor]
-            own = {name: local(slot) for name, slot in slots.items()}
-            state[self._owned[index].parameter] = own
+            state[self._owned[index]] = {name: local(slot) for name, slot in slots.items()}
 
     def _by_owner(self, indices: Iterable[int]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(self._size)]
@@ -153,9 +148,9 @@ class WholeSteps:
         gradients = {i: g for i, shard in enumerate(self._shards) if (g := shard.gradient()) is not None}
         buckets = list(self._buckets(values, gradients))
         for index, value in self._received(buckets, values):
-            self._owned[index].parameter.data = value
+            self._owned[index].data = value
         for index, gradient in self._received(buckets, gradients):
-            self._owned[index].parameter.grad = gradient
+            self._owned[index].grad = gradient
         with self._in_place(), torch.enable_grad():
             self._step(**kwargs)
         for bucket, shards in _overlapped((b, self._from_owners(b, values)) for b in buckets):
@@ -163,7 +158,7 @@ class WholeSteps:
             for index, shard in zip(indices, shards.split([values[i].numel() for i in indices]), strict=True):
                 values[index].copy_(shard)
         for owned in self._owned.values():
-            owned.parameter.grad, owned.parameter.data = None, owned.parameter.data.new_empty(0)
+            owned.grad, owned.data = None, owned.data.new_empty(0)
 
     def _buckets(self, values: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> Iterator[list[int]]:
         """Indices of parameters with gradients, of equal dtypes, with together about `BUCKET` elements."""
@@ -186,7 +181,7 @@ class WholeSteps:
         """Send shards to the owners; what this rank owns, each bucket freed with its turn."""
         for bucket, shards in _overlapped((b, self._to_owners(b, sent)) for b in buckets):
             mine = self._own_of(bucket)
-            rows = [self._owned[index].lengths for index in mine]
+            rows = [self._lengths[index] for index in mine]
             pieces = shards.split([lengths[rank] for rank in range(self._size) for lengths in rows])
             for place, index in enumerate(mine):
                 yield index, torch.cat(pieces[place :: len(mine)]).view(self._shards[index].shape)
@@ -194,14 +189,13 @@ class WholeSteps:
     def _to_owners(self, bucket: Sequence[int], sent: Mapping[int, Tensor] | Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""
         parts = [[sent[index] for index in owned_there] for owned_there in self._by_owner(bucket)]
-        mine = [self._owned[index].lengths for index in self._own_of(bucket)]
+        mine = [self._lengths[index] for index in self._own_of(bucket)]
         sizes = [sum(lengths[rank] for lengths in mine) for rank in range(self._size)]
         return self._all_to_all(parts, sizes, like=sent[bucket[0]])
 
     def _from_owners(self, bucket: Sequence[int], values: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send each rank its shards of what this rank owns; the result waits for this rank's, by owner."""
-        mine = [self._owned[index] for index in self._own_of(bucket)]
-        full = [owned.parameter.data.reshape(-1).split(owned.lengths) for owned in mine]
+        full = [self._owned[index].data.reshape(-1).split(self._lengths[index]) for index in self._own_of(bucket)]
         parts = [[shards[rank] for shards in full] for rank in range(self._size)]
         sizes = [sum(values[i].numel() for i in owned_there) for owned_there in self._by_owner(bucket)]
         return self._all_to_all(parts, sizes, like=values[bucket[0]])
@@ -225,7 +219,7 @@ class WholeSteps:
         before = [(group, group["params"]) for group in self.optimizer.param_groups]
         sharded = {id(shard.tensor) for shard in self._shards}
         for group, given in before:
-            mine = [owned.parameter for index, owned in self._owned.items() if self._shards[index].group is group]
+            mine = [owned for index, owned in self._owned.items() if self._shards[index].group is group]
             group["params"] = [*mine, *(p for p in given if id(p) not in sharded)]
         try:
             yield
@@ -236,14 +230,14 @@ class WholeSteps:
     def stepped(self) -> Iterator[tuple[str, Tensor]]:
         """FQN and the owned parameter, or on other ranks the shard."""
         for index, shard in enumerate(self._shards):
-            yield shard.fqn, self._owned[index].parameter if index in self._owned else shard.value()
+            yield shard.fqn, self._owned[index] if index in self._owned else shard.value()
         yield from ((fqn, parameter) for fqn, parameter, _ in self._replicated)
 
     def share_state(self) -> None:
         """Let every rank know which state there is, for a save. All ranks of the run call it."""
         own_slots: dict[str, dict[str, Slot]] = {}
         own_values: dict[str, dict[str, Any]] = {}
-        here = [(self._shards[index].fqn, owned.parameter) for index, owned in self._owned.items()]
+        here = [(self._shards[index].fqn, owned) for index, owned in self._owned.items()]
         for fqn, parameter in [*here, *((fqn, tensor) for fqn, tensor, _ in self._replicated)]:
             for name, value in plain_slots(self.optimizer.state.get(parameter, {})).items():
                 if isinstance(value, Tensor):
@@ -256,10 +250,9 @@ class WholeSteps:
 
     def owned(self) -> OwnedOptimizer:
         """The optimizer as checkpoints see it; what is saved of it is what the last `share_state` found."""
-        tensors = [self._owned[i].parameter if i in self._owned else None for i in range(len(self._shards))]
         parameters = [
-            OwnedParameter(fqn=shard.fqn, shape=tuple(shard.shape), group=shard.group, tensor=tensor)
-            for shard, tensor in zip(self._shards, tensors, strict=True)
+            OwnedParameter(fqn=shard.fqn, shape=tuple(shard.shape), group=shard.group, tensor=self._owned.get(index))
+            for index, shard in enumerate(self._shards)
         ]
         parameters += [
             OwnedParameter(fqn=fqn, shape=tuple(tensor.shape), group=group, tensor=tensor)
