@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -137,13 +137,10 @@ def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
         for group in left:
             group["foreach"] = None
 
-    handles = [optimizer.register_step_pre_hook(ahead), optimizer.register_step_post_hook(after)]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    undo = ExitStack()
+    undo.callback(optimizer.register_step_pre_hook(ahead).remove)
+    undo.callback(optimizer.register_step_post_hook(after).remove)
+    return undo.close
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ inputs do not enter such modules unless the user's own code sends them there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -99,7 +99,7 @@ def install_casts(
                 f"{name} has {what} weights in {dtype}. "
                 "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
             )
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     others = inside or {}
     hooks = {to: _casting_to(to) for to in {dtype, *others.values()}}
     left_out = {root} | {m for metric in root.modules() if isinstance(metric, Metric) for m in metric.modules()}
@@ -110,22 +110,20 @@ def install_casts(
             # torch refuses 16-bit weights together with fp32 running statistics, and 16-bit statistics would drift. Its
             # kernels take 16-bit inputs with fp32 weights, compute in fp32, keep the input as it is for backward, and
             # return its dtype.
-            undo.append(compute_in(module, torch.float32))
+            undo.callback(compute_in(module, torch.float32))
         elif any(p.is_floating_point() for p in module.parameters()):
             hook = hooks[others.get(module, dtype)]
-            undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-    undo.extend(compute_in(module, dtype) for module in whole if module not in left_out)
+            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    for module in whole:
+        if module not in left_out:
+            undo.callback(compute_in(module, dtype))
     if float8 is not None:
-        undo.append(install_float8(root, float8, left_out | {m for m, to in others.items() if to != dtype}))
+        undo.callback(install_float8(root, float8, left_out | {m for m, to in others.items() if to != dtype}))
     if output is not None and {output} != {dtype, *others.values()}:
-        callable_by_root = dict.fromkeys(module for module in _callable_by(root) if module not in left_out)
-        undo.extend(step for module in callable_by_root for step in _cast_output(module, output))
-
-    def remove() -> None:
-        for step in reversed(undo):
-            step()
-
-    return remove
+        for module in dict.fromkeys(_callable_by(root)):
+            if module not in left_out:
+                _cast_output(module, output, undo)
+    return undo.close
 
 
 def _in_fp32_alone(module: nn.Module) -> str:
@@ -159,21 +157,15 @@ def _casting_to(dtype: torch.dtype) -> Callable[..., Any]:
     return pre_hook
 
 
-def _callable_by(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules that ``root``'s own code may call: all but those in containers of the modules that it holds."""
-    for child in root.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _callable_by(child)
-        else:
+def _callable_by(module: nn.Module, *, is_root: bool = True) -> Iterator[nn.Module]:
+    """The modules that a root's own code may call: all but those in containers of the modules that it holds."""
+    for child in module.children():
+        holds = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if not holds:
             yield child
-            yield from _inside(child)
-
-
-def _inside(module: nn.Module) -> Iterator[nn.Module]:
-    for child in [] if isinstance(module, nn.Sequential) else module.children():
-        if not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield child
-            yield from _inside(child)
+        goes_on = is_root if holds else not isinstance(child, nn.Sequential)
+        if goes_on:
+            yield from _callable_by(child, is_root=holds)
 
 
 _depth = 0  # How many modules with a cast output are being called, one inside the other.
@@ -188,7 +180,7 @@ def in_backward() -> bool:
     return _current_graph_task_id() != -1
 
 
-def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
+def _cast_output(module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None:
     """Cast the output of calls from no other module, and switch autocast off inside. What ``torch.utils.checkpoint``
     calls again comes from where it came from in forward; a compiler only sees calls inside of a module.
     """
@@ -221,15 +213,14 @@ def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], Non
             torch.set_autocast_enabled(*_autocast.popitem())
         return cast_floating(output, dtype)
 
-    entering = module.register_forward_pre_hook(enter, prepend=True)
+    undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
     # Compiled code looks for the numbers of hooks that are always called; another one for each module would have each
     # of a unit's copies compiled anew.
     RemovableHandle.next_id, following = _LEAVING, RemovableHandle.next_id
     try:
-        leaving = module.register_forward_hook(leave, always_call=True)
+        undo.callback(module.register_forward_hook(leave, always_call=True).remove)
     finally:
         RemovableHandle.next_id = following
-    return [entering.remove, leaving.remove]
 
 
 def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
