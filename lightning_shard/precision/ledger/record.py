@@ -114,22 +114,14 @@ class Ledger:
         return list(found.values())
 
 
-_WHERE = {
-    "prepared": "after the strategy prepared it",
-    "optimizer": "in the optimizer's groups",
-    "accumulated": "as the gradient held between micro-batches",
-    "gradient": "as the gradient handed to the optimizer",
-    "step": "at the optimizer step",
-    "reduction": "where gradients are reduced over ranks",
-}
-_FIX = {
-    "prepared": "Leave its dtype alone, and let the strategy cast",
-    "optimizer": "Build the optimizer in configure_optimizers from self.parameters()",
-    "accumulated": "Remove what casts gradients",
-    "gradient": "Remove what casts or replaces gradients before the step",
-    "step": "Remove the code that casts it after the fit's start",
-    "reduction": "Remove the hook that casts gradients for their reduction",
-    STATE: "Use an optimizer that keeps its state in its parameters' dtype",
+# By stage where a tensor was seen, and what mends it.
+_TEXTS = {
+    "prepared": ("after the strategy prepared it", "Leave its dtype alone, and let the strategy cast"),
+    "optimizer": ("in the optimizer's groups", "Build the optimizer in configure_optimizers from self.parameters()"),
+    "accumulated": ("as the gradient held between micro-batches", "Remove what casts gradients"),
+    "gradient": ("as the gradient handed to the optimizer", "Remove what casts or replaces gradients before the step"),
+    "step": ("at the optimizer step", "Remove the code that casts it after the fit's start"),
+    "reduction": ("where gradients are reduced over ranks", "Remove the hook that casts gradients for their reduction"),
 }
 
 
@@ -141,9 +133,14 @@ class Violation(NamedTuple):
     found: str
     required: str
 
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Where it was seen, and what mends it."""
+        where = f"in the optimizer's state {self.stage.removeprefix(STATE)!r}"
+        return _TEXTS.get(self.stage, (where, "Use an optimizer that keeps its state in its parameters' dtype"))
+
     def text(self) -> str:
-        where = _WHERE.get(self.stage) or f"in the optimizer's state {self.stage.removeprefix(STATE)!r}"
-        return f"{self.name} is {self.found} {where}, required is {self.required}"
+        return f"{self.name} is {self.found} {self.texts[0]}, required is {self.required}"
 
 
 def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[Violation]:
@@ -185,8 +182,7 @@ def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Viol
 def contract_error(found: Sequence[Violation], when: str) -> PrecisionContractError:
     """The error that names what ``violations`` found, the first ones of many."""
     shown = "; ".join(v.text() for v in found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-    fix = _FIX.get(found[0].stage) or _FIX[STATE]
     return PrecisionContractError(
-        f"The aligned precision contract is broken {when}: {shown}. {fix}, or use the strategy's name without "
-        "_aligned, which does not hold the contract."
+        f"The aligned precision contract is broken {when}: {shown}. {found[0].texts[1]}, or use the strategy's name "
+        "without _aligned, which does not hold the contract."
     )

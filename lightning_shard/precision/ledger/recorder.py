@@ -123,30 +123,23 @@ class Recorder:
         self._see_below(module)
 
     def _see_below(self, module: nn.Module) -> None:
-        for owned, tensor in self._seen_below(module):
-            if not isinstance(tensor, DTensor):
-                self._forward.setdefault(owned, tensor.dtype)
-                self._watch(owned, tensor)
-            if owned[0] not in self._outside:
-                self._see_product(owned[0])
-
-    def _seen_below(self, module: nn.Module) -> list[tuple[Owned, Tensor]]:
-        """The parameters that can be read without a change to how the engine goes on, and the tensors that they are."""
-        return [
-            ((below, attribute), vars(below).get(attribute, parameter))
-            for below in module.modules()
-            # Not by getattr: a sharded parameter that is read in a forward is what ZeRO-3, and FSDP of an embedding or
-            # a head, from then on gather for the module around, and keep, in every step.
-            for attribute, parameter in _own(below)
-            if (below, attribute) in self._fqns
-            and ((status := getattr(parameter, _STATUS, None)) is None or status.name == "AVAILABLE")
-        ]
+        for below in module.modules():
+            if below not in self._outside:
+                self._see_product(below)
+            for attribute, parameter in _own(below):
+                # Not by getattr: a sharded parameter that is read in a forward is what ZeRO-3, and FSDP of an embedding
+                # or a head, from then on gather for the module around, and keep, in every step.
+                tensor, status = vars(below).get(attribute, parameter), getattr(parameter, _STATUS, None)
+                sharded = isinstance(tensor, DTensor) or (status is not None and status.name != "AVAILABLE")
+                if not sharded and (below, attribute) in self._fqns:
+                    self._forward.setdefault((below, attribute), tensor.dtype)
+                    self._watch((below, attribute), tensor)
 
     def _see_inside(self, module: nn.Module) -> None:
-        """Note how ``module`` sees its own parameters now; the last view counts, since that is the innermost."""
+        """Note how ``module`` sees its own gathered parameters; the last view counts, since that is the innermost."""
         self._see_product(module)
-        for attribute, _ in _own(module):
-            if (module, attribute) in self._fqns:
+        for attribute, parameter in _own(module):
+            if (module, attribute) in self._fqns and not isinstance(parameter, DTensor):
                 tensor = getattr(module, attribute)
                 self._forward[module, attribute] = tensor.dtype
                 self._watch((module, attribute), tensor)
@@ -180,10 +173,7 @@ class Recorder:
             return
         self._losses.add(loss.dtype)
         # The root's own parameters are read by its methods, whose calls no hook sees; they are gathered until here.
-        for attribute, parameter in _own(self._root):
-            if (self._root, attribute) in self._fqns and not isinstance(parameter, DTensor):
-                self._forward[self._root, attribute] = getattr(self._root, attribute).dtype
-                self._watch((self._root, attribute), getattr(self._root, attribute))
+        self._see_inside(self._root)
         with self.collectives():
             yield
 
