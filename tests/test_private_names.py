@@ -113,8 +113,8 @@ USES = {
     ),
     "tensors/fake.py": ("fake tensors", "_subclasses"),
     "tensors/names.py": (
-        "buffers without a value and those that no state_dict has, what was compiled",
-        "_buffers _compiled_call_impl _non_persistent_buffers_set _torchdynamo_orig_callable",
+        "buffers that no state_dict has, what was compiled",
+        "_compiled_call_impl _non_persistent_buffers_set _torchdynamo_orig_callable",
     ),
     "tensors/tracing.py": (
         "modes that follow operators, what these are, and how often a tensor was written to",

@@ -27,8 +27,8 @@ from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.precision.policy import BITS
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.fake import meta_copy, put_on_device
-from lightning_shard.tensors.names import class_name
+from lightning_shard.tensors.fake import meta_copy
+from lightning_shard.tensors.names import class_name, replace_tensors
 from lightning_shard.text import first_line
 
 
@@ -332,7 +332,7 @@ class StepFlops:
         assert module is not None
 
         def step() -> object:
-            put_on_device(module, device)
+            replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device))  # which take no memory
             processes.set_device(module, device)
             return module.training_step(batch, batch_idx)
 

@@ -112,10 +112,6 @@ SAVED_OBSERVERS: list[Callable[[Any], None]] = []
 """Called with the result of each operator that is saved, outside of compiled code; empty but in a measured step."""
 
 
-def _torchs() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_saved_or_not)
-
-
 def selective_contexts() -> tuple[Any, Any]:
     """What ``torch.utils.checkpoint`` runs forward, and forward again in backward, in: its ``context_fn``."""
     forward, again = _torchs()
@@ -135,6 +131,9 @@ def is_kept(operator: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | 
 
 def _saved_or_not(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_kept(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_torchs = partial(create_selective_checkpoint_contexts, _saved_or_not)
 
 
 class _Expensive(Watching):

@@ -130,15 +130,10 @@ class ShardPrecision(Precision):
         if run.fitting and isinstance(settings.nonfinite, NonFinite):
             self._watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
-    def step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of the LightningModule in `autocasting`, inside of what an engine does around it."""
-        engine, run = self._engine, self._run
-
-        def autocast_step(*args: Any, **kwargs: Any) -> Any:
-            with autocasting(run.policy, run.device.type, cache=engine.replicates):
-                return step(*args, **kwargs)
-
-        return autocast_step
+    def step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A ``step`` of the LightningModule in `autocasting`, inside of what an engine does around it."""
+        with autocasting(self._run.policy, self._run.device.type, cache=self._engine.replicates):
+            return step(*args, **kwargs)
 
     def weighed(self, output: Any, arguments: Sequence[Any]) -> Any:
         """What a training step returned for ``arguments``, after its weight was taken. All ranks call it."""

@@ -287,7 +287,7 @@ class ShardStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         parts.fit.begin_batch(self._module.trainer, self.engine, self._buffers)
         with self.precision_plugin.train_step_context():
-            output = self.engine.forward(self.precision_plugin.step(self._module.training_step), *args, **kwargs)
+            output = self.engine.forward(self.precision_plugin.step, self._module.training_step, *args, **kwargs)
         self._freezing.after_forward()
         return self.precision_plugin.weighed(output, args)
 
@@ -307,7 +307,7 @@ class ShardStrategy(ParallelStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.forward_context(), parts.evaluating():
-            return self.engine.evaluate(self.precision_plugin.step(step), *args, **kwargs)
+            return self.engine.evaluate(self.precision_plugin.step, step, *args, **kwargs)
 
     @contextmanager
     @override

@@ -33,17 +33,13 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[dist.ProcessGroup, str], ...]:
     """Process groups over which a gradient is sharded, one per mesh axis, and the device type; none if it is full."""
-    if not isinstance(grad, DTensor):
-        if sharded_over is None:
-            return ()
-        axes = [axis for axis in range(sharded_over.ndim) if sharded_over.size(axis) > 1]
-        return tuple((sharded_over.get_group(axis), sharded_over.device_type) for axis in axes)
-    found = []
-    for axis, placement in enumerate(grad.placements):
-        assert not isinstance(placement, Partial), "a gradient was read before its reduction ended"
-        if isinstance(placement, Shard) and grad.device_mesh.size(axis) > 1:
-            found.append((grad.device_mesh.get_group(axis), grad.device_mesh.device_type))
-    return tuple(found)
+    mesh, placements = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (sharded_over, None)
+    if mesh is None:
+        return ()
+    placements = placements or (Shard(0),) * mesh.ndim
+    assert not any(isinstance(each, Partial) for each in placements), "a gradient was read before its reduction ended"
+    axes = [axis for axis, each in enumerate(placements) if isinstance(each, Shard) and mesh.size(axis) > 1]
+    return tuple((mesh.get_group(axis), mesh.device_type) for axis in axes)
 
 
 @torch.no_grad()

@@ -83,8 +83,3 @@ def meta_copy(module: M) -> M:
     """A deep copy on the meta device, ties and all; what else ``module`` (full) holds is copied, or raises."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): of_its_class(t, torch.empty_like(t, device="meta")) for t in tensors})
-
-
-def put_on_device(module: nn.Module, device: torch.device) -> None:
-    """Inside of `fake_operations`, give a `meta_copy` parameters and buffers on ``device``, which take no memory."""
-    replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device))

@@ -1,6 +1,6 @@
 """The names of a module's tensors: FQNs in the unwrapped module, as its author wrote it, whatever wraps it now."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
 
-require(nn.Module, "_buffers _compiled_call_impl _non_persistent_buffers_set")
+require(nn.Module, "_compiled_call_impl _non_persistent_buffers_set")
 
 # The attributes under which wrappers hold what they wrap; no user's module has these names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -120,14 +120,9 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Each persistent buffer that has a value, under each of its keys in ``state_dict()``."""
     for key, _, owner in _modules(module):
-        for name, buffer in own_buffers(owner):
-            if buffer is not None and is_persistent(owner, name):
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            if is_persistent(owner, name):
                 yield key + name, buffer
-
-
-def own_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
-    """Those of ``module`` itself, with the ones that have no value yet."""
-    return module._buffers.items()
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

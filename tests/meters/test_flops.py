@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from examples.gpt import GPT, Transformer
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import find_peaks, mfu, peak_flops
-from lightning_shard.tensors.fake import meta_copy, put_on_device
+from lightning_shard.tensors.fake import meta_copy
+from lightning_shard.tensors.names import replace_tensors
 
 BATCH, TIME, WIDTH, HEADS, LAYERS = 3, 16, 32, 4, 2
 
@@ -185,7 +186,7 @@ def test_a_meta_copy_counts_in_place_of_its_module() -> None:
 
     def step() -> dict[str, Tensor]:
         # On the real batch's device.
-        put_on_device(copied, tokens.device)
+        replace_tensors(copied, lambda tensor: torch.empty_like(tensor, device=tokens.device))
         assert copied.model.head.weight is copied.model.embedding.weight
         return _loss(copied, tokens)
 
