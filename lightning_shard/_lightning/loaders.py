@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_shard._lightning import Replacements
 from lightning_shard._lightning.loops import data_fetcher, loader_states_to_load, settle_progress
-from lightning_shard.resume.loader import Draws, ResumableLoader
+from lightning_shard.resume.loader import ResumableLoader
 from lightning_shard.resume.reachable import generators_of, module_generators
 from lightning_shard.resume.shape import KINDS, has_state, stock_type
 from lightning_shard.resume.wrap import resumable
@@ -100,7 +100,7 @@ def prepare_loader(trainer: Trainer, dataloader: Any, world_size: int, rank: int
     # What Lightning wrapped in a distributed sampler, as if it were a dataset.
     dealt: list[Any] = [sampler.dataset for sampler in samplers if isinstance(sampler, DistributedSamplerWrapper)]
     inner = dealt[0]._sampler if dealt else None
-    draws = Draws(seed=_seed(), epoch=lambda: trainer.current_epoch) if sample_seeds else None
+    draws = (lambda: (_seed(), trainer.current_epoch)) if sample_seeds else None
     loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner, draws=draws)
     states = loader_states_to_load(trainer)
     if loop.is_resuming and not loop.restarting and states and has_state(loader):

@@ -15,6 +15,7 @@ from lightning_shard.arguments import checked_fields
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.errors import ConfigurationError
 
+NAMELESS = "local"  # The run's name where no launcher gave it one.
 TIME_LIMIT = 255  # What `Agreement` carries in place of a signal's number when the time is nearly up.
 
 
@@ -81,14 +82,14 @@ class Preempted(SystemExit):
 
 
 def run_name(config: PreemptionConfig, environ: Mapping[str, str]) -> str:
-    """What tells this run's checkpoints from others', the same after a requeue; ``local`` without an identity."""
+    """What tells this run's checkpoints from others', the same after a requeue."""
     job = read_job(environ)
     if config.run is not None:
         return config.run if job is None or job.array_task is None else f"{config.run}_{job.array_task}"
     if job is not None:
         return f"slurm-{job.label}-{'batch' if job.step is None else job.step}"
     elastic = environ.get("TORCHELASTIC_RUN_ID", "none")
-    return "local" if elastic == "none" else f"torchrun-{elastic.replace('/', '_')}"
+    return NAMELESS if elastic == "none" else f"torchrun-{elastic.replace('/', '_')}"
 
 
 class SignalFlag:

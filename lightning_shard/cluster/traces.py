@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -119,11 +119,6 @@ def _called(entry: Mapping[str, Any]) -> tuple[str, int, str, str]:
 def main_thread_line() -> str:
     walked = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
     return _caller([{"name": f.f_code.co_name, "filename": f.f_code.co_filename, "line": n} for f, n in walked])
-
-
-def record_into(folder: Path, environ: MutableMapping[str, str]) -> None:
-    """Have torch write its own record, should NCCL end this process, beside those of `write`."""
-    environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))
 
 
 def _caller(frames: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,7 @@ from lightning_shard.engines.zero.config.settings import SCALE_KEYS
 from lightning_shard.migrate import neutral
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
 from lightning_shard.migrate.fsdp_config import add_fsdp_strategy
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, described, shown
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, described, rows, shown
 
 _COMMON = described("Strategy")
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -25,24 +25,7 @@ STRATEGIES: Mapping[str, tuple[neutral.Engine, Mapping[str, Field]]] = {
 }
 """Class to its engine and its arguments."""
 
-_CALLED: Mapping[str, str] = {
-    "auto_wrap_policy": "units, with class names or a number of parameters",
-    "sharding_strategy": "reshard_after_forward and mesh. FULL_SHARD is shard_fsdp, SHARD_GRAD_OP shard_fsdp_grad_op, "
-    "HYBRID_SHARD shard_fsdp_hybrid, NO_SHARD shard_ddp",
-    "activation_checkpointing_policy": "activation_checkpointing",
-    "device_mesh": "mesh",
-    "timeout": "timeout_seconds",
-    "ddp_comm_hook": "comm_hook",
-    "zero_optimization": "stage",
-    "offload_optimizer_device": "offload_optimizer.device",
-    "offload_params_device": "offload_parameters.device",
-    "nvme_path": "offload_optimizer.nvme_path and offload_parameters.nvme_path",
-    "pin_memory": "offload_optimizer.pin_memory and offload_parameters.pin_memory",
-    **dict.fromkeys(SCALE_KEYS, "the loss_scale of ShardPrecision"),
-    "data_parallel_size": "mesh.shard",
-    "tensor_parallel_size": "torch's parallelize_module in configure_model",
-    "state_dict_type": 'the name of a checkpoint: ModelCheckpoint(filename="{epoch}.full") writes one stock file',
-}
+_CALLED: Mapping[str, Any] = dict(rows("fields.yaml", "called"))
 """What those are called here whose values are read elsewhere."""
 
 

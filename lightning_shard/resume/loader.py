@@ -16,13 +16,9 @@ from lightning_shard.resume.reachable import generators_of
 from lightning_shard.resume.samplers import Epoch, Generators, IndexSource
 from lightning_shard.resume.shape import DelegatingLoader
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Draws:
-    """What random numbers of samples are seeded by, besides the sample's index."""
-
-    seed: int  # The same on all ranks.
-    epoch: Callable[[], int]  # The epoch that the training loop is in.
+Draws = Callable[[], tuple[int, int]]
+"""Gives what random numbers of samples are seeded by, besides the sample's index: a seed, the same on all ranks, and
+the epoch that the training loop is in."""
 
 
 @dataclasses.dataclass
@@ -243,7 +239,7 @@ class ResumableLoader(DelegatingLoader):
         """Seed what the samples of this iteration draw; ``loaded`` is of the iteration before it, or ``resumed``."""
         if self._draws is None:
             return None
-        seed, epoch, cycle = self._draws.seed, self._draws.epoch(), 0
+        (seed, epoch), cycle = self._draws(), 0
         if resumed and resumed.get("draws"):
             seed, epoch, cycle = resumed["draws"]
         elif (before := loaded["draws"] if loaded else self._run and self._run.begun["draws"]) and before[1] == epoch:

@@ -26,7 +26,7 @@ from lightning_shard.checkpoint.files.layout import checkpoint_names
 from lightning_shard.checkpoint.files.location import Location, StorePath, location
 from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
 from lightning_shard.cluster import preemption, slurm
-from lightning_shard.cluster.preemption import PreemptionConfig, run_name
+from lightning_shard.cluster.preemption import NAMELESS, PreemptionConfig, run_name
 from lightning_shard.cluster.slurm import SlurmJob, read_job
 from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
@@ -38,8 +38,6 @@ AUTO = "auto"  # The ``ckpt_path`` that means: the newest intact checkpoint of t
 FOLDER = "preempted"  # In the Trainer's ``default_root_dir``: where a stopped run saves, one checkpoint for each run.
 FAILURES = "failures"
 """In the Trainer's ``default_root_dir``: traces of ranks that ended while they were stuck, a folder for each run."""
-
-NAMELESS = "local"  # The run's name where no launcher gave it one.
 
 
 def checkpoint_folders(trainer: Trainer) -> list[Location]:

@@ -195,9 +195,11 @@ class RunWatch:
             self._marked.enter_context(prefixed(f"[rank {rank} on {socket.gethostname()}] "))
 
     def record_into(self, folder: Path | None) -> None:
-        """Have torch's own record of collectives in ``folder`` too; ahead of the process group."""
+        """Have torch write its own record of collectives there, should NCCL end this process, beside those of
+        `traces.write`; ahead of the process group.
+        """
         if folder is not None and self._lost_rank_seconds is not None:
-            traces.record_into(folder.absolute(), os.environ)
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / traces.PREFIX))
 
     def start(
         self, met: tuple[Rendezvous, int] | None, folder: Path | None, replacements: Replacements, trainer: Trainer

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, get_worker_info
 
-from lightning_shard.resume.loader import Draws
 from lightning_shard.resume.rng import seed_rng
 from lightning_shard.resume.wrap import resumable
 from tests.harness import run_distributed
@@ -104,7 +103,7 @@ def make(
 ) -> Any:
     sampler = DistributedSampler(dataset, *ranks, seed=3)
     stock = DataLoader(dataset, 2, sampler=sampler, **options)
-    draws = Draws(seed=seed, epoch=lambda: sampler.epoch) if seeded else None
+    draws = (lambda: (seed, sampler.epoch)) if seeded else None
     loader = resumable(stock, world_size=ranks[0], rank=ranks[1], draws=draws)
     sampler.set_epoch(epoch)
     return loader
