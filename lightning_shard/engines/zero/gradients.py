@@ -6,7 +6,7 @@ reads is told so. The flat masters in the groups are looked at too.
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 
@@ -128,38 +128,3 @@ def _changes_gradients(frame: FrameType) -> bool:
         return _CHANGE.search(inspect.getsource(frame.f_code)) is not None
     except (OSError, TypeError):
         return True
-
-
-class SteppedOnce:
-    """Gradients of one optimizer: DeepSpeed drops them with the step, torch when ``zero_grad`` is called."""
-
-    def __init__(self, fqns: Collection[str], is_pending: Callable[[], bool]) -> None:
-        """``is_pending``: whether a backward pass ran since the last step."""
-        self._fqns, self._is_pending = fqns, is_pending
-        self._stepped: set[str] = set()
-
-    def step(self) -> None:
-        self._stepped = set(self._fqns)
-
-    def drop(self, fqn: str) -> None:
-        """Follow the user, who drops a gradient. ConfigurationError: it was not stepped on."""
-        if self._is_pending():
-            raise ConfigurationError(
-                f"The gradient of {fqn} was dropped (zero_grad, parameter.grad = None) between a backward pass and the "
-                "optimizer's step, but DeepSpeed has reduced it by then and can't drop it. Drop it after the step."
-            )
-        self._stepped.discard(fqn)
-
-    def drop_all(self, set_to_none: bool = True) -> None:
-        """The optimizer's ``zero_grad``; the memory that gradients are offloaded to must stay."""
-        for fqn in self._fqns:
-            self.drop(fqn)
-
-    def check(self) -> None:
-        """Refuse a backward pass or a step to which gradients of the last step belong."""
-        if self._stepped:
-            raise ConfigurationError(
-                f"zero_grad was not called since the last step (of {min(self._stepped)}, for one): torch would add to "
-                "that step's gradients, or step on them again, but DeepSpeed has dropped them. Call "
-                "optimizer.zero_grad() after each step, or use shard_ddp or shard_fsdp."
-            )

@@ -19,7 +19,6 @@ from torch.optim import SGD, Optimizer
 from lightning_shard.engines.resident import Resident, buffers, memory_of, optimizer_tensors, tensors_in
 from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.engines.zero import layout, running, swapping
-from lightning_shard.engines.zero.gradients import SteppedOnce
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
@@ -53,14 +52,39 @@ class FlatTensors:
     def __init__(self, module: nn.Module, started: Running, values: Values, *, device: torch.device) -> None:
         self.running, self.values = started, values
         self._module, self._device = module, device
+        self._whole: dict[Optimizer, WholeSteps] = {}  # Of each optimizer that steps full parameters.
         # Listed while no forward ran: stage 3 gathers what is read off a module in the middle of its forward, and takes
         # it for a parameter that the module needs from then on.
         self._parameters: list[Tensor] = list(module.parameters())
         closing = ExitStack()
         self._closing, self.close = closing, closing.close
 
+    def _take_over_zero_grad(self, optimizer: Optimizer, fqns: Collection[str], drop: Callable[[str], None]) -> None:
+        """Have the optimizer's ``zero_grad`` drop its gradients; the memory that they are offloaded to must stay."""
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            for fqn in fqns:
+                drop(fqn)
+
+        vars(optimizer)["zero_grad"] = zero_grad
+        self._closing.callback(vars(optimizer).pop, "zero_grad")
+
     def masters(self) -> Mapping[str, LiveTensor]:
         return self.values.tensors(self.running)
+
+    def optimizers(self) -> Sequence[AnyOptimizer]:
+        assert self.running.optimizer is not None
+        flat = FlatOptimizer(optimizer=self.running.optimizer, groups=self.running.groups)
+        return [whole.owned() for whole in self._whole.values()] or [flat]
+
+    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
+        if optimizer in self._whole:
+            return self._whole[optimizer].stepped()
+        return [(m.fqn, group.flat) for group in self.running.groups for m in group.members if m.stepped]
+
+    def share_state(self) -> None:
+        for whole in self._whole.values():
+            whole.share_state()
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         names: dict[Tensor, str] = {p: n for p, n in parameter_names(self._module).items() if p.requires_grad}
@@ -99,22 +123,32 @@ class OneOptimizer(FlatTensors):
     ) -> None:
         """``whole`` steps the optimizer of ``started`` on full parameters; None: DeepSpeed does on flat partitions."""
         super().__init__(module, started, values, device=device)
-        self._whole = whole
-        self._once = SteppedOnce(set(layout.masters(started.groups)), lambda: started.pending)
-        self.drop, self.check = self._once.drop, self._once.check
+        assert started.optimizer is not None
+        if whole is not None:
+            self._whole[started.optimizer] = whole
+        self._fqns = set(layout.masters(started.groups))
+        # Whose gradients of the last step DeepSpeed has dropped, and torch would keep until ``zero_grad``.
+        self._stepped: set[str] = set()
         if started.groups:
-            vars(started.optimizer)["zero_grad"] = self._once.drop_all
-            self._closing.callback(vars(started.optimizer).pop, "zero_grad")
+            self._take_over_zero_grad(started.optimizer, self._fqns, self.drop)
 
-    def optimizers(self) -> Sequence[AnyOptimizer]:
-        assert self.running.optimizer is not None
-        flat = FlatOptimizer(optimizer=self.running.optimizer, groups=self.running.groups)
-        return [flat if self._whole is None else self._whole.owned()]
+    def drop(self, fqn: str) -> None:
+        """Follow the user, who drops a gradient. ConfigurationError: it was not stepped on."""
+        if self.running.pending:
+            raise ConfigurationError(
+                f"The gradient of {fqn} was dropped (zero_grad, parameter.grad = None) between a backward pass and the "
+                "optimizer's step, but DeepSpeed has reduced it by then and can't drop it. Drop it after the step."
+            )
+        self._stepped.discard(fqn)
 
-    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
-        if self._whole is not None:
-            return self._whole.stepped()
-        return [(m.fqn, group.flat) for group in self.running.groups for m in group.members if m.stepped]
+    def check(self) -> None:
+        """Refuse a backward pass or a step to which gradients of the last step belong."""
+        if self._stepped:
+            raise ConfigurationError(
+                f"zero_grad was not called since the last step (of {min(self._stepped)}, for one): torch would add to "
+                "that step's gradients, or step on them again, but DeepSpeed has dropped them. Call "
+                "optimizer.zero_grad() after each step, or use shard_ddp or shard_fsdp."
+            )
 
     def gradient(self, fqn: str, parameter: Tensor) -> FlatTensor | None:
         return layout.gradient_of(self.running.zero, self.running.groups, fqn) if self.running.pending else None
@@ -128,14 +162,11 @@ class OneOptimizer(FlatTensors):
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self.check()
-        self._once.step()
-        if self._whole is not None and self.running.pending and not skip:
-            self._whole.step(**kwargs)
+        self._stepped = set(self._fqns)
+        if self.running.pending and not skip:
+            for whole in self._whole.values():
+                whole.step(**kwargs)
         running.step(self.running, skip=skip)
-
-    def share_state(self) -> None:
-        if self._whole is not None:
-            self._whole.share_state()
 
 
 class SeveralOptimizers(FlatTensors):
@@ -161,7 +192,6 @@ class SeveralOptimizers(FlatTensors):
         """FQN to this rank's shard of a reduced gradient, until its optimizer's ``zero_grad``."""
         self._members = {m.fqn: m for flat in started.groups for m in flat.members if m.stepped}
         shards = {shard.fqn: shard for shard in layout.steps(started.zero, started.groups)}
-        self._whole: dict[Optimizer, WholeSteps] = {}
         self._own: dict[Optimizer, list[str]] = {}
         for optimizer in optimizers:
             own = [
@@ -172,21 +202,10 @@ class SeveralOptimizers(FlatTensors):
             ]
             self._own[optimizer] = [shard.fqn for shard in own]
             self._whole[optimizer] = WholeSteps(optimizer, own, step=optimizer.step, group=group, device=device)
-            vars(optimizer)["zero_grad"] = partial(self._zero_grad, optimizer)
-            self._closing.callback(vars(optimizer).pop, "zero_grad")
-
-    def optimizers(self) -> Sequence[AnyOptimizer]:
-        return [whole.owned() for whole in self._whole.values()]
-
-    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
-        return self._whole[optimizer].stepped()
+            self._take_over_zero_grad(optimizer, self._own[optimizer], self.drop)
 
     def check(self) -> None:
         """Nothing: gradients are kept until they are dropped, as torch keeps them."""
-
-    def share_state(self) -> None:
-        for whole in self._whole.values():
-            whole.share_state()
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -202,10 +221,6 @@ class SeveralOptimizers(FlatTensors):
                 gradient = gradient.to(shard.value().dtype, copy=held is None)
                 self._held[shard.fqn] = gradient if held is None else held.add_(gradient)
         running.step(self.running, skip=True)
-
-    def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        for fqn in self._own[optimizer]:
-            self.drop(fqn)
 
     def drop(self, fqn: str) -> None:
         self.collect()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines.zero.gradients import GradientUses, SteppedOnce
+from lightning_shard.engines.zero.gradients import GradientUses
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup, FlatMember
 
@@ -132,21 +132,6 @@ def test_masters_have_no_gradients_for_users_and_count_their_writes() -> None:
     assert flat.data_ptr() == memory
     assert torch.equal(flat, torch.full((2,), 6.0))
     assert torch.equal(flat.grad, torch.full((2,), 0.5))
-
-
-def test_gradients_of_a_step_are_dropped_before_the_next() -> None:
-    pending = False
-    gradients = SteppedOnce(["a", "b"], lambda: pending)
-    gradients.check()
-    gradients.step()
-    gradients.drop("a")
-    with pytest.raises(ConfigurationError, match=r"zero_grad was not called since the last step \(of b"):
-        gradients.check()
-    gradients.drop_all()
-    gradients.check()
-    pending = True
-    with pytest.raises(ConfigurationError, match="The gradient of a was dropped"):
-        gradients.drop("a")
 
 
 def test_a_look_at_a_gradient_keeps_nothing_of_its_callers(watched: tuple[nn.Parameter, list[str]]) -> None:
