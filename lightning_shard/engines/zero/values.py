@@ -174,30 +174,23 @@ def partition(
 def _shard_parameter(
     parameter: Any, fqn: str, device: torch.device, compute: torch.dtype, init: Any, loaded: Loaded
 ) -> None:
-    if layout.is_partitioned(parameter):
+    is_sharded = layout.is_partitioned(parameter)
+    if is_sharded:
         swapping.take(parameter)
-        _cast_shard(parameter, fqn, compute, loaded)
+    else:
+        parameter.data = parameter.data.to(device)
+        broadcast_from_rank_0([parameter])
+    before = (parameter.ds_tensor if is_sharded else parameter).detach()
+    if before.is_floating_point():
+        for tensor in (parameter, parameter.ds_tensor) if is_sharded else (parameter,):
+            tensor.data = tensor.data.to(compute)
+    if is_sharded:
         swapping.give(parameter, init.param_swapper)
-        return
-    parameter.data = parameter.data.to(device)
-    broadcast_from_rank_0([parameter])
-    full = parameter.detach()
-    if parameter.is_floating_point():
-        parameter.data = parameter.data.to(compute)
-    # Without the broadcast of `Init`, which fails for parameters without a dimension.
-    init._convert_to_deepspeed_param(parameter)
-    parameter.partition()
-    if is_kept(parameter, full, compute):
+    else:
+        # Without the broadcast of `Init`, which fails for parameters without a dimension.
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+    if is_kept(parameter, before, compute):
         start, length = layout.own_range(parameter)
-        loaded[fqn] = FlatSlice(full.reshape(-1)[start : start + length].to("cpu", copy=True), start)
-
-
-def _cast_shard(parameter: Any, fqn: str, compute: torch.dtype, loaded: Loaded) -> None:
-    shard = parameter.ds_tensor
-    if not shard.is_floating_point() or shard.dtype == compute:
-        return
-    if is_kept(parameter, shard, compute):
-        start, length = layout.own_range(parameter)
-        loaded[fqn] = FlatSlice(shard.detach()[:length].to("cpu", copy=True), start)
-    shard.data = shard.data.to(compute)
-    parameter.data = parameter.data.to(compute)
+        own = before[:length] if is_sharded else before.reshape(-1)[start : start + length]
+        loaded[fqn] = FlatSlice(own.to("cpu", copy=True), start)
