@@ -35,7 +35,7 @@ def _rows(section: str) -> dict[str, Row]:
 
 
 TABLE, CONFIG, _OTHERS = _rows("settings"), _rows("config"), _rows("others")
-_NUMBERS = ("gradient_allreduce_op", "torch_autocast", "data_types", "zero_optimization.zenflow", "bf16.", "fp16.")
+_NUMBERS = ("gradient_allreduce_op", "torch_autocast", "data_types", "bf16.", "fp16.")
 """What keys without a row begin with that change numbers; others are of speed, of memory or of what is printed."""
 
 

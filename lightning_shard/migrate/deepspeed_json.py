@@ -7,16 +7,14 @@ from math import prod
 from typing import Any
 
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
-from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, TOP_LEVEL, Section, known_keys
-from lightning_shard.engines.zero.config.reading import AUTO, ONE_BIT, get, is_off
+from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, TOP_LEVEL, Section, known_keys
+from lightning_shard.engines.zero.config.reading import AUTO, ONE_BIT, get, is_off, take_lost
 from lightning_shard.engines.zero.config.settings import (
     KEYS,
-    PARTLY,
     SCALE_KEYS,
     TRAINER_OWNED,
     ZERO,
     loss_scaling_of,
-    offloads_all,
     read_settings,
 )
 from lightning_shard.migrate.neutral import LEVELS, Reading, described, setting
@@ -141,14 +139,9 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
         elif key in content:
             reading.lose(f"{prefix}{key}", content.pop(key), reason)
     zero, fp16 = (content[name] if isinstance(content.get(name), dict) else {} for name in (ZERO, "fp16"))
-    for key, reason in REMOVED_ZERO.items():
-        value = zero.pop(key, None)
-        if not (is_off(value) or value == -1):
-            near = "shard_fsdp_hybrid" if "mics" in key else ""
-            reading.lose(f"{prefix}{ZERO}.{key}", value, reason.partition(":")[0], near)
-    offload = zero.get("offload_optimizer")
-    if isinstance(offload, dict) and not offloads_all(offload):
-        reading.lose(f"{prefix}{ZERO}.offload_optimizer.ratio", offload.pop("ratio"), PARTLY)
+    for path, value, reason in take_lost(zero):
+        near = "shard_fsdp_hybrid" if "mics" in path else ""
+        reading.lose(f"{prefix}{ZERO}.{path}", value, reason.partition(":")[0], near)
     for path, (refused, reason) in TRAINER_OWNED.items():
         section, _, key = path.rpartition(".")
         holder = content.get(section) if section else content

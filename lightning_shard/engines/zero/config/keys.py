@@ -113,6 +113,14 @@ REMOVED_ZERO: Mapping[str, str] = {
 }
 """The same inside ``zero_optimization``."""
 
+UNSEEN: Mapping[str, str] = {
+    "zenflow": "it steps a part of a gradient late, by an optimizer of its own, whose state no checkpoint would have",
+    "offload_optimizer.super_offload": "it steps in a process of its own, whose state no checkpoint would have",
+    "offload_optimizer.ratio": "DeepSpeed would step what stays on the device by an AdamW of its own, which follows no "
+    "schedule and whose state no checkpoint would have",
+}
+"""What DeepSpeed has there, and what would be lost with it."""
+
 
 @cache
 def known_keys() -> Section:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import yaml
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, Section, known_keys
+from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, UNSEEN, Section, known_keys
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import nearest
 
@@ -115,6 +115,17 @@ def is_off(value: Any, key: str = "") -> bool:
     return value in (None, False, 0, AUTO) or (isinstance(value, str) and value.lower() == "false")
 
 
+def take_lost(zero: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Take what can't be had out of ``zero_optimization``: path and value of each that asks for something, and why."""
+    for path, reason in {**REMOVED_ZERO, **UNSEEN}.items():
+        section, _, key = path.rpartition(".")
+        holder = zero.get(section) if section else zero
+        value = holder.pop(key, None) if isinstance(holder, dict) else None
+        is_idle = value in (None, AUTO, 1) if key == "ratio" else is_off(value) or value == -1
+        if not is_idle:
+            yield path, value, reason
+
+
 def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """``zero_optimization`` as a mapping, with what was deprecated or removed rewritten or refused."""
     zero = config.get("zero_optimization")
@@ -124,10 +135,8 @@ def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[
     if not isinstance(zero, Mapping):
         return config
     zero = dict(zero)
-    for key, reason in REMOVED_ZERO.items():
-        value = zero.pop(key, None)
-        if not (is_off(value) or value == -1):
-            problems.append(f"zero_optimization.{key} is {value!r}, but {reason}. Remove it")
+    for path, value, reason in take_lost(zero):
+        problems.append(f"zero_optimization.{path} is {value!r}, but {reason}. Remove it")
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if understood(zero.pop(old, False), "bool", f"zero_optimization.{old}", problems) is True:
             zero.setdefault(new, {"device": "cpu"})

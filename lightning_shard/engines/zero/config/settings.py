@@ -219,8 +219,11 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
             f"offload_optimizer is {asked.optimizer_device!r} with stage 0, but only stages 1 to 3 shard, and so can "
             "offload, optimizer state. Set stage: 1 or more, or remove it"
         )
-    if not offloads_all(offload := zero.get("offload_optimizer", {})):
-        problems.append(f"{ZERO}.offload_optimizer.ratio is {offload['ratio']}, but {PARTLY}. Remove it")
+    if stage == 3 and get(asked.merged, "torch_autocast.enabled") is True:
+        problems.append(
+            "torch_autocast.enabled is true with stage 3, which would round the parameters that it gathers. Remove it, "
+            "and use precision bf16-mixed, or the plugin ShardPrecision with autocast: true"
+        )
     for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
         section = zero.get(key, {})
         if section.get("device") != "nvme":
@@ -245,14 +248,6 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
         value = zero.get(f"zero_{name}", AUTO)
         if stage < 3 and (value is True or (value != AUTO and value > 1)):
             problems.append(f"{ZERO}.zero_{name} is {value} with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")
-
-
-PARTLY = "the other part would follow no schedule, and its state be in no checkpoint: DeepSpeed makes an AdamW for it"
-
-
-def offloads_all(section: Mapping[str, Any]) -> bool:
-    """Whether an ``offload_optimizer`` section asks for all of the state, or none; stage 3 alone would divide it."""
-    return section.get("ratio") in (None, AUTO, 1, "1", "1.0")
 
 
 def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None:
@@ -288,8 +283,6 @@ CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ZERO}.zero_quantized_weights": ((False,), "parameters are gathered in the compute dtype"),
     f"{ZERO}.zero_quantized_nontrainable_weights": ((False,), "parameters are kept in the dtype they were loaded in"),
     f"{ZERO}.zero_quantized_gradients": ((False,), "gradients are reduced in fp32"),
-    f"{ZERO}.zenflow": ((), "every gradient is used in the step that it belongs to"),
-    f"{ZERO}.offload_optimizer.super_offload": ((False,), "the optimizer is the one that was configured"),
     "fp16.fp16_master_weights_and_grads": ((False,), "masters are fp32"),
     "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),
     "bf16.bf16_optimizer_states": ((False,), "optimizer state is fp32"),

@@ -171,7 +171,16 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
         ({"zero_plus_plus": ZeroPlusPlus(quantized_gradients=True)}, "zero_quantized_gradients is True with stage 2"),
         (
             {"config": {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}},
-            f"{ZERO}.offload_optimizer.ratio is 0.5, but the other part would follow no schedule, and its state be in",
+            f"{ZERO}.offload_optimizer.ratio is 0.5, but DeepSpeed would step what stays on the device by an AdamW of",
+        ),
+        (
+            {"config": {ZERO: {"offload_optimizer": {"device": "cpu", "super_offload": True}}}},
+            f"{ZERO}.offload_optimizer.super_offload is True, but it steps in a process of its own, whose state no",
+        ),
+        ({"config": {ZERO: {"zenflow": {"topk_ratio": 0.1}}}}, "0.1}, but it steps a part of a gradient late, by"),
+        (
+            {"stage": 3, "config": {"torch_autocast": {"enabled": True}}},
+            "torch_autocast.enabled is true with stage 3, which would round the parameters that it gathers",
         ),
         (
             {"stage": 3, "config": {"prescale_gradients": True}},

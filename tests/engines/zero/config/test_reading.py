@@ -103,10 +103,6 @@ def test_values_that_can_not_be_used(config: dict[str, Any], text: str) -> None:
             {ZERO: {"offload_param": {"devise": "cpu"}}},
             f"{ZERO}.offload_param.devise is no key of DeepSpeed's: the near",
         ),
-        (
-            {ZERO: {"zenflow": {"topk": 1}}},
-            f"{ZERO}.zenflow.topk is no key of DeepSpeed's: the nearest is 'topk_ratio'",
-        ),
         ({"aio": {"blocks": 1}}, "aio.blocks is no key of DeepSpeed's: the nearest is 'block_size'"),
         ({"checkpoint": {"writer": {"kind": "fast"}}}, "checkpoint.writer.kind is no key of DeepSpeed's: "),
         ({"timers": {"throughput": {"on": True}}}, "timers.throughput.on is no key of DeepSpeed's: known are enabled"),
