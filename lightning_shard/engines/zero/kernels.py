@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.optim import Optimizer
 
@@ -148,9 +149,10 @@ def stale_lock(name: str, *, wait: bool) -> str | None:
     path = lock(name)
     while path is not None and path.exists():
         with suppress(FileNotFoundError):  # The builder may end meanwhile.
-            if _is_open(path.stat()):
+            seen = psutil.process_iter(["open_files"])  # None for those that this user may not look at.
+            if str(path.resolve()) in (file.path for process in seen for file in process.info["open_files"] or ()):
                 break
-            written = max(beside.stat().st_mtime for beside in path.parent.iterdir())
+            written = max((beside.stat().st_mtime for beside in path.parent.iterdir()), default=0)
             if time.time() - written > QUIET and path.exists():
                 return (
                     f"{path} is the lock of a build that was killed: no process on this machine has it open, and "
@@ -164,15 +166,3 @@ def stale_lock(name: str, *, wait: bool) -> str | None:
 
 
 QUIET = 120.0  # Seconds, in which a build that goes on writes one of its files.
-
-
-def _is_open(file: os.stat_result) -> bool:
-    """Whether a process that this user may look at has ``file`` open."""
-    for process in Path("/proc").glob("[0-9]*"):
-        # It may have ended, or be another user's.
-        with suppress(OSError):
-            for descriptor in os.scandir(process / "fd"):
-                with suppress(OSError):
-                    if os.path.samestat(os.stat(descriptor.path), file):
-                        return True
-    return False

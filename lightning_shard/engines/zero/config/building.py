@@ -63,11 +63,8 @@ def _batch(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None
     micro = facts.trainer.micro_batch_size
     micro_key, train_key = "train_micro_batch_size_per_gpu", "train_batch_size"
     if micro is None:
-        given, whole = config.get(micro_key), config.get(train_key)
-        micro = given if given not in (None, AUTO) else None
-        if micro is None and whole not in (None, AUTO) and whole % per_micro == 0:
-            micro = whole // per_micro
-        micro = micro or 1
+        given, whole = (None if config.get(key) == AUTO else config.get(key) for key in (micro_key, train_key))
+        micro = given or (whole // per_micro if whole and whole % per_micro == 0 else 1)
     else:
         differ(config, micro_key, micro, "the dataloader's batch size", problems)
     differ(config, "gradient_accumulation_steps", accumulate, "the Trainer's accumulate_grad_batches", problems)
