@@ -104,7 +104,7 @@ class Saver:
         """`finish` ahead of a step if it has ended on all ranks, which learn of it in the same step. No rank waits."""
         if self._ongoing is None:
             return
-        own = _ENDED if self._ongoing.write.has_ended else _GOES_ON
+        own = _GOES_ON if self._ongoing.write.thread.is_alive() else _ENDED
         if self._ongoing.outcome(own) == _ENDED:
             self.finish()
 

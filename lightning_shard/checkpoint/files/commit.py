@@ -275,10 +275,6 @@ class BackgroundWrite:
         _running.add(self)
         self.thread.start()
 
-    @property
-    def has_ended(self) -> bool:
-        return not self.thread.is_alive()
-
     def wait(self) -> BaseException | None:
         """Wait for the end; the error that it failed with, the same on every rank, or None."""
         self.thread.join()
