@@ -68,6 +68,12 @@ class Rendezvous:
     agent: str | None = None
 
 
+def attempt_of(environ: Mapping[str, str], world_size: int) -> str | None:
+    """`Rendezvous.agent`: torchrun keeps the store, and counts no restart, where nodes come or go."""
+    keeps = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{world_size}" if keeps else None
+
+
 def connect(at: Rendezvous, seconds: float) -> Store:
     """The store that rank 0 (or torchrun) keeps. ConfigurationError: no such host, a taken port, or no answer."""
     where = f"{at.address}:{at.port}"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
-from lightning_shard.cluster.preflight import Rendezvous, compare, connect
+from lightning_shard.cluster.preflight import Rendezvous, attempt_of, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.commands.options import add_output, count, options_parser, refuse_to_replace, write_output
 from lightning_shard.devices import accelerator, name_of, visible
@@ -72,13 +72,12 @@ def rendezvous_of(environ: Mapping[str, str]) -> tuple[Rendezvous, int]:
         local = environ.get("SLURM_LOCALID", "0")
         own = {"RANK": str(job.rank), "WORLD_SIZE": str(job.tasks or 1), "LOCAL_RANK": local}
         environ = {**meet, **environ, **own}
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     at = Rendezvous(
         address=environ["MASTER_ADDR"],
         port=int(environ["MASTER_PORT"]),
         rank=int(environ["RANK"]),
         world_size=int(environ["WORLD_SIZE"]),
-        agent=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else None,
+        agent=attempt_of(environ, int(environ["WORLD_SIZE"])),
     )
     return at, int(environ.get("LOCAL_RANK", "0"))
 

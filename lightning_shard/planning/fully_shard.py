@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from lightning_shard.engines.facts import FSDPFacts
+from lightning_shard.engines.facts import EngineFacts, FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning import torch_ddp
 from lightning_shard.planning.facts import ParameterFacts, Training
@@ -88,10 +88,12 @@ def start_of_fit(training: Training, engine: FSDPFacts) -> list[Point]:
     return [Point(name=START, account=MemoryAccount(device=kinds, host=host))]
 
 
-def padding_note(training: Training, engine: FSDPFacts) -> str:
-    """What padding costs, and the mesh that avoids it; "": less than a tenth. Dim 0 is split into one chunk for each
-    rank, all as large as the first (``FSDPParam._init_sharded_param``).
+def padding_note(training: Training, engine: EngineFacts) -> str:
+    """What padding, which FSDP2 alone has, costs, and the mesh that avoids it; "": less than a tenth. Dim 0 is split
+    into one chunk for each rank, all as large as the first (``FSDPParam._init_sharded_param``).
     """
+    if not isinstance(engine, FSDPFacts):
+        return ""
     divisors = [shards for shards in range(1, engine.shard + 1) if engine.shard % shards == 0]
     gathered = {s: _gathered_bytes(training.model.parameters, s, training.policy.compute) for s in divisors}
     fewer = max(shards for shards in divisors if gathered[shards] <= 1.1 * gathered[1])

@@ -47,11 +47,6 @@ def start_points(training: Training, engine: EngineFacts) -> list[Point]:
     return ARITHMETIC[type(engine)].start_of_fit(training, engine)
 
 
-def padding_note(training: Training, engine: EngineFacts) -> str:
-    """What the padding of FSDP2, which alone has one, costs, and the mesh that avoids it; "": less than a tenth."""
-    return fully_shard.padding_note(training, engine) if isinstance(engine, FSDPFacts) else ""
-
-
 def collectives(training: Training, engine: EngineFacts) -> list[Collective]:
     """What one optimizer step sends, without norms, losses and buffers, which are small."""
     return [c for c in ARITHMETIC[type(engine)].collectives(training, engine) if c.ranks > 1 and c.payload]

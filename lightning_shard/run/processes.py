@@ -28,7 +28,7 @@ from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.network import let_threads_finish_before_forks, prepare_gloo
 from lightning_shard.cluster.preemption import Preempted
-from lightning_shard.cluster.preflight import Rendezvous, compare, connect
+from lightning_shard.cluster.preflight import Rendezvous, attempt_of, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
@@ -78,14 +78,12 @@ class Processes:
         processes.refuse_smaller_group(world)
         if not dist.is_initialized() and world > 1:
             os.environ.update(meeting_point(read_job(os.environ), launch, os.environ))
-            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launch.launcher == "torchrun"
             at = Rendezvous(
                 address=environment.main_address,
                 port=environment.main_port,
                 rank=environment.global_rank(),
                 world_size=world,
-                # torchrun counts no restart where nodes come or go, and keeps the store.
-                agent=f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{world}" if agent else None,
+                agent=attempt_of(os.environ, world) if launch.launcher == "torchrun" else None,
             )
             store = connect(at, self._init_timeout_seconds)
             writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
