@@ -105,8 +105,6 @@ def restore_training_results(
     reset that Lightning would have reset. At another ``world_size`` the sums of old rank ``r`` go to rank ``r %
     world_size``; what is not synced begins on a new rank as on rank ``rank % len(by_rank)``.
     """
-    if not by_rank:
-        return
     fit_loop = trainer.fit_loop
     seen_here = by_rank[rank % len(by_rank)]["callback_metrics"]
     device = trainer.strategy.root_device

@@ -50,8 +50,6 @@ def load_metric_states(module: nn.Module, by_rank: list[dict[str, dict[str, Any]
     checkpoint has, that have changed, or whose states can't be merged are left reset, with one warning on rank 0 that
     names them.
     """
-    if not by_rank:
-        return
     # Each MetricTracker gets as many metrics as it had.
     for name, tracker in list(_named(module)):
         if isinstance(tracker, MetricTracker):

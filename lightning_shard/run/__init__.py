@@ -7,7 +7,7 @@ from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.engines.usage import Freezing
 from lightning_shard.run import fit
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.data import Data, Predictions, evaluating
+from lightning_shard.run.data import Data, Predictions
 from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite

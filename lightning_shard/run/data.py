@@ -4,8 +4,7 @@ For that each rank saves its generators, metrics, logged values of the epoch and
 back at the latest moment at which nothing else draws from or resets them.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -26,13 +25,6 @@ from lightning_shard.run.checkpoints import ACCUMULATION, OWN, Checkpoints, own_
 from lightning_shard.text import listed
 
 Stage = Literal["training", "validation", "predict"]
-
-
-@contextmanager
-def evaluating() -> Generator[None, None, None]:
-    """No gradients, and no inference mode, whatever the loop entered: leaving inference mode turns gradients on."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
 
 
 def checked(loader: Any, stage: Stage) -> Any:

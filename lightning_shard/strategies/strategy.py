@@ -306,7 +306,8 @@ class ShardStrategy(ParallelStrategy):
         return self._predictions.step(lambda: self._evaluate(self._module.predict_step, *args, **kwargs))
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.forward_context(), parts.evaluating():
+        # No inference mode, whatever the loop entered; without gradients inside of it, as leaving it turns them on.
+        with self.precision_plugin.forward_context(), torch.inference_mode(mode=False), torch.no_grad():
             return self.engine.evaluate(self.precision_plugin.step, step, *args, **kwargs)
 
     @contextmanager
