@@ -260,12 +260,18 @@ class Preemption:
 
     def _save_and_leave(self, trainer: Trainer) -> None:
         """Save, requeue and end the process. All ranks call it after the same step."""
-        reason = preemption.describe(self._agreed)
         processes.take_children(trainer)  # which may end with their exit code
         watchdog = threading.Timer(self._config.save_seconds, self._give_up)
         watchdog.daemon = True
         watchdog.start()
-        path = self._identity.own_path
+        try:
+            self._save(trainer)
+        finally:
+            watchdog.cancel()  # after an error too, which whoever called fit may go on from
+        raise preemption.Preempted(self._config.exit_code)
+
+    def _save(self, trainer: Trainer) -> None:
+        path, reason = self._identity.own_path, preemption.describe(self._agreed)
         try:
             self._checkpoints.saver.finish()
         except CheckpointError as error:
@@ -284,8 +290,6 @@ class Preemption:
         ranks.barrier()
         if ranks.is_first:
             self._requeue()
-        watchdog.cancel()
-        raise preemption.Preempted(self._config.exit_code)
 
     def _save_failed(self) -> None:
         """Where the save before a stop has failed: the job is requeued all the same, if it has a whole checkpoint."""
