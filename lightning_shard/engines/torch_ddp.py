@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -94,10 +94,13 @@ class TorchDDP(StepsOwnParameters):
     def _wrap(self) -> None:
         self._delayed_static_graph = False
         self._wrapped = None
+        # A metric's own network is no part of the model.
+        left_out = {p for m in self._module.modules() if isinstance(m, Metric) for p in m.parameters()}
+        named = named_parameters(self._module).items()
         # Manual optimization may freeze some while DDP waits for them.
-        self._reduced = [name for name, parameter in named_parameters(self._module).items() if parameter.requires_grad]
+        self._reduced = [name for name, parameter in named if parameter.requires_grad and parameter not in left_out]
         if self._reduced:
-            self._wrapped = wrap(self._module, self._options)
+            self._wrapped = wrap(self._module, self._options, left_out)
 
     def replicas(self) -> dist.ProcessGroup | None:
         # What a user's own hook does may be local steps between averages.
@@ -186,11 +189,12 @@ def prepare_replica(root: nn.Module, *, device: torch.device, seed: int) -> None
     broadcast_from_rank_0(t for t in [*root.parameters(), *root.buffers()] if id(t) not in fresh)
 
 
-def wrap(root: nn.Module, options: DDPOptions) -> DistributedDataParallel:
-    """Torch's DDP around any step of ``root``, which `prepare_replica` prepared. All ranks call it."""
+def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> DistributedDataParallel:
+    """Torch's DDP around any step of ``root``, which `prepare_replica` prepared, but for parameters that are
+    ``left_out``. All ranks call it.
+    """
     step_root = StepRoot(root)
-    metrics = {p for m in root.modules() if isinstance(m, Metric) for p in m.parameters()}
-    ignored = [n for n, p in step_root.named_parameters() if p in metrics]
+    ignored = [n for n, p in step_root.named_parameters() if p in left_out]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step_root, ignored)
     wrapped = DistributedDataParallel(
         step_root,  # without `device_ids`, to which DDP moves all that is in a batch

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torchmetrics import Metric
 
 from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
@@ -195,8 +197,26 @@ class GivenApart(SteppedByLoss):
         self.optimizers().step(loss=loss.detach())
 
 
+class Judge(Metric):
+    """Its network is no part of the model, and DDP does not count it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+
+    def update(self) -> None: ...
+
+    def compute(self) -> None: ...
+
+
 class LeavesOut(Indexed):
     """DDP waits for the head's gradients, and has reduced none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        head = self.head
+        del self.head
+        self.judge, self.head = Judge(), head
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.body(batch[1]).square().mean()
