@@ -101,7 +101,6 @@ class FSDP2Engine(StepsOwnParameters):
         self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
         self._closing.callback(self._same_units.close)
         if earlier is None:
-            forward.install_runner(module)
             forward.patch_methods(module, self._units.forward_methods)
         return module
 
@@ -174,12 +173,12 @@ class FSDP2Engine(StepsOwnParameters):
 
         self._gathered, self._in_graph = True, False
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
-        self._reshard_after_backward(False)
+        self._module.set_reshard_after_backward(False)
         try:
             with refusals.explained(self.strategy):
                 return forward.run(self._module, run, *args, **kwargs)
         finally:
-            self._reshard_after_backward(True)
+            self._module.set_reshard_after_backward(True)
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         self._hook_gathered()
@@ -187,17 +186,14 @@ class FSDP2Engine(StepsOwnParameters):
             # It starts inside the step, before FSDP saw the step's output, and a root without units below it would
             # never reduce its gradients. The loss is no argument: FSDP would hook a copy of it.
             forward.run(self._module, lambda: loss)
-            self._reshard_after_backward(True)
+            self._module.set_reshard_after_backward(True)
         with refusals.explained(self.strategy):
             call(loss)
         if self._usage is not None:
             self._usage.after_backward()
         if not self._run.automatic:
-            self._reshard_after_backward(False)
+            self._module.set_reshard_after_backward(False)
         self._gathered, self._in_graph = not self._run.automatic, False
-
-    def _reshard_after_backward(self, enabled: bool) -> None:
-        self._module.set_reshard_after_backward(enabled)
 
     def sync_gradients(self, enabled: bool) -> None:
         if self._at_boundary:

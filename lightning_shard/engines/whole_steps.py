@@ -138,9 +138,6 @@ class WholeSteps:
             found[self._owners[index]].append(index)
         return found
 
-    def _own_of(self, bucket: Iterable[int]) -> list[int]:
-        return [index for index in bucket if self._owners[index] == self._rank]
-
     @torch.no_grad()
     def step(self, **kwargs: Any) -> None:
         """Step, with ``kwargs`` of the optimizer's own step."""
@@ -180,7 +177,7 @@ class WholeSteps:
     ) -> Iterator[tuple[int, Tensor]]:
         """Send shards to the owners; what this rank owns, each bucket freed with its turn."""
         for bucket, shards in _overlapped((b, self._to_owners(b, sent)) for b in buckets):
-            mine = self._own_of(bucket)
+            mine = self._by_owner(bucket)[self._rank]
             rows = [self._lengths[index] for index in mine]
             pieces = shards.split([lengths[rank] for rank in range(self._size) for lengths in rows])
             for place, index in enumerate(mine):
@@ -188,16 +185,18 @@ class WholeSteps:
 
     def _to_owners(self, bucket: Sequence[int], sent: Mapping[int, Tensor] | Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""
-        parts = [[sent[index] for index in owned_there] for owned_there in self._by_owner(bucket)]
-        mine = [self._lengths[index] for index in self._own_of(bucket)]
+        by_owner = self._by_owner(bucket)
+        parts = [[sent[index] for index in owned_there] for owned_there in by_owner]
+        mine = [self._lengths[index] for index in by_owner[self._rank]]
         sizes = [sum(lengths[rank] for lengths in mine) for rank in range(self._size)]
         return self._all_to_all(parts, sizes, like=sent[bucket[0]])
 
     def _from_owners(self, bucket: Sequence[int], values: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send each rank its shards of what this rank owns; the result waits for this rank's, by owner."""
-        full = [self._owned[index].data.reshape(-1).split(self._lengths[index]) for index in self._own_of(bucket)]
+        by_owner = self._by_owner(bucket)
+        full = [self._owned[i].data.reshape(-1).split(self._lengths[i]) for i in by_owner[self._rank]]
         parts = [[shards[rank] for shards in full] for rank in range(self._size)]
-        sizes = [sum(values[i].numel() for i in owned_there) for owned_there in self._by_owner(bucket)]
+        sizes = [sum(values[i].numel() for i in owned_there) for owned_there in by_owner]
         return self._all_to_all(parts, sizes, like=values[bucket[0]])
 
     def _all_to_all(self, parts: Sequence[list[Tensor]], sizes: list[int], *, like: Tensor) -> Callable[[], Tensor]:

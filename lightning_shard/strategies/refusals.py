@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,15 +54,11 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
             found, fix = f"a loss without a gradient ({cause})", "return it as the model gave it"
         else:
             return
+    code = inspect.unwrap(type(module).training_step).__code__
     raise ConfigurationError(
         f"training_step returned {found}, but backward needs one number that depends on the parameters: {fix} "
-        f"({_place(type(module).training_step)})."
+        f"({code.co_filename}:{code.co_firstlineno})."
     )
-
-
-def _place(function: Callable[..., Any]) -> str:
-    code = inspect.unwrap(function).__code__
-    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def refuse_plugin(plugin: Precision) -> None:
@@ -119,15 +115,11 @@ def refuse_early(strategy: str) -> NoReturn:
 
 
 def refuse_trainer(trainer: Trainer) -> None:
-    """Refuse, with a ConfigurationError on every rank, what a Trainer can't do here, and where its fit can't save."""
+    """Refuse, with a ConfigurationError on every rank, what a Trainer can't do here, and a local folder for a fit's
+    checkpoints that can't be made or written, before a run is lost by it.
+    """
     if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks(trainer)):
         raise ConfigurationError(_BATCH_SIZE_FINDER)
-    if trainer.state.fn == TrainerFn.FITTING:
-        _refuse_folder(trainer)
-
-
-def _refuse_folder(trainer: Trainer) -> None:
-    """Refuse a local folder for checkpoints that can't be made or written, before a run is lost by it."""
     for folder, callback in _folders(trainer).items():
         path = Path(folder).absolute()
         there = next(above for above in (path, *path.parents) if os.path.exists(above))
@@ -143,16 +135,16 @@ def refuse_stores(trainer: Trainer) -> None:
     ranks call it, ahead of callbacks, which would look there with the store's raw errors.
     """
     stores = [folder for folder in _folders(trainer) if "://" in folder]
-    if stores and trainer.state.fn == TrainerFn.FITTING:
+    if stores:
         Ranks.of().first(
             "looking into the stores of checkpoints", lambda: [location(store).exists() for store in stores]
         )
 
 
 def _folders(trainer: Trainer) -> dict[str, str]:
-    """Where checkpoints go, and the class of the callback that saves there."""
+    """Where a fit's checkpoints go, and the class of the callback that saves there."""
     usual = [logger.save_dir for logger in trainer.loggers[:1] if logger.save_dir] or [trainer.default_root_dir]
-    callbacks = trainer.checkpoint_callbacks
+    callbacks = trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else []
     return {str(getattr(each, "dirpath", None) or usual[0]): type(each).__name__ for each in callbacks}
 
 
