@@ -131,6 +131,12 @@ def test_a_plain_name_reduces_in_the_dtype_that_it_is_told() -> None:
         assert rank[stage]["reductions"] == {torch.bfloat16}, stage
 
 
+def test_what_stage_3_rounds_in_gathering_is_not_taken_for_written() -> None:
+    strategy = {"aligned": False, "config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}
+    for rank in run_distributed(fit_all, 2, ["zero_2", "zero_3"], TinyLM, "32-true", strategy, {}, timeout=120):
+        assert rank["zero_3"]["losses"] == pytest.approx(rank["zero_2"]["losses"], rel=1e-2)  # gradients in bf16
+
+
 class Sometimes(TinyLM):
     """A block that every other batch goes around; without momentum and decay, no gradient means no step."""
 

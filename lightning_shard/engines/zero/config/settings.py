@@ -219,11 +219,6 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
             f"offload_optimizer is {asked.optimizer_device!r} with stage 0, but only stages 1 to 3 shard, and so can "
             "offload, optimizer state. Set stage: 1 or more, or remove it"
         )
-    if stage == 3 and get(asked.merged, "torch_autocast.enabled") is True:
-        problems.append(
-            "torch_autocast.enabled is true with stage 3, which would round the parameters that it gathers. Remove it, "
-            "and use precision bf16-mixed, or the plugin ShardPrecision with autocast: true"
-        )
     for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
         section = zero.get(key, {})
         if section.get("device") != "nvme":

@@ -179,10 +179,6 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
         ),
         ({"config": {ZERO: {"zenflow": {"topk_ratio": 0.1}}}}, "0.1}, but it steps a part of a gradient late, by"),
         (
-            {"stage": 3, "config": {"torch_autocast": {"enabled": True}}},
-            "torch_autocast.enabled is true with stage 3, which would round the parameters that it gathers",
-        ),
-        (
             {"stage": 3, "config": {"prescale_gradients": True}},
             "prescale_gradients is True with stage 3, which divides gradients before their sum only where it does not",
         ),
