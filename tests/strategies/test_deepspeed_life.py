@@ -121,6 +121,19 @@ def _plain_then_fsdp() -> None:
     assert differences(fit("full", TinyLM, "32-true", {}, {})["parameters"], before["parameters"]) == {}
 
 
+def _autocast_by_deepspeed_then_aligned() -> None:
+    module, config = TinyLM(), {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    trainer = quiet_trainer(strategy=ShardDeepSpeedStrategy(stage=2, config=config), max_steps=1)
+    trainer.fit(module, loader())
+    assert {r.dtype for r in trainer.strategy.ledger.reductions} == {torch.bfloat16, torch.float32}
+    assert fit("zero_2", TinyLM, "bf16-mixed", {}, {})["reductions"] == {torch.float32}
+    assert not [name for name, parameter in module.named_parameters() if hasattr(parameter, "comm_dtype")]
+
+
+def test_deepspeeds_own_autocast_ends_with_its_fit() -> None:
+    run_distributed(_autocast_by_deepspeed_then_aligned, 2)
+
+
 def saved_after(engine: str, folder: str) -> None:
     """What is saved in a fit's last step, and after the fit."""
     last = ModelCheckpoint(dirpath=folder, filename=f"{engine}-in", every_n_train_steps=3)

@@ -51,6 +51,7 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     """
     import deepspeed
     from deepspeed.comm import comm
+    from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.utils import groups, logger
 
@@ -64,6 +65,9 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     stack = parameter_offload.FWD_MODULE_STACK
     others.callback(stack.__delitem__, slice(len(stack), None))
     others.callback(_forget_releases)
+    # An engine with its own autocast leaves it on, and all later ones reduce in its dtype.
+    others.callback(setattr, torch_autocast, "TORCH_AUTOCAST_INITIALIZED", torch_autocast.TORCH_AUTOCAST_INITIALIZED)
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     engine: Any = deepspeed.DeepSpeedEngine
     others.callback(setattr, engine, "_broadcast_model", engine._broadcast_model)
     others.callback(lambda: vars(comm.cdb).pop("new_group", None))

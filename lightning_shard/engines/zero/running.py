@@ -291,8 +291,12 @@ def _offload_of(zero: Any) -> Any:
 
 
 def stop(running: Running) -> None:
-    """Take DeepSpeed's hooks off the module and its parameters. No communication."""
+    """Take DeepSpeed's hooks, and its autocast's dtype, off the module and its parameters. No communication."""
+    from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
+
     swapping.release(running.zero, running.engine.module.parameters())
+    for parameter in running.engine.module.parameters():
+        vars(parameter).pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
     # DeepSpeed takes all state for dicts of parameters, but an optimizer may count there (MADGRAD).
     state = {} if running.optimizer is None else running.optimizer.state
     others = {key: state.pop(key) for key in [key for key, each in state.items() if not isinstance(each, dict)]}
