@@ -12,7 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.background import Saver
@@ -34,6 +34,7 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
+from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated, torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
@@ -44,23 +45,6 @@ ACCUMULATION = "accumulation"
 """Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
 
 _VALUES = "optimizer_values"
-
-OWN = "buffers"
-"""Where it keeps persistent buffers in the middle of a step, or of a validation, which runs again."""
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies on the host of the persistent buffers of ``module``, by key."""
-    return {key: buffer.detach().to("cpu", copy=True) for key, buffer in persistent_buffers(module)}
-
-
-@torch.no_grad()
-def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Write the values of ``saved``, by key, into the persistent buffers of ``module``."""
-    for key, buffer in persistent_buffers(module):
-        if key in saved and saved[key].shape == buffer.shape:
-            # Lest a backward pass that is to come take it for changed.
-            buffer.data.copy_(saved[key])
 
 
 class Checkpoints(CheckpointIO):

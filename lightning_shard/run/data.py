@@ -21,7 +21,8 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
-from lightning_shard.run.checkpoints import ACCUMULATION, OWN, Checkpoints, own_buffers, restore_buffers
+from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
+from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 from lightning_shard.text import listed
 
 Stage = Literal["training", "validation", "predict"]
