@@ -23,7 +23,8 @@ def rows(folder: str) -> Any:
     if torch.distributed.get_rank():
         return None
     with open(Path(folder, "metrics.csv")) as file:
-        return [{k: v for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+        # Every column of the logger's is a number, and compared as one.
+        return [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
 
 
 def logged(runs: Runs, kind: Any, **flags: Any) -> Any:

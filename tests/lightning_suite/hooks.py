@@ -75,7 +75,9 @@ def _told(runs: Runs, base: Any, **flags: Any) -> tuple[Any, Any, pl.Trainer]:
 def of_a_fit(runs: Runs) -> Any:
     module, told, trainer = _told(runs, Net, accumulate_grad_batches=2, gradient_clip_val=0.5, val_check_interval=0.5)
     trainer.fit(module, data(), held_out())
-    return {"told": told, "weights": weights(module)}
+    # The module's end of a validation comes ahead of a save here, which has what it does.
+    ends = [hook for hook in told if hook == "on_validation_end"]
+    return {"told": [hook for hook in told if hook not in ends], "ends": ends, "weights": weights(module)}
 
 
 def of_a_fit_by_hand(runs: Runs) -> Any:
