@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hjson
 import torch
 import yaml
 from torch.optim import Optimizer
@@ -40,9 +41,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -> dict[str, Any]:
-    """A copy of a configuration, given as it is or as its file's path. ConfigurationError: a file that is missing, is
-    not JSON or YAML or is not a mapping.
-    """
+    """A copy of a configuration, given as it is or as its file's path. ConfigurationError: see `read_file`."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -56,18 +55,22 @@ def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -
 
 
 def read_file(path: Path, name: str = "") -> dict[str, Any]:
-    """The content of a YAML or JSON file, which errors call ``name``; a key that JSON has twice is refused."""
+    """The content of a YAML file, or of JSON as DeepSpeed reads it: with comments and trailing commas, but with no key
+    twice. ConfigurationError, which calls the file ``name``: it is missing, neither of the two or no mapping.
+    """
     name = name or str(path)
     if not path.is_file():
         what = "it is a folder, and no file" if path.is_dir() else f"there is no such file (from {Path.cwd()})"
         raise ConfigurationError(f"{name}: {what}.")
     text = path.read_bytes()
-    is_json = path.suffix == ".json" or (path.suffix not in (".yaml", ".yml") and text.lstrip().startswith(b"{"))
+    begins = text.lstrip().startswith((b"{", b"//", b"/*"))
+    is_json = path.suffix in (".json", ".hjson") or (path.suffix not in (".yaml", ".yml") and begins)
     try:
-        content = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.safe_load(text)
+        # To hjson an empty file is a mapping.
+        content = _json(text) if is_json and text.strip() else yaml.safe_load(text)
     except RecursionError as error:
         raise ConfigurationError(f"{name} is nested too deeply to be a configuration.") from error
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"{name} can't be read as {'JSON' if is_json else 'YAML'}: {error}") from error
     if not isinstance(content, dict):
         held = "is empty" if content is None else f"holds a {type(content).__name__}"
@@ -75,16 +78,24 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
     return dict(_without_comments(content))
 
 
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError:
+        # In its turn it takes Infinity, which Python writes, for a word.
+        return hjson.loads(text, object_pairs_hook=_unique)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise yaml.YAMLError(f"the key {max(keys, key=keys.count)!r} is there twice; remove one")
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} is there twice; remove one")
     return found
 
 
 def _without_comments(value: Any) -> Any:
-    """JSON has no comments, and people write them as keys."""
+    """Strict JSON has no comments, and people write them as keys."""
     if isinstance(value, list):
         return [_without_comments(item) for item in value]
     if not isinstance(value, dict):
@@ -275,13 +286,40 @@ def read_sections(config: dict[str, Any], problems: list[str]) -> None:
             hint = f": the nearest is {near[0]!r}" if near else ""
             problems.append(f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has{hint}")
         else:
-            section["params"] = {key: _without_text(value) for key, value in params.items()}
+            section["params"] = params = {key: _without_text(value) for key, value in params.items()}
             for key in params:
                 path = f"{name}.params.{key}"
                 if key == "max_grad_norm":
                     problems.append(f"{path} can't be used: clipping is the Trainer's. Set gradient_clip_val instead")
                 elif str(kind).lower() == "muon" and key not in MUON:
                     problems.append(f"{path} is no hyperparameter of Muon's: known are {', '.join(MUON)}")
+                elif key.endswith("_lr") and any(rate < 0 for rate in _numbers(params[key])):
+                    problems.append(f"{path} is {params[key]!r}, but a learning rate must be 0 or more. Correct it")
+            _check_values(name, kind, params, problems)
+
+
+def _numbers(value: Any) -> list[float]:
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int | float)]
+
+
+def _check_values(section: str, kind: str, params: Mapping[str, Any], problems: list[str]) -> None:
+    """Refuse what torch's optimizer of that type, or for one that it has not its AdamW, does not take, and a word that
+    DeepSpeed's schedules would take for another.
+    """
+    from deepspeed.runtime.lr_schedules import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
+
+    if section == "optimizer":
+        name = {"adagrad": "Adagrad"}.get(kind.lower(), "AdamW" if kind.lower() in _own_types(section) else kind)
+        made = getattr(torch.optim, name)
+        takes = inspect.signature(made).parameters
+        known = {key: value for key, value in params.items() if key in takes and value != AUTO}
+        try:
+            made([torch.nn.Parameter(torch.zeros(1))], **known)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            problems.append(f"optimizer.params is {known!r}, which torch's {name} refuses: {error}. Correct it")
+    elif (word := params.get("warmup_type", AUTO)) not in (AUTO, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+        rule = f"must be {WARMUP_LOG_RATE} or {WARMUP_LINEAR_RATE}"
+        problems.append(f"scheduler.params.warmup_type is {word!r}, but {rule}. Correct it")
 
 
 def _own_types(section: str) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,6 +80,22 @@ def test_what_is_no_flag_is_never_read_as_one(value: Any) -> None:
             "clipping is the Trainer's. Set gradient_clip_val",
         ),
         ({"optimizer": {"type": "Muon", "params": {"momentm": 0.9}}}, "params.momentm is no hyperparameter of Muon's"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": -1e-3, "betas": "auto"}}},
+            "optimizer.params is {'lr': -0.001}, which torch's AdamW refuses: Invalid learning rate: -0.001. Correct",
+        ),
+        ({"optimizer": {"type": "SGD", "params": {"momentum": "-1"}}}, "SGD refuses: Invalid momentum value: -1"),
+        ({"optimizer": {"type": "Lion", "params": {"betas": [0.9, 1.5]}}}, "AdamW refuses: Invalid beta parameter"),
+        ({"optimizer": {"type": "adam", "params": {"betas": [0.9]}}}, "{'betas': [0.9]}, which torch's AdamW refuses"),
+        ({"optimizer": {"type": "Muon", "params": {"muon_lr": -1}}}, "muon_lr is -1, but a learning rate must be 0"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [0.1, -0.1]}}},
+            "scheduler.params.cycle_min_lr is [0.1, -0.1], but a learning rate must be 0 or more",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}},
+            "scheduler.params.warmup_type is 'cosine', but must be log or linear",
+        ),
         ({1: 2}, "1 is no key of DeepSpeed's"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "bf16 is given twice, as {'enabled': True} and"),
@@ -156,12 +173,30 @@ def test_json_is_read_by_whatever_name_the_file_has(tmp_path: Path, name: str) -
     assert reading.read_config(str(tmp_path / name)) == {"zero_optimization": {"stage": 1}}
 
 
+_COMMENTED = """%s
+{
+    # DeepSpeed reads its file by hjson
+    "zero_optimization": {"stage": 1, /* and this */ },  // the last comma too
+    "train_batch_size": 8,
+    "steps_per_print": 2e3,
+    "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95,], "lr": 1e-4}},
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "first"), [("ds.json", "# ours"), ("ds.conf", "// ours"), ("ds", "/* ours */")])
+def test_a_file_is_read_as_deepspeed_reads_it(tmp_path: Path, name: str, first: str) -> None:
+    path = tmp_path / name
+    path.write_text(_COMMENTED % first)
+    assert reading.read_config(str(path)) == DeepSpeedConfig(str(path))._param_dict
+
+
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.json"
     assert f"config {str(missing)!r}: there is no such file" in refusal(str(missing))
     for content, text in (
-        ('{"fp16": {', "can't be read as JSON: Expecting property name"),
-        ("", "can't be read as JSON: Expecting value"),
+        ('{"fp16": {', "can't be read as JSON: Bad key name (eof)"),
+        ("", " is empty, but must hold a mapping"),
         ("[1]", " holds a list, but must hold a mapping"),
         ('{"fp16": {}, "fp16": {}}', "can't be read as JSON: the key 'fp16' is there twice; remove one"),
     ):
