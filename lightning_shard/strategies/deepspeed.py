@@ -4,13 +4,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Trainer
 from torch import nn
 from typing_extensions import Unpack, override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config import fields
-from lightning_shard.engines.zero.config.reading import read_config
+from lightning_shard.engines.zero.config.reading import get, read_config
 from lightning_shard.engines.zero.config.settings import RULE, read_settings
 from lightning_shard.engines.zero.engine import Zero
 from lightning_shard.errors import ConfigurationError, raise_problems
@@ -103,6 +104,17 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             local_size=self.num_processes,
             timeout=self.timeout,
         )
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.lr_scheduler_configs and "scheduler" in self._asked.merged:
+            own = type(self.lr_scheduler_configs[0].scheduler).__name__
+            raise ConfigurationError(
+                f"configure_optimizers returns the schedule {own}, and the DeepSpeed configuration has the section "
+                f"scheduler of type {get(self._asked.merged, 'scheduler.type')}, but the learning rate follows one. "
+                "Remove one of the two."
+            )
 
     @override
     def teardown(self) -> None:

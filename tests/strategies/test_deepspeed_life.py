@@ -161,14 +161,23 @@ def test_a_checkpoint_is_saved_after_the_fit_too(tmp_path: Path) -> None:
 
 SECTIONS = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": "auto"}},
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "train_batch_size": "auto",
 }
 
 
-def described(stage: int) -> tuple[list[float], list[float], dict[str, Any]]:
+# Schedules, and the rates of five steps: DeepSpeed's warm-up over 3 steps to the optimizer's rate goes by the logarithm
+# of the number of steps done.
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": "auto"}}
+COSINE = {"type": "CosineAnnealingLR", "params": {"T_max": 4}}
+RATES = {
+    "WarmupLR": [0.0, 0.0, 1e-2 * math.log(2) / math.log(3), 1e-2, 1e-2],
+    "CosineAnnealingLR": [5e-3 * (1 + math.cos(math.pi * step / 4)) for step in range(5)],
+}
+
+
+def described(stage: int, schedule: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Any]]:
     pl.seed_everything(1, verbose=False)
     rates: list[float] = []
 
@@ -178,7 +187,7 @@ def described(stage: int) -> tuple[list[float], list[float], dict[str, Any]]:
 
     module = WithoutOptimizer()
     trainer = quiet_trainer(
-        strategy=ShardDeepSpeedStrategy(stage=stage, aligned=True, config=SECTIONS),
+        strategy=ShardDeepSpeedStrategy(stage=stage, aligned=True, config={**SECTIONS, "scheduler": schedule}),
         max_steps=5,
         accumulate_grad_batches=2,
         callbacks=[Rates()],
@@ -188,10 +197,9 @@ def described(stage: int) -> tuple[list[float], list[float], dict[str, Any]]:
 
 
 def test_optimizer_and_schedule_of_the_configuration() -> None:
-    for stage in (1, 2, 3):
-        losses, rates, config = run_distributed(described, 2, stage)[0]
+    for stage, schedule in ((1, COSINE), (2, WARMUP), (3, COSINE)):
+        losses, rates, config = run_distributed(described, 2, stage, schedule)[0]
         assert len(losses) == 10
-        # DeepSpeed's warm-up over 3 steps to the optimizer's rate: by the logarithm of the number of steps done.
-        assert rates == pytest.approx([0.0, 0.0, 1e-2 * math.log(2) / math.log(3), 1e-2, 1e-2])
+        assert rates == pytest.approx(RATES[schedule["type"]])
         assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (4, 16)
         assert config["gradient_accumulation_steps"] == 2

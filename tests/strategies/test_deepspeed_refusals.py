@@ -56,6 +56,11 @@ class ScalesLate(Manual):
                 parameter.grad *= 2
 
 
+class WithoutSchedule(TinyLM):
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers()["optimizer"]
+
+
 class Lbfgs(TinyLM):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -114,8 +119,24 @@ UNKNOWN: list[tuple[type[TinyLM], dict[str, Any], str]] = [
     (WithoutOptimizer, section("SGD", lr=0.1, betas=[0.9, 0.99]), "unexpected keyword argument 'betas'"),
     (WithoutOptimizer, section("Adagrad", lr=0.1, rho=1), "Adagrad takes lr, lr_decay, weight_decay"),
     (WithoutOptimizer, section("MuAdam", lr=0.1), "needs the package mup: pip install mup"),
-    (TinyLM, section("WarmupLR", "scheduler", warmup=3), "scheduler.params of WarmupLR is {'warmup': 3}, but WarmupLR"),
-    (TinyLM, section("StepLR", "scheduler"), "StepLR takes step_size, gamma, last_epoch: missing a required argument"),
+    (
+        WithoutSchedule,
+        section("WarmupLR", "scheduler", warmup=3),
+        "scheduler.params of WarmupLR is {'warmup': 3}, but WarmupLR",
+    ),
+    (
+        WithoutSchedule,
+        section("StepLR", "scheduler"),
+        "takes step_size, gamma, last_epoch: StepLR.__init__() missing",
+    ),
+    (WithoutSchedule, section("CosineAnnealingLR", "scheduler", T_max=0), "modulo by zero. Correct it, or leave it to"),
+    (WithoutSchedule, section("ReduceLROnPlateau", "scheduler"), "required positional argument: 'metrics'. Correct it"),
+    (
+        TinyLM,
+        section("WarmupLR", "scheduler"),
+        "returns the schedule LambdaLR, and the DeepSpeed configuration has the",
+    ),
+    (TinyLM, {"config": {"gradient_allreduce_op": "max"}}, "DeepSpeed refuses the configuration: Invalid gradient_all"),
 ]
 
 

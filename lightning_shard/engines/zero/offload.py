@@ -5,7 +5,7 @@ import inspect
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -53,10 +53,16 @@ _TAKEN_OUT = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 
 
 def misfits(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]:
-    """What the constructors would not take that DeepSpeed calls, in stage 3 once parameters are sharded, with the
-    parameters of the sections ``optimizer``, if the user has none, and ``scheduler``.
+    """What DeepSpeed would not take, in stage 3 once parameters are sharded: of ``config``, and of the parameters of
+    the sections ``optimizer``, if the user has none, and ``scheduler``.
     """
-    found = []
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    found, groups = [], [] if optimizer is None else optimizer.param_groups
+    try:
+        DeepSpeedConfig(dict(config))
+    except (AssertionError, ValueError, DeepSpeedConfigError) as error:
+        found.append(f"DeepSpeed refuses the configuration: {error}")
     for name in ("optimizer", "scheduler"):
         section = config.get(name)
         if section is None or (name == "optimizer" and optimizer is not None):
@@ -72,11 +78,34 @@ def misfits(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]
         given = {} if kind.lower() == "muon" else {k: v for k, v in params.items() if not (is_adam and k in _TAKEN_OUT)}
         signature = inspect.signature(made)
         try:
-            signature.bind(None, **given)
-        except TypeError as error:
+            if name == "optimizer":
+                # Its constructor may compile a kernel.
+                signature.bind(None, **given)
+                usual = {key: each.default for key, each in signature.parameters.items()}
+                groups = [usual | given]
+            else:
+                stand_in = _StandIn(groups)
+                schedule = made(stand_in, **given)
+                stand_in.step()
+                schedule.step()
+        except (TypeError, ValueError, AssertionError, ArithmeticError, RuntimeError) as error:
             takes = ", ".join([*list(signature.parameters)[1:], *(_TAKEN_OUT if is_adam else ())])
-            found.append(f"{name}.params of {kind} is {params!r}, but {made.__name__} takes {takes}: {error}")
+            found.append(
+                f"{name}.params of {kind} is {params!r}, but {made.__name__} takes {takes}: "
+                f"{error or type(error).__name__}. Correct it, or leave it to configure_optimizers"
+            )
     return found
+
+
+class _StandIn(Optimizer):
+    """Has the hyperparameters of other groups, for a schedule to try."""
+
+    def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        own: list[dict[str, Any]] = [{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups]
+        super().__init__(own, {key: value for key, value in own[0].items() if key != "params"})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
 
 
 def in_run_folder(config: Mapping[str, Any], run: str) -> tuple[dict[str, Any], list[Path]]:

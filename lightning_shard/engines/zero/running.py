@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines import after_backward
 from lightning_shard.engines.torch_ddp import StepRoot
 from lightning_shard.engines.zero import layout, swapping
+from lightning_shard.engines.zero.config.reading import class_of
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup
@@ -61,6 +62,7 @@ def start(
     """
     import deepspeed
 
+    section = config.get("scheduler")
     before = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
     trainable = [p for p in module.parameters() if p.requires_grad]
     with _adagrad_hidden(optimizer):
@@ -71,6 +73,8 @@ def start(
             optimizer=optimizer,
             model_parameters=trainable if optimizer is None and "optimizer" in config else None,
             config=dict(config),
+            # By itself it hands its own optimizer to a schedule of torch's, which takes torch's alone.
+            lr_scheduler=section and partial(class_of("scheduler", section["type"]), **section["params"]),
             dist_init_required=False,
         )
     stage = int(config["zero_optimization"]["stage"])
@@ -129,9 +133,6 @@ def _take_over_steps(running: Running) -> None:
     """Let the optimizer of ``running`` skip steps when told so, and compute no norm of its own."""
     zero = running.zero
 
-    def check_overflow(partition_gradients: bool = True) -> None:
-        zero.overflow = running.overflow
-
     def no_norm(*args: Any, **kwargs: Any) -> Tensor:
         # Where there is no loss scale, DeepSpeed skips a step by its norm alone. On the host, where it looks at it: it
         # would wait for a device in each step.
@@ -143,7 +144,7 @@ def _take_over_steps(running: Running) -> None:
         return
     # It warns of an overflow where a step is skipped; the loss is scaled elsewhere.
     zero.loss_scaler.update_scale = lambda overflow: None
-    zero.check_overflow = check_overflow
+    zero.check_overflow = lambda partition_gradients=True: setattr(zero, "overflow", running.overflow)
     if layout.kind(zero) == layout.STAGE_3:
         zero.get_grad_norm_direct = zero.complete_grad_norm_calculation_for_cpu_offload = no_norm
         swapping.take_over(zero)
@@ -332,15 +333,12 @@ def replace_hooks(offload: Any, device: torch.device) -> None:
     """
     # Each module has one before its forward and one after it.
     for handle in offload.forward_hooks[1::2]:
-        _put(handle, partial(_after_forward, handle.hooks_dict_ref()[handle.id]))
+        hooks = handle.hooks_dict_ref()
+        hooks[handle.id] = partial(_after_forward, hooks[handle.id])
     for joins, marks in zip(offload.backward_hooks[::2], offload.backward_hooks[1::2], strict=True):
         backward = _Backward(offload, device)
-        _put(marks, backward.begin_forward)
-        _put(joins, backward.end_forward)
-
-
-def _put(handle: Any, hook: Callable[..., Any]) -> None:
-    handle.hooks_dict_ref()[handle.id] = hook
+        marks.hooks_dict_ref()[marks.id] = backward.begin_forward
+        joins.hooks_dict_ref()[joins.id] = backward.end_forward
 
 
 class _Backward:

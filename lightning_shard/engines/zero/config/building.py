@@ -42,6 +42,7 @@ def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
             if allowed and (section in ("", ZERO) or get(config, section) is not None) and path not in _BY_POLICY:
                 put(config, path, allowed[0])
     config["managed_gradient_accumulation"] = True
+    config.pop("checkpoint", None)  # checkpoints are this package's own, and its writer needs DeepSpeed's launcher
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     try:
@@ -167,9 +168,12 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     if parameters.get("device") == "nvme" and parameters.get("buffer_size", AUTO) == AUTO:
         parameters["buffer_size"] = min(NVME_BUFFER, elements)
     zero.setdefault("ignore_unused_parameters", True)
+    zero.pop("compute_grad_norm", None)  # DeepSpeed computes none here, and refuses the word in stage 1 in bf16
     for key in ("offload_optimizer", "offload_param"):
         if facts.device_type == "cpu" and key in zero and zero[key].get("pin_memory", AUTO) == AUTO:
             zero[key]["pin_memory"] = False
+    if facts.device_type != "cuda" and get(config, "aio.use_gds") is True:
+        problems.append(f"aio.use_gds is true, but GPUDirect Storage needs CUDA, and the run is on {facts.device_type}")
     hpz = zero.get("zero_hpz_partition_size", AUTO)
     if hpz not in (AUTO, 0, 1) and facts.ranks % hpz != 0:
         problems.append(

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from lightning_shard.engines.zero.config.keys import Section, known_keys
 from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, put, read_config, read_sections
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
-from lightning_shard.precision.policy import short
+from lightning_shard.precision.policy import DTYPES, short
 
 SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
@@ -250,13 +250,11 @@ def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None
     for path, (refused, reason) in TRAINER_OWNED.items():
         if get(merged, path) is refused:
             problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
-    if (clips := merged.get("gradient_clipping", AUTO)) != AUTO and clips < 0:
-        problems.append(f"gradient_clipping is {clips:g}, but must be 0, for no clipping, or more. Remove it")
     if get(merged, "fp16.enabled") is True and get(merged, "bf16.enabled") is True:
         problems.append("fp16.enabled and bf16.enabled are both true, but a run computes in one of them")
-    dtype = merged.get("communication_data_type", AUTO).lower()
-    if dtype not in (AUTO, *_DTYPES):
-        problems.append(f"communication_data_type is {dtype!r}, but must be one of {', '.join(_DTYPES)}")
+    for path, (fits, rule) in _RULES.items():
+        if (value := get(merged, path)) not in (None, AUTO) and not fits(value):
+            problems.append(f"{path} is {value!r}, but must be {rule}")
 
 
 TRAINER_OWNED = {
@@ -264,10 +262,20 @@ TRAINER_OWNED = {
     "dataloader_drop_last": (True, "the Trainer has its own dataloader: set drop_last there"),
     "compile.deepcompile": (True, "DeepCompile needs DeepSpeed's own compile call"),
     "checkpoint.load_universal": (True, "checkpoints are this package's own, which load at any world size"),
+    f"{ZERO}.legacy_stage1": (True, "DeepSpeed has it no more"),
 }
 """Key to the value that can't be had, and the reason."""
 
-_DTYPES = ("fp32", "bf16", "fp16")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "communication_data_type": (lambda dtype: dtype.lower() in DTYPES, f"one of {', '.join(DTYPES)}"),
+    "gradient_clipping": (lambda clips: clips >= 0, "0, for no clipping, or more"),
+    "gradient_predivide_factor": (lambda factor: factor > 0, "more than 0"),
+    "steps_per_print": (lambda steps: steps > 0, "more than 0"),
+    "log_level": (lambda level: level.lower() in _LEVELS, f"one of {', '.join(_LEVELS)}"),
+    f"{ZERO}.allgather_bucket_size": (lambda size: size % 2 == 0, "even"),
+}
+"""Key to what DeepSpeed asserts of its value late or never, some on one rank alone."""
 
 CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     "communication_data_type": (("fp32",), "gradients are reduced in fp32"),

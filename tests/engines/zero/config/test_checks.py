@@ -178,3 +178,12 @@ def test_loss_scales_without_an_equal(fp16: dict[str, Any], text: str) -> None:
     assert text in refusal({"fp16": {"enabled": True, **fp16}})
     with pytest.raises(ConfigurationError):
         loss_scaling({"fp16": fp16})
+
+
+def test_gpudirect_needs_a_gpu_and_what_deepspeed_does_not_do_here_is_left_out() -> None:
+    assert "aio.use_gds is true, but GPUDirect" in contradiction({"aio": {"use_gds": True}}, run_facts())
+    left = configured(
+        DeepSpeedFields(config={"checkpoint": {"writer": {}}, ZERO: {"compute_grad_norm": False}}), run_facts()
+    )
+    assert "checkpoint" not in left
+    assert "compute_grad_norm" not in left[ZERO]
