@@ -83,7 +83,9 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
         self._trained = {name: p for name, p in self.items() if p is not None and isinstance(p, DTensor)}
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        if value is not None and isinstance(value, DTensor):
+        known = self._trained.get(name)
+        # hpZ's shard between forward and backward, over fewer ranks, is FSDP's to free.
+        if isinstance(value, DTensor) and (known is None or known.device_mesh == value.device_mesh):
             self._trained[name] = value
         super().__setitem__(name, value)
 
