@@ -46,7 +46,7 @@ def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> 
         needed |= {"async_io", "pin_memory"}
         if config.get("aio", {}).get("use_gds"):
             needed.add("gds")
-    if any(zero.get(f"zero_quantized_{what}") for what in ("weights", "nontrainable_weights", "gradients")):
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
         needed.add("quantizer")
     made = optimizer_class(config) if optimizer is None and config.get("optimizer") else type(optimizer)
     needed |= {BY_OPTIMIZER[c.__name__] for c in made.__mro__ if c.__name__ in BY_OPTIMIZER}

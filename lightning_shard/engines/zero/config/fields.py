@@ -130,7 +130,7 @@ class ZeroPlusPlus:
     """qwZ: gather parameters in int8. DeepSpeed's: false."""
 
     quantized_nontrainable_weights: bool | None = None
-    """Keep frozen parameters in int8, for LoRA. DeepSpeed's: false."""
+    """Keep frozen parameters in int8: refused, as DeepSpeed 0.19 loses their values. DeepSpeed's: false."""
 
     quantized_gradients: bool | None = None
     """qgZ: reduce gradients in int4. DeepSpeed's: false."""

@@ -263,6 +263,10 @@ TRAINER_OWNED = {
     "compile.deepcompile": (True, "DeepCompile needs DeepSpeed's own compile call"),
     "checkpoint.load_universal": (True, "checkpoints are this package's own, which load at any world size"),
     f"{ZERO}.legacy_stage1": (True, "DeepSpeed has it no more"),
+    f"{ZERO}.zero_quantized_nontrainable_weights": (
+        True,
+        "DeepSpeed 0.19 copies frozen parameters into int8 without scaling them, by which most become 0",
+    ),
 }
 """Key to the value that can't be had, and the reason."""
 
@@ -284,7 +288,6 @@ CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ZERO}.memory_efficient_linear": ((False,), "it replaces torch.nn.functional.linear for the whole process"),
     f"{ZERO}.round_robin_gradients": ((False,), "it changes which rank sums which gradients"),
     f"{ZERO}.zero_quantized_weights": ((False,), "parameters are gathered in the compute dtype"),
-    f"{ZERO}.zero_quantized_nontrainable_weights": ((False,), "parameters are kept in the dtype they were loaded in"),
     f"{ZERO}.zero_quantized_gradients": ((False,), "gradients are reduced in fp32"),
     "fp16.fp16_master_weights_and_grads": ((False,), "masters are fp32"),
     "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),

@@ -167,6 +167,10 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
             "offload_parameters is 'nvme' without nvme_path",
         ),
         ({"zero_plus_plus": ZeroPlusPlus(hpz_partition_size=2)}, "zero_hpz_partition_size is 2 with stage 2, but Z"),
+        (
+            {"stage": 3, "zero_plus_plus": ZeroPlusPlus(quantized_nontrainable_weights=True)},
+            "zero_quantized_nontrainable_weights is true, but DeepSpeed 0.19 copies frozen parameters into int8 with",
+        ),
         ({"zero_plus_plus": ZeroPlusPlus(quantized_weights=True)}, "zero_quantized_weights is True with stage 2"),
         ({"zero_plus_plus": ZeroPlusPlus(quantized_gradients=True)}, "zero_quantized_gradients is True with stage 2"),
         (
