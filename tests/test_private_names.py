@@ -60,9 +60,10 @@ USES = {
     ),
     "engines/_dtensors.py": (
         "operators of DTensors that torch asks of each shard, or has for plain tensors alone",
-        "_C _custom_op_handlers _dispatch_get_all_op_names _dtensor_spec _op_dispatcher _unique2",
+        "_C _custom_op_handlers _dispatch_get_all_op_names _foreach_max _foreach_norm _local_tensor _op_dispatcher"
+        " _spec _unique2",
     ),
-    "engines/_parts.py": ("views of a sharded tensor that write through", "_make_wrapper_subclass"),
+    "engines/_parts.py": ("views of a sharded tensor that write through", "_dtensor_spec _make_wrapper_subclass"),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
         "_composable _fsdp_param_group _fsdp_state _fully_shard _modules_to_run_forward _mp_policy"

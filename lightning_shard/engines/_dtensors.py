@@ -6,6 +6,7 @@ train another model. The number that is read from a sum, a norm or ``any()`` of 
 ``weight[0]`` of a sharded row is a copy: what is written to it (``weight[0].zero_()``, ``weight[3, 2] = 1``) is lost.
 """
 
+import math
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -15,17 +16,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._C import _dispatch_get_all_op_names as all_operators
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _dtensor_spec
+from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_shard.engines._parts import Part, Source, keep, written
+from lightning_shard.engines._parts import Part, Source, is_partial, keep, on_every_rank, placed, sharded_dims, written
 from lightning_shard.private_names import require
-from lightning_shard.tensors.full import full_of, own_part
+from lightning_shard.tensors.full import full_of
 from lightning_shard.tensors.tracing import READ_NUMBER, schema_of, tree_leaves, tree_map_only
 
 require(DTensor, "_op_dispatcher")
 _dispatcher: Any = DTensor._op_dispatcher
 require(type(_dispatcher), "_custom_op_handlers")
-require(torch.ops.aten, "_unique2")
+require(DTensor, "_local_tensor _spec")
+require(torch.ops.aten, "_foreach_max _foreach_norm _unique2")
 
 _aten = torch.ops.aten
 # Their values depend on the shape alone. `torch.Tensor.random_` and `nn.init` end in these.
@@ -49,8 +51,13 @@ _IN_FULL: tuple[Any, ...] = (
     *(_aten.index_put_.default, _aten.index.Tensor, _aten.masked_select.default),
     *(_aten.scatter_.value, _aten.scatter_.src, _aten.scatter_add_.default, _aten.nonzero.default),
     *(_aten._unique2.default, _aten.kthvalue.default, _aten.allclose.default),
-    *(_aten.index_select.default, _aten.gather.default),
+    *(_aten.index_select.default, _aten.gather.default, _aten._foreach_max.default),
+    # Their mean would be that of the shards' means, of which some have fewer elements.
+    *(_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.huber_loss.default, _aten.soft_margin_loss.default),
+    *(_aten.binary_cross_entropy.default, _aten.binary_cross_entropy_with_logits.default),
 )
+_NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
+_CAN_NOT = re.compile("No backend type associated|Sharding propagation failed|placement changes are not supported")
 _ACTIONS = {
     "hook": re.compile(r"\[(LightningModule|Callback)\].*\.(on_\w+|configure_gradient_clipping|lr_scheduler_step)$"),
     "step": re.compile(r"\[Strategy\].*\.training_step$"),
@@ -61,7 +68,6 @@ _POINTWISE_TOO: tuple[Any, ...] = (
     *(_aten.copy_.default, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
     *(_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.where.ScalarOther),
 )
-_READ_HERE = ("numpy", "tolist")
 _full_tensor = DTensor.full_tensor
 # Views, with the index of the argument that is their dimension.
 _OF_DIM = {
@@ -93,15 +99,14 @@ class InFull:
             cls.torchs = _take(None)
             ops, own = _all_operators(), _handlers()
             # torch's own for argmin and argmax fails on the ranks whose shards are empty.
-            always = cls.torchs | own
+            always = cls.torchs | own | dict.fromkeys(_NORMS, _own_or_in_full)
             hooks = cls.torchs | dict.fromkeys(ops, _in_a_hook) | own
             hooks |= {op: partial(_noted, handler) for op, handler in hooks.items() if schema_of(op).is_mutable}
             steps = cls.torchs | dict.fromkeys(ops, _in_a_step) | own
             parts = cls.torchs | {op: handler for op, handler in own.items() if handler not in _OF_PARTS}
             cls._handlers = {"": always, "optimizer": always, "hook": hooks, "step": steps, "parts": parts}
-            for method in _READ_HERE:
-                setattr(DTensor, method, _of_this_rank(method))
-            DTensor.full_tensor = _gathered  # type: ignore[method-assign]
+            for name, method in _METHODS.items():
+                setattr(DTensor, name, method)
         cls._engines += 1
         cls._choose()
         return cls._end
@@ -112,7 +117,7 @@ class InFull:
         cls._choose()
         if cls._engines == 0:
             _take(cls.torchs)
-            for method in _READ_HERE:
+            for method in _METHODS:
                 delattr(DTensor, method)
             DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
 
@@ -196,12 +201,12 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, *rest = args
-    return _placed(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
+    return placed(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
 
 
 def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = _dtensors((args, kwargs))[0]
-    return _on_full_tensors(op, args, kwargs, lambda value: _placed(value, tensor))
+    return _on_full_tensors(op, args, kwargs, lambda value: placed(value, tensor))
 
 
 def _on_full_tensors(op: Any, args: Any, kwargs: Any, result: Callable[[Tensor], Tensor]) -> Any:
@@ -212,21 +217,28 @@ def _on_full_tensors(op: Any, args: Any, kwargs: Any, result: Callable[[Tensor],
 
     def full(each: Tensor) -> Tensor:
         if id(each) not in made:
-            # A plain tensor is where the shards are: on the host, if they are offloaded.
-            made[id(each)] = full_of(each) if isinstance(each, DTensor) else each.to(device)
+            # A plain tensor is where the shards are: on the host, if they are offloaded. Kernels round by strides.
+            made[id(each)] = _laid_out(full_of(each), each) if isinstance(each, DTensor) else each.to(device)
             given[id(made[id(each)])] = each
         return made[id(each)]
 
     full_args, full_kwargs = tree_map_only(Tensor, full, (args, kwargs))
     out = op(*full_args, **full_kwargs)
     for each in written(op, args, kwargs):
-        if isinstance(each, DTensor):
-            own = each.to_local()
-            if _sharded_dims(each) or own.device != made[id(each)].device:
-                keep(made[id(each)], each)
-        elif made[id(each)] is not each:
-            each.copy_(made[id(each)])
+        value = made[id(each)]
+        if not isinstance(each, DTensor):
+            if value is not each:
+                each.copy_(value)
+        elif is_partial(each):  # A sum or norm that was not reduced yet can't keep what is no sum or norm.
+            settled = placed(value, each)
+            each._local_tensor, each._spec = settled._local_tensor, settled._spec
+        elif sharded_dims(each) or each.to_local().device != value.device:
+            keep(value, each)
     return tree_map_only(Tensor, lambda value: given[id(value)] if id(value) in given else result(value), out)
+
+
+def _laid_out(full: Tensor, like: Tensor) -> Tensor:
+    return full if full.stride() == like.stride() else full.new_empty_strided(like.shape, like.stride()).copy_(full)
 
 
 def _dtensors(given: Any) -> list[DTensor]:
@@ -237,7 +249,8 @@ def _in_a_hook(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch has no strategy for, or refuses for plain tensors beside DTensors, on full tensors."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim]
     sharded = _dtensors(given)
-    if not sharded or len(sharded) == len(given):
+    to_plain = any(not isinstance(each, DTensor) for each in written(op, args, kwargs))
+    if not to_plain and len(sharded) in (0, len(given)):
         return _own_or_in_full(op, args, kwargs)
     is_of_lists = op.name().startswith("aten::_foreach_")
     if is_of_lists and len(args[0]) > 1:
@@ -249,7 +262,7 @@ def _in_a_hook(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if fitting is not None:
         return _own_or_in_full(op, *fitting)
     # Each rank's own, as activations are.
-    device = sharded[0].to_local().device
+    device = _dtensors((args, kwargs))[0].to_local().device
     return _on_full_tensors(op, args, kwargs, lambda value: value.to(device))
 
 
@@ -259,8 +272,9 @@ def _noted(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _in_a_step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    to_dtensors = any(isinstance(each, DTensor) for each in written(op, args, kwargs))
-    return (_in_a_hook if to_dtensors else _own_or_in_full)(op, args, kwargs)
+    differentiable = any(each.requires_grad for each in _dtensors((args, kwargs)))
+    taken = [isinstance(e, DTensor) or not (e.ndim or differentiable) for e in written(op, args, kwargs)]
+    return (_in_a_hook if any(taken) else _own_or_in_full)(op, args, kwargs)
 
 
 def _as_placed(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -274,16 +288,16 @@ def _as_placed(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if like is None or not all(isinstance(each, DTensor) for each in written(op, args, kwargs)):
         return None
 
-    def placed(each: Tensor) -> Tensor:
-        return each if isinstance(each, DTensor) or not each.ndim else _placed(each.expand(shape), like)
+    def fit(each: Tensor) -> Tensor:
+        return each if isinstance(each, DTensor) or not each.ndim else placed(each.expand(shape), like)
 
-    return tree_map_only(Tensor, placed, (args, kwargs))
+    return tree_map_only(Tensor, fit, (args, kwargs))
 
 
 def _part_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view; of a sharded dimension one of the full tensor, which writes through."""
     tensor, *rest = args
-    sharded = _sharded_dims(tensor)
+    sharded = sharded_dims(tensor)
     if op is _aten.diagonal.default:
         touched = bool(sharded)
     else:
@@ -320,22 +334,22 @@ def _own(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _own_or_in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if op in _NORMS and math.isinf(args[1] if len(args) > 1 else 2):  # An empty shard has no largest element.
+        return _in_full(op, args, kwargs)
     try:
         return _own(op, args, kwargs)
-    except NotImplementedError:  # It has no strategy; the same on all ranks.
-        pass
     except RuntimeError as error:
-        # Of what is offloaded: torch would send it from the host, where NCCL has no backend.
-        if "No backend type associated with device type" not in str(error):
+        # It has no strategy; or of what is offloaded: torch would send it from the host, where NCCL has no backend.
+        if not isinstance(error, NotImplementedError) and _CAN_NOT.search(str(error)) is None:
             raise
-    return _in_full(op, args, kwargs)
+    return (_of_full if op.is_view else _in_full)(op, args, kwargs)
 
 
 def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
     source = Source(tensor)
     return tree_map_only(
-        Tensor, lambda part: _on_every_rank(Part(part, source), tensor), op(source.full, *rest, **kwargs)
+        Tensor, lambda part: on_every_rank(Part(part, source), tensor), op(source.full, *rest, **kwargs)
     )
 
 
@@ -360,29 +374,6 @@ def _gathered(self: DTensor, **kwargs: Any) -> Tensor:
     return full_of(self).to(device) if offloaded else _full_tensor(self, **kwargs)
 
 
-def _sharded_dims(tensor: DTensor) -> set[int]:
-    return {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
-
-
-def _placed(full: Tensor, tensor: DTensor) -> DTensor:
-    """As ``tensor`` is; on every rank in full what has another shape."""
-    device = tensor.to_local().device
-    if full.shape != tensor.shape:
-        return _on_every_rank(full.to(device), tensor)
-    return _of_local(own_part(full, tensor).to(device), tensor, tensor.placements, full)
-
-
-def _on_every_rank(full: Tensor, tensor: DTensor) -> DTensor:
-    return _of_local(full, tensor, (Replicate(),) * tensor.device_mesh.ndim, full)
-
-
-def _of_local(part: Tensor, tensor: DTensor, placements: tuple[Placement, ...], full: Tensor) -> DTensor:
-    """As ``DTensor.from_local`` on the mesh of ``tensor``, which moves what is offloaded to the mesh's device."""
-    meta = _dtensor_spec.TensorMeta(full.shape, full.stride(), full.dtype)
-    spec = _dtensor_spec.DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)
-    return DTensor(part, spec, requires_grad=False)
-
-
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Torch would make each shard an identity of its own."""
     return _fill(lambda full: full.zero_().fill_diagonal_(1), (kwargs["out"],), {})
@@ -396,3 +387,8 @@ def _empty(tensor: DTensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 _OF_PARTS = (_in_full, _part_of, _viewed)
+_METHODS = {
+    **{method: _of_this_rank(method) for method in ("numpy", "tolist")},
+    "full_tensor": _gathered,
+    "__format__": lambda self, how: format(full_of(self) if how else str(self), how),  # f"{weight.norm():.3f}"
+}

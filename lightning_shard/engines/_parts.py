@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _dtensor_spec
 
 from lightning_shard.private_names import require
-from lightning_shard.tensors.full import full_of, scatter_full
+from lightning_shard.tensors.full import full_of, own_part, scatter_full
 from lightning_shard.tensors.tracing import schema_of, tree_leaves, tree_map_only, version
 
 require(Tensor, "_make_wrapper_subclass")
@@ -27,6 +27,33 @@ def written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     of = [(i, each.name) for i, each in arguments if each.alias_info and each.alias_info.is_write]
     given = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in of])
     return [each for each in given if isinstance(each, Tensor)]
+
+
+def is_partial(tensor: DTensor) -> bool:
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
+def sharded_dims(tensor: DTensor) -> set[int]:
+    return {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
+
+
+def placed(full: Tensor, tensor: DTensor) -> DTensor:
+    """As ``tensor`` is; on every rank in full what has another shape."""
+    device = tensor.to_local().device
+    if full.shape != tensor.shape or is_partial(tensor):
+        return on_every_rank(full.to(device), tensor)
+    return _of_local(own_part(full, tensor).to(device), tensor, tensor.placements, full)
+
+
+def on_every_rank(full: Tensor, tensor: DTensor) -> DTensor:
+    return _of_local(full, tensor, (Replicate(),) * tensor.device_mesh.ndim, full)
+
+
+def _of_local(part: Tensor, tensor: DTensor, placements: tuple[Placement, ...], full: Tensor) -> DTensor:
+    """As ``DTensor.from_local`` on the mesh of ``tensor``, which moves what is offloaded to the mesh's device."""
+    meta = _dtensor_spec.TensorMeta(full.shape, full.stride(), full.dtype)
+    spec = _dtensor_spec.DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)
+    return DTensor(part, spec, requires_grad=False)
 
 
 class Source:

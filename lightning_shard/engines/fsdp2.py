@@ -91,7 +91,8 @@ class FSDP2Engine(StepsOwnParameters):
                 "with ckpt_path."
             )
         self._ignored: list[nn.Parameter] = self._shard() if earlier is None else earlier[1]
-        self._averaged = [p for p in self._ignored if p.requires_grad]
+        self._averaged, self._unaveraged = dict[nn.Parameter, None](), set[Tensor]()
+        self._follow_ignored()
         module.__dict__[_STATE] = made_for, self._ignored
         forward.reshard(module)
         self._shards = {p: fqn for p, fqn in parameter_names(module).items() if isinstance(p, DTensor)}
@@ -103,6 +104,12 @@ class FSDP2Engine(StepsOwnParameters):
         if earlier is None:
             forward.patch_methods(module, self._units.forward_methods)
         return module
+
+    def _follow_ignored(self) -> None:
+        # A step may end for several optimizers, and what one has clipped is averaged already.
+        for parameter in [p for p in self._ignored if p.requires_grad and p not in self._averaged]:
+            self._averaged[parameter] = None
+            self._closing.callback(parameter.register_post_accumulate_grad_hook(self._unaveraged.add).remove)
 
     def _shard(self) -> list[nn.Parameter]:
         """Shard the module; the parameters that FSDP leaves alone."""
@@ -205,12 +212,14 @@ class FSDP2Engine(StepsOwnParameters):
         if begin:
             # Before its first pass FSDP has not seen which parameters were cast, and has no full ones.
             forward.gather_each(self._module)
+            self._unaveraged.update(self._averaged)
         found = super().accumulated(begin)
         return found if self._usage is None else self._usage.usage.so_far(found, begin)
 
     def finish_gradients(self) -> None:
         with self._run.watch():
-            average_gradients(self._averaged, reduce_dtype=self._run.policy.reduce)
+            average_gradients(self._averaged, reduce_dtype=self._run.policy.reduce, new=self._unaveraged)
+        self._unaveraged.clear()
         if self._usage is not None:
             self._usage.finish()
 
@@ -221,7 +230,7 @@ class FSDP2Engine(StepsOwnParameters):
                 "parameters at owners that were chosen then. Freeze before the fit, or use shard_ddp in '32-true'."
             )
         # FSDP reads `requires_grad` whenever it gathers. What is frozen may have a gradient of this step still.
-        self._averaged = [p for p in self._ignored if p.requires_grad or p in {*self._averaged}]
+        self._follow_ignored()
         self._look_at_usage()
         return self._module
 

@@ -1,7 +1,7 @@
 """Tensors that are full on every rank: equal at the start, and reduced by plain all-reduces where no engine does."""
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -144,13 +144,18 @@ def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype) -> None:
-    """Average gradients over all ranks, which call it, in ``reduce_dtype``; a lacking one is zero if a rank has it."""
+def average_gradients(
+    parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype, new: Container[Tensor] | None = None
+) -> None:
+    """Average gradients over all ranks, which call it, in ``reduce_dtype``; a lacking one is zero if a rank has it.
+    ``new``: of the parameters whose gradient was not averaged yet on this rank; None: all.
+    """
     parameters = list(parameters)
     if not parameters:
         return
     # On the host: no device is waited for.
-    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    here = [p.grad is not None and (new is None or p in new) for p in parameters]
+    present = torch.tensor(here, dtype=torch.uint8)
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=Ranks.of().group)
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter, anywhere in zip(parameters, present.tolist(), strict=True):

@@ -67,11 +67,13 @@ def _average() -> list[Any]:
     if dist.get_rank() == 1:
         parameters[1].grad = torch.ones(2)
     average_gradients(parameters, reduce_dtype=torch.float32)
+    parameters[0].grad.add_(dist.get_rank())
+    average_gradients(parameters, reduce_dtype=torch.float32, new={parameters[1]})
     return [parameter.grad if parameter.grad is None else parameter.grad.tolist() for parameter in parameters]
 
 
-def test_the_hosts_agree_which_parameters_have_gradients() -> None:
-    assert run_distributed(_average, 2) == [[[0.5, 0.5], [0.5, 0.5], None]] * 2
+def test_the_hosts_agree_which_parameters_have_gradients_that_were_not_averaged_yet() -> None:
+    assert run_distributed(_average, 2) == [[[0.5 + rank] * 2, [0.5, 0.5], None] for rank in range(2)]
 
 
 def _rows() -> tuple[list[list[Any]], int]:

@@ -17,7 +17,7 @@ from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole
 from tests.strategies.everywhere import same_everywhere
-from tests.strategies.indexed import PRECISIONS, Indexed, samples
+from tests.strategies.indexed import PRECISIONS, Indexed, data, samples
 
 # Manual optimization
 
@@ -150,6 +150,38 @@ def test_manual_accumulation_with_two_backward_passes(precision: str) -> None:
     strategies = ("ddp", "full", "grad_op", "zero_2", "zero_3")
     run = same_everywhere(ManualAccumulation, precision, strategies=strategies)
     assert run["steps"] == 4
+
+
+class Scaled(Indexed):
+    """A step of another optimizer between the backward pass and that of a parameter that FSDP leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.gain = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        others, own = self.optimizers()
+        self.manual_backward(self.gain * (1 + self.global_rank) + self.loss(batch, "train"))
+        others.step()
+        # By which another average would be seen: in fp32 the mean of equal numbers is that number, or nearly so.
+        self.gain.grad.add_(self.global_rank)
+        self.clip_gradients(own, gradient_clip_val=9.0, gradient_clip_algorithm="norm")
+        own.step()
+
+    def configure_optimizers(self) -> Any:
+        others = [p for p in self.parameters() if p is not self.gain]
+        return [torch.optim.SGD(others, lr=0.1), torch.optim.SGD([self.gain], lr=1.0)], []
+
+
+def _gain() -> float:
+    module = Scaled()
+    quiet_trainer(strategy="shard_fsdp", max_epochs=1, limit_train_batches=1).fit(module, data())
+    return module.gain.item()
+
+
+def test_gradients_of_full_parameters_are_averaged_once_a_step() -> None:
+    assert run_distributed(_gain, 2) == [-1.5, -2.5]
 
 
 class Several(torch.optim.SGD):
