@@ -35,12 +35,11 @@ FIT: Mapping[str, str] = {
 }
 """The same for those of LightningCLI."""
 
-_EXAMPLES: Mapping[str, str] = {
+EXAMPLES: Mapping[str, str] = {
     "fit": "--config run.yaml --trainer.strategy shard_fsdp_aligned",
     **dict.fromkeys(("validate", "test", "predict"), "--config run.yaml --ckpt_path last.ckpt"),
     "strategies": "shard_fsdp_hybrid",
     "slurm": "--nodes 2 --devices 8 --config run.yaml --submit",
-    "env": "--json",
     "migrate": "accelerate.yaml --to shard_fsdp --output run.yaml",
     "plan": "--devices 8 --device-memory 80GB --compare --config run.yaml",
     "checkpoint": "inspect last.ckpt",
@@ -102,7 +101,7 @@ def config_files(arguments: Sequence[str]) -> list[str]:
 def overview(program: str) -> str:
     lines = [f"usage: {program} COMMAND [options]", "", "Train with sharded strategies.", ""]
     for name, text in {**FIT, **COMMANDS}.items():
-        lines += [f"  {name:<11} {text}", f"  {'':<11} $ {program} {name} {_EXAMPLES.get(name, '')}".rstrip()]
+        lines += [f"  {name:<11} {text}", f"  {'':<11} $ {program} {name} {EXAMPLES.get(name, '')}".rstrip()]
     lines += ["", f"{program} COMMAND --help says what a command takes; --traceback before or after it shows the"]
     return "\n".join([*lines, "frames of a mistake too; --version prints the versions."])
 

@@ -12,7 +12,7 @@ import lightning
 import pytest
 
 from lightning_shard import __version__
-from lightning_shard.commands import COMMANDS, FIT, quick, run
+from lightning_shard.commands import COMMANDS, EXAMPLES, FIT, quick, run
 from lightning_shard.commands.options import UsageError
 
 SCRIPT = "from lightning_shard import ShardCLI; ShardCLI()"
@@ -63,6 +63,15 @@ def test_wrong_arguments_are_told_the_right_form(line: str) -> None:
         run(name, arguments)
     assert WRONG[line] in str(raised.value)
     assert "usage:" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - FIT.keys()))
+def test_the_options_of_an_example_are_in_the_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = EXAMPLES[name].split()
+    with pytest.raises(SystemExit):
+        run(name, [*(words[:1] if name == "checkpoint" else []), "--help"])
+    text = capsys.readouterr().out
+    assert [word for word in words if word.startswith("--") and word not in text] == []
 
 
 @pytest.mark.parametrize("line", QUICK)
