@@ -221,6 +221,9 @@ def test_a_signal_is_noted_and_nothing_more() -> None:
         flag.restore()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert calls == [1]
+        flag.take_over(("SIGUSR1",))
+        assert flag.received == 0, "the next fit would stop at once"
+        flag.restore()
     finally:
         signal.signal(signal.SIGUSR1, before)
 
