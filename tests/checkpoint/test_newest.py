@@ -117,6 +117,22 @@ def test_one_that_is_removed_meanwhile_is_no_reason_to_begin_anew(
     assert (found.newest.path.name, found.broken) == ("3.ckpt", ())
 
 
+def _opened_around_a_replacement() -> tuple[str, int]:
+    for name in ("before", "after"):
+        save_tensors(f"{name}.ckpt", tensors={"model.w": torch.ones(3)}, trainer_state={"name": name})
+    # One rank opens the path when another checkpoint is there.
+    open_one, paths = load._open, iter(["after.ckpt"] * torch.distributed.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "_open", lambda path, share: open_one(next(paths, path), share))
+        opened = open_checkpoint("before.ckpt")
+    left = sum(os.path.realpath(f"/proc/self/fd/{name}").endswith(".ckpt") for name in os.listdir("/proc/self/fd"))
+    return opened.trainer_state["name"], left
+
+
+def test_ranks_that_open_it_around_a_replacement_open_it_again() -> None:
+    assert run_distributed(_opened_around_a_replacement, 2) == [("before", 1)] * 2
+
+
 def _fit(
     ckpt_path: str | None, steps: int, *, run: str | None = "mine", folder: str = "runs", strategy: str = "shard_ddp"
 ) -> int:
