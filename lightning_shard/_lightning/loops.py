@@ -77,7 +77,7 @@ def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Calla
 
 
 Told = Callable[[str], object]
-_HOOK = re.compile(r"\[(LightningModule|Callback)\](.*)\.(on_\w+)$")
+_HOOK = re.compile(r"\[(LightningModule|Callback)\](.*)\.(on_\w+|optimizer_step)$")
 
 
 def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Told, Told] | None) -> None:

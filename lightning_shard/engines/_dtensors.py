@@ -61,6 +61,7 @@ _CAN_NOT = re.compile("No backend type associated|Sharding propagation failed|pl
 _ACTIONS = {
     "hook": re.compile(r"\[(LightningModule|Callback)\].*\.(on_\w+|configure_gradient_clipping|lr_scheduler_step)$"),
     "step": re.compile(r"\[Strategy\].*\.training_step$"),
+    "own": re.compile(r"\[LightningModule\].*\.optimizer_step$"),  # The module's own, around all of a step.
     "optimizer": re.compile(r"optimizer_step"),
 }
 # Element by element as what torch tags so, where all have one shape.
@@ -104,7 +105,7 @@ class InFull:
             hooks |= {op: partial(_noted, handler) for op, handler in hooks.items() if schema_of(op).is_mutable}
             steps = cls.torchs | dict.fromkeys(ops, _in_a_step) | own
             parts = cls.torchs | {op: handler for op, handler in own.items() if handler not in _OF_PARTS}
-            cls._handlers = {"": always, "optimizer": always, "hook": hooks, "step": steps, "parts": parts}
+            cls._handlers = {"optimizer": always, "hook": hooks, "own": hooks, "step": steps, "parts": parts}
             for name, method in _METHODS.items():
                 setattr(DTensor, name, method)
         cls._engines += 1
@@ -124,7 +125,7 @@ class InFull:
     @classmethod
     def _choose(cls) -> None:
         if cls._engines:
-            _take(cls._handlers[cls._within[-1] if cls._within else ""])
+            _take(cls._handlers[cls._within[-1] if cls._within else "optimizer"])
 
     @classmethod
     @contextmanager

@@ -25,6 +25,7 @@ PLAIN = torch.linspace(-1, 1, ROWS * COLUMNS).view(ROWS, COLUMNS)
 INDEX, MASK = torch.tensor([0, ROWS - 2]), torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) % 3 > 0
 STEP = "[Strategy]ShardFSDPStrategy.training_step"
 HOOK = "[LightningModule]Net.on_before_optimizer_step"
+OWN = "[LightningModule]Net.optimizer_step"
 
 
 def _stale(p: Tensor) -> None:
@@ -202,12 +203,12 @@ def _meets_plain(action: str) -> list[str]:
 
 
 def test_plain_tensors_are_taken_in_hooks_alone_and_what_a_rank_makes_of_its_own_stays_its_own() -> None:
-    for action in (STEP, HOOK, "optimizer_step"):
+    for action in (STEP, HOOK, OWN, "optimizer_step"):
         for rank, found in enumerate(run_distributed(_meets_plain, 2, action)):
             *taken, total, values = found
             own = 64.0 * (1 + rank)
             expected = ["8.0", "8.0", "16.0", "16.0", str(own), str(own / 2)]
-            some = {HOOK: len(taken), STEP: 2}.get(action, 0)  # In a step what is written in place.
+            some = {HOOK: len(taken), OWN: len(taken), STEP: 2}.get(action, 0)  # In a step what is written in place.
             assert taken[:some] == expected[:some]
             assert all("mixed torch.Tensor and DTensor" in said for said in taken[some:])
             assert "shape ():" in total

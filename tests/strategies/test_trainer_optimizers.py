@@ -120,7 +120,7 @@ def test_clipping_overridden_in_the_module() -> None:
 
 
 class EverySecond(Indexed):
-    """A user's `optimizer_step` that leaves out steps and warms the rate up."""
+    """A user's `optimizer_step` that leaves out steps, warms the rate up and decays by a tensor of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +133,7 @@ class EverySecond(Indexed):
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * (batch_idx + 1) / 6
             optimizer.step(closure=optimizer_closure)
+            self.body[0].weight.data.mul_(torch.tensor([0.9, 0.99, 1.0]))
         else:
             optimizer_closure()
 
