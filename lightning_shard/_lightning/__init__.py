@@ -33,7 +33,7 @@ _REQUIRED = (
     (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
     # Modules, for the private classes in them.
-    (checkpoint_connector, "resume_start"),
+    (checkpoint_connector, "_loaded_checkpoint resume_start"),
     (data_connector, "_resolve_sampler"),
     (distributed, "_sampler"),
     (evaluation_loop, "_data_source inference_mode _results"),

@@ -125,6 +125,8 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable
                 end()
         finally:
             replacements.restore()
+            # Of a resume that failed: the trainer's next run would go on with it.
+            trainer._checkpoint_connector._loaded_checkpoint = {}
 
     replacements.wrap(connector := trainer._signal_connector, "teardown", teardown_and_restore)
     if signals:
