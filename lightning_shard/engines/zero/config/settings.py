@@ -239,6 +239,11 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
                 f"{key} is {value} with stage {stage}, which divides gradients before their sum only where it does not "
                 "reduce-scatter them. Remove it, or set buckets.reduce_scatter: false"
             )
+    autocast = asked.merged.get("torch_autocast", {})
+    if stage == 3 and autocast.get("enabled") is True and autocast.get("dtype", AUTO) == AUTO:
+        problems.append(
+            "torch_autocast.enabled is true with stage 3, which gathers in torch_autocast.dtype. Set it too"
+        )
     for name in [field.name for field in dataclasses.fields(typed.ZeroPlusPlus)]:
         value = zero.get(f"zero_{name}", AUTO)
         if stage < 3 and (value is True or (value != AUTO and value > 1)):

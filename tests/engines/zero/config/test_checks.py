@@ -40,8 +40,8 @@ def test_settings_that_break_the_contract_are_named(path: str) -> None:
     allowed, rule = CONTRACT[path]
     config: dict[str, Any] = {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     put(config, path, breaking)
-    if path in ("gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients"):
-        # DeepSpeed itself has no sum in stage 3, and divides there after a reduce-scatter.
+    if path in ("gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients", "torch_autocast.enabled"):
+        # DeepSpeed itself has no sum in stage 3, divides there after a reduce-scatter, and wants autocast's dtype.
         put(config, f"{ZERO}.stage", 1)
     text = refusal(config, aligned=True)
     assert f"{path} is {breaking!r} under aligned, but the contract is: {rule}." in text

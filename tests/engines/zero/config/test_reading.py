@@ -103,6 +103,10 @@ def test_what_is_no_flag_is_never_read_as_one(value: Any) -> None:
         ({"dataloader_drop_last": True}, "dataloader_drop_last is true, but the Trainer has its own dataloader"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile is true, but DeepCompile needs"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type is 'OneBitAdam', which neither DeepSpeed"),
+        (
+            {ZERO: {"stage": 3}, "torch_autocast": {"enabled": True}},
+            "torch_autocast.enabled is true with stage 3, which gathers in torch_autocast.dtype. Set it too",
+        ),
         ({"steps_per_print": 0}, "steps_per_print is 0, but must be more than 0"),
         ({"log_level": "loud"}, "log_level is 'loud', but must be one of debug, info, warning, error, critical"),
         ({ZERO: {"allgather_bucket_size": 3}}, "allgather_bucket_size is 3, but must be even"),
