@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines import earlier_parameters, forward, refusals
 from lightning_shard.engines._dtensors import InFull
 from lightning_shard.engines._fsdp2 import finish_gathers, hook_gathered, hooks_of, put_hooks, show_shards
+from lightning_shard.engines._parts import placed
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.replicated import average_gradients, step_apart_from_shards
@@ -119,6 +120,8 @@ class FSDP2Engine(StepsOwnParameters):
         for name, parameter in module.named_parameters():
             put_hooks(parameter, hooks[name])
         earlier_parameters.follow_in_lists(module)
+        for part in module.modules():
+            part.register_load_state_dict_pre_hook(_take_full)
         return ignored
 
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
@@ -240,6 +243,14 @@ class FSDP2Engine(StepsOwnParameters):
         finish_gathers(self._module)
         forward.reshard(self._module)
         casting.round_scalars_again()
+
+
+def _take_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *load: Any) -> None:
+    """Let ``load_state_dict`` take full tensors for shards, after the fit too, as to begin anew from the first ones."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        value: Any = state_dict.get(prefix + name)
+        if isinstance(parameter, DTensor) and type(value) in (Tensor, nn.Parameter) and value.shape == parameter.shape:
+            state_dict[prefix + name] = placed(value.detach().to(parameter.device_mesh.device_type), parameter)
 
 
 def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,10 +33,17 @@ def _check_fit_twice() -> None:
     twice = []
     for strategy in (ShardDDPStrategy, ShardFSDPStrategy):
         module = TinyLM(tie=True)
+        module.configure_model()
+        first = copy.deepcopy(module.state_dict())
         for _ in range(2):
             run(module, strategy(aligned=True))
         twice.append(module)
-    assert len(twice[0].losses) == 6
+        # And a fold that begins as the first did, from full values.
+        module.load_state_dict({name: value for name, value in first.items() if not name.startswith("blocks.")}, False)
+        module.blocks.load_state_dict({n[len("blocks.") :]: v for n, v in first.items() if n.startswith("blocks.")})
+        run(module, strategy(aligned=True))
+    assert len(twice[0].losses) == 9
+    assert twice[0].losses[6:] == twice[0].losses[:3]
     assert twice[0].losses == twice[1].losses
     compare(twice[1], twice[0], "fit twice")
 
