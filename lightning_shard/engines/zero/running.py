@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -257,15 +258,15 @@ def step(running: Running, *, skip: bool) -> None:
 def replaced_step(optimizer: Optimizer, step: Callable[..., Any] | None = None) -> Generator[None, None, None]:
     """Let DeepSpeed call ``step``, or nothing, in place of the user's optimizer's own."""
     own = vars(optimizer).get("step")
-    # A new function, because what is wrapped stays with it.
-    vars(optimizer)["step"] = wraps(optimizer.step)(step or (lambda *args, **kwargs: None))
+    # A new function, as what is wrapped stays with it, and a method, for which a schedule of torch's takes it.
+    called = wraps(optimizer.step)(lambda _, *args, **kwargs: step and step(*args, **kwargs))
+    vars(optimizer)["step"] = MethodType(called, optimizer)
     try:
         yield
     finally:
         del vars(optimizer)["step"]
         if own is not None:
-            # A schedule counts the steps there.
-            vars(optimizer)["step"] = own
+            vars(optimizer)["step"] = own  # a schedule counts the steps there
 
 
 @torch.no_grad()
