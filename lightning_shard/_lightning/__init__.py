@@ -52,6 +52,7 @@ for _owner, _names in _REQUIRED:
 REPLACED = {
     "Checkpoint.on_exception": "a save after an error must not wait for other ranks, nor hide the error",
     "LightningModule.log": "values of sharded tensors are logged in full",
+    "LightningModule.lr_scheduler_step": "schedules that monitor a value get the same one on all ranks",
     "LightningModule.on_train_batch_end": "saves come after it",
     "LightningModule.on_validation_end": "saves come after it",
     "Logger.log_graph": "the graph is drawn before the model is sharded",

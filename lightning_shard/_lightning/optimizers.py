@@ -4,14 +4,17 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import Replacements
+from lightning_shard.ranks import Ranks
 
 
 def is_missing_optimizer(optimizer: Optimizer) -> bool:
@@ -36,13 +39,30 @@ def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
 
 
 def hold_schedulers(replacements: Replacements, trainer: Trainer, when: Callable[[], bool]) -> None:
-    """Leave schedulers of interval ``step``, which Lightning advances after skipped steps too, where ``when`` says."""
+    """Leave schedulers of interval ``step``, which Lightning advances after skipped steps too, where ``when`` says.
+    Those that monitor a value get rank 0's: shards of a parameter are stepped with one learning rate.
+    """
 
     def update_unless_held(update: Callable[..., None], interval: str, update_plateau_schedulers: bool) -> None:
         if interval != "step" or not when():
             update(interval, update_plateau_schedulers)
 
+    def step_by_rank_0(step: Callable[..., None], scheduler: Any, metric: Any) -> None:
+        values = [None] if metric is None else Ranks.of().gather(float(metric))
+        if any(value != values[0] == values[0] for value in values):
+            if scheduler not in told:
+                told.append(scheduler)
+                name = next(c.monitor for c in trainer.lr_scheduler_configs if c.scheduler is scheduler)
+                rank_zero_warn(
+                    f"The schedule that monitors {name} follows rank 0's, {values[0]:g}, as ranks have values of their "
+                    "own: log it with sync_dist=True for their mean."
+                )
+            metric = torch.tensor(values[0], dtype=torch.float64)
+        step(scheduler, metric)
+
+    told = list[Any]()
     replacements.wrap(trainer.fit_loop.epoch_loop, "update_lr_schedulers", update_unless_held)
+    replacements.wrap(trainer.lightning_module, "lr_scheduler_step", step_by_rank_0)
 
 
 _own = FunctionType(grad_norm.__code__, grad_norm.__globals__, argdefs=grad_norm.__defaults__)

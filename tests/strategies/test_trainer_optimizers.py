@@ -14,7 +14,7 @@ from lightning_shard import ConfigurationError
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole, whole_parameters
-from tests.strategies.everywhere import STRATEGIES, same_everywhere
+from tests.strategies.everywhere import STRATEGIES, _fit_all, same_everywhere
 from tests.strategies.indexed import PRECISIONS, Indexed, build, data
 
 # Groups and schedulers
@@ -51,8 +51,10 @@ def test_groups_with_their_own_rates(precision: str) -> None:
 class Plateau(Indexed):
     """The validation loss does not improve, so the rate falls after each epoch; the ranks' own losses differ."""
 
+    synced = True
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", 1.0 + self.current_epoch * (1 - 2 * self.global_rank) * 0.1, sync_dist=True)
+        self.log("val_loss", 1.0 + self.current_epoch * (1 - 2 * self.global_rank) * 0.1, sync_dist=self.synced)
 
     def configure_optimizers(self) -> Any:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.8)
@@ -64,10 +66,15 @@ class Plateau(Indexed):
         return self.optimizer.param_groups[0]["lr"]
 
 
+class Unsynced(Plateau):
+    synced = False
+
+
 def test_reduce_on_plateau_decides_alike_on_all_ranks() -> None:
-    run = same_everywhere(Plateau, "32-true", max_epochs=3)
-    # Rank 1's own values improve; their mean does not.
-    assert run["notes"] == 0.2
+    # Rank 1's own values improve; their mean does not, nor do rank 0's.
+    assert same_everywhere(Plateau, "32-true", max_epochs=3)["notes"] == 0.2
+    for runs in run_distributed(_fit_all, 2, ["ddp", "full"], Unsynced, "32-true", {}, {"max_epochs": 3}):
+        assert [run["notes"] for run in runs.values()] == [0.2, 0.2]
 
 
 # Clipping and the norm
