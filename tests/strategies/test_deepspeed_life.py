@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,38 @@ def test_optimizer_and_schedule_of_the_configuration() -> None:
         assert rates == pytest.approx(RATES[schedule["type"]])
         assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (4, 16)
         assert config["gradient_accumulation_steps"] == 2
+
+
+CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}}
+
+
+def resumed(schedule: dict[str, Any], wins: str) -> tuple[list[Any], list[Any], list[str]]:
+    """Rates and betas of all steps, and of those after a resume; and what was said of hyperparameters."""
+    seen: list[Any] = []
+
+    class Seen(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
+            group = trainer.optimizers[0].param_groups[0]
+            seen.append((group["lr"], *group["betas"]))
+
+    def fit(path: str | None, steps: int) -> list[Any]:
+        config = {"optimizer": SECTIONS["optimizer"], "scheduler": schedule}
+        strategy = ShardDeepSpeedStrategy(stage=1, config=config, resume_hyperparameters=wins)
+        trainer = quiet_trainer(strategy=strategy, max_steps=steps, callbacks=[Seen()])
+        trainer.fit(WithoutOptimizer(), loader(), ckpt_path=path)
+        trainer.save_checkpoint(f"{schedule['type']}{steps}.ckpt")
+        return [seen.pop(0) for _ in range(len(seen))]
+
+    whole = [*fit(None, 3), *fit(None, 5)][3:]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after = fit(f"{schedule['type']}3.ckpt", 5)
+    return whole, after, [str(each.message) for each in caught if "hyperparameters win" in str(each.message)]
+
+
+def test_a_schedule_of_deepspeeds_goes_on_whosever_hyperparameters_win() -> None:
+    for schedule, wins in ((WARMUP, "checkpoint"), (CYCLE, "configuration")):
+        [(whole, after, said)] = run_distributed(resumed, 1, schedule, wins)
+        assert after == whole[3:]
+        assert len(set(whole)) > 2
+        assert said == []

@@ -97,6 +97,15 @@ def misfits(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]
     return found
 
 
+def schedule_of(section: Mapping[str, Any], optimizer: Optimizer) -> Any:
+    """The schedule; what it begins with is noted where torch's note it, for a resume to tell what it has changed."""
+    notes = {"initial_lr": "lr"} | ({"base_momentum": "betas"} if section["type"] == "OneCycle" else {})
+    for group in optimizer.param_groups:
+        for name, changed in notes.items():
+            group.setdefault(name, group.get(changed))
+    return class_of("scheduler", section["type"])(optimizer, **section["params"])
+
+
 class _StandIn(Optimizer):
     """Has the hyperparameters of other groups, for a schedule to try."""
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines import after_backward
 from lightning_shard.engines.torch_ddp import StepRoot
 from lightning_shard.engines.zero import layout, swapping
-from lightning_shard.engines.zero.config.reading import class_of
+from lightning_shard.engines.zero.offload import schedule_of
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup
@@ -75,7 +75,7 @@ def start(
             model_parameters=trainable if optimizer is None and "optimizer" in config else None,
             config=dict(config),
             # By itself it hands its own optimizer to a schedule of torch's, which takes torch's alone.
-            lr_scheduler=section and partial(class_of("scheduler", section["type"]), **section["params"]),
+            lr_scheduler=section and partial(schedule_of, section),
             dist_init_required=False,
         )
     stage = int(config["zero_optimization"]["stage"])
