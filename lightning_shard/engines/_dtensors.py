@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._C import _dispatch_get_all_op_names as all_operators
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_shard.engines._parts import Part, Source, is_partial, keep, on_every_rank, placed, sharded_dims, written
+from lightning_shard.engines import _parts
+from lightning_shard.engines._parts import Part, Source
 from lightning_shard.private_names import require
 from lightning_shard.tensors.full import full_of
 from lightning_shard.tensors.tracing import READ_NUMBER, schema_of, tree_leaves, tree_map_only
@@ -196,18 +197,26 @@ def _all_operators() -> list[Any]:
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, *rest = args
-    keep(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
+    _parts.keep(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
     return tensor
 
 
 def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor, *rest = args
-    return placed(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
+    return _parts.placed(op(_empty(tensor, kwargs), *rest, **kwargs), tensor)
 
 
 def _in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = _dtensors((args, kwargs))[0]
-    return _on_full_tensors(op, args, kwargs, lambda value: placed(value, tensor))
+
+    def one(op: Any, row: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _dtensors(row):
+            return _in_full(op, row, kwargs)
+        return tree_map_only(Tensor, lambda value: _parts.on_every_rank(value, tensor), op(*row, **kwargs))
+
+    if _parts.has_several(op, args):
+        return _parts.one_by_one(one, op, args, kwargs)
+    return _on_full_tensors(op, args, kwargs, lambda value: _parts.placed(value, tensor))
 
 
 def _on_full_tensors(op: Any, args: Any, kwargs: Any, result: Callable[[Tensor], Tensor]) -> Any:
@@ -219,27 +228,23 @@ def _on_full_tensors(op: Any, args: Any, kwargs: Any, result: Callable[[Tensor],
     def full(each: Tensor) -> Tensor:
         if id(each) not in made:
             # A plain tensor is where the shards are: on the host, if they are offloaded. Kernels round by strides.
-            made[id(each)] = _laid_out(full_of(each), each) if isinstance(each, DTensor) else each.to(device)
+            made[id(each)] = _parts.laid_out(full_of(each), each) if isinstance(each, DTensor) else each.to(device)
             given[id(made[id(each)])] = each
         return made[id(each)]
 
     full_args, full_kwargs = tree_map_only(Tensor, full, (args, kwargs))
     out = op(*full_args, **full_kwargs)
-    for each in written(op, args, kwargs):
+    for each in _parts.written(op, args, kwargs):
         value = made[id(each)]
         if not isinstance(each, DTensor):
             if value is not each:
                 each.copy_(value)
-        elif is_partial(each):  # A sum or norm that was not reduced yet can't keep what is no sum or norm.
-            settled = placed(value, each)
+        elif _parts.is_partial(each):  # A sum or norm that was not reduced yet can't keep what is no sum or norm.
+            settled = _parts.placed(value, each)
             each._local_tensor, each._spec = settled._local_tensor, settled._spec
-        elif sharded_dims(each) or each.to_local().device != value.device:
-            keep(value, each)
+        elif _parts.sharded_dims(each) or each.to_local().device != value.device:
+            _parts.keep(value, each)
     return tree_map_only(Tensor, lambda value: given[id(value)] if id(value) in given else result(value), out)
-
-
-def _laid_out(full: Tensor, like: Tensor) -> Tensor:
-    return full if full.stride() == like.stride() else full.new_empty_strided(like.shape, like.stride()).copy_(full)
 
 
 def _dtensors(given: Any) -> list[DTensor]:
@@ -250,15 +255,12 @@ def _in_a_hook(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch has no strategy for, or refuses for plain tensors beside DTensors, on full tensors."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim]
     sharded = _dtensors(given)
-    to_plain = any(not isinstance(each, DTensor) for each in written(op, args, kwargs))
+    to_plain = any(not isinstance(each, DTensor) for each in _parts.written(op, args, kwargs))
     if not to_plain and len(sharded) in (0, len(given)):
         return _own_or_in_full(op, args, kwargs)
-    is_of_lists = op.name().startswith("aten::_foreach_")
-    if is_of_lists and len(args[0]) > 1:
-        rows = (tuple(e[i : i + 1] if isinstance(e, list | tuple) else e for e in args) for i in range(len(args[0])))
-        outs = [_in_a_hook(op, row, kwargs) for row in rows]
-        return None if schema_of(op).is_mutable else [each for out in outs for each in out]
-    pointwise = is_of_lists or torch.Tag.pointwise in op.tags or op in _POINTWISE_TOO
+    if _parts.has_several(op, args):
+        return _parts.one_by_one(_in_a_hook, op, args, kwargs)
+    pointwise = op.name().startswith("aten::_foreach_") or torch.Tag.pointwise in op.tags or op in _POINTWISE_TOO
     fitting = _as_placed(op, args, kwargs) if pointwise else None
     if fitting is not None:
         return _own_or_in_full(op, *fitting)
@@ -274,7 +276,7 @@ def _noted(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: 
 
 def _in_a_step(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     differentiable = any(each.requires_grad for each in _dtensors((args, kwargs)))
-    taken = [isinstance(e, DTensor) or not (e.ndim or differentiable) for e in written(op, args, kwargs)]
+    taken = [isinstance(e, DTensor) or not (e.ndim or differentiable) for e in _parts.written(op, args, kwargs)]
     return (_in_a_hook if any(taken) else _own_or_in_full)(op, args, kwargs)
 
 
@@ -286,11 +288,11 @@ def _as_placed(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     except RuntimeError:
         return None
     like = next((each for each in _dtensors(given) if each.shape == shape), None)
-    if like is None or not all(isinstance(each, DTensor) for each in written(op, args, kwargs)):
+    if like is None or not all(isinstance(each, DTensor) for each in _parts.written(op, args, kwargs)):
         return None
 
     def fit(each: Tensor) -> Tensor:
-        return each if isinstance(each, DTensor) or not each.ndim else placed(each.expand(shape), like)
+        return each if isinstance(each, DTensor) or not each.ndim else _parts.placed(each.expand(shape), like)
 
     return tree_map_only(Tensor, fit, (args, kwargs))
 
@@ -298,7 +300,7 @@ def _as_placed(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 def _part_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view; of a sharded dimension one of the full tensor, which writes through."""
     tensor, *rest = args
-    sharded = sharded_dims(tensor)
+    sharded = _parts.sharded_dims(tensor)
     if op is _aten.diagonal.default:
         touched = bool(sharded)
     else:
@@ -335,7 +337,8 @@ def _own(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _own_or_in_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if op in _NORMS and math.isinf(args[1] if len(args) > 1 else 2):  # An empty shard has no largest element.
+    # An empty shard has no largest element.
+    if op in _NORMS and math.isinf(args[1] if len(args) > 1 else 2) and _dtensors(args):
         return _in_full(op, args, kwargs)
     try:
         return _own(op, args, kwargs)
@@ -350,7 +353,7 @@ def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
     source = Source(tensor)
     return tree_map_only(
-        Tensor, lambda part: on_every_rank(Part(part, source), tensor), op(source.full, *rest, **kwargs)
+        Tensor, lambda part: _parts.on_every_rank(Part(part, source), tensor), op(source.full, *rest, **kwargs)
     )
 
 

@@ -1,5 +1,6 @@
 """Parts of a sharded tensor that are views of the full one, and write through."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,21 @@ def written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     of = [(i, each.name) for i, each in arguments if each.alias_info and each.alias_info.is_write]
     given = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in of])
     return [each for each in given if isinstance(each, Tensor)]
+
+
+def has_several(op: Any, args: tuple[Any, ...]) -> bool:
+    return op.name().startswith("aten::_foreach_") and isinstance(args[0], list | tuple) and len(args[0]) > 1
+
+
+def one_by_one(take: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``take`` gives for each tensor of a list, of which no two are full at a time."""
+    rows = (tuple(e[i : i + 1] if isinstance(e, list | tuple) else e for e in args) for i in range(len(args[0])))
+    outs = [take(op, row, kwargs) for row in rows]
+    return None if schema_of(op).is_mutable else [each for out in outs for each in out]
+
+
+def laid_out(full: Tensor, like: Tensor) -> Tensor:
+    return full if full.stride() == like.stride() else full.new_empty_strided(like.shape, like.stride()).copy_(full)
 
 
 def is_partial(tensor: DTensor) -> bool:

@@ -126,6 +126,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 ONE_ROW: dict[str, Callable[[Tensor], Any]] = {  # which one rank has
     "largest": lambda p: p.mul_(p.norm(math.inf)),
     "largest of a list": lambda p: p.mul_(torch.nn.utils.get_total_norm([p, p], math.inf)),
+    "largest of shards and others": lambda p: p.mul_(torch.nn.utils.get_total_norm([p, torch.ones(2) * 9], math.inf)),
     "largest of each": lambda p: p.mul_(torch._foreach_max([p])[0]),
     "squeezed": lambda p: p.squeeze().mul_(2),
     "centred": lambda p: p.sub_(p.mean(0, keepdim=True)),
