@@ -88,7 +88,6 @@ REPLACED = {
     "_TrainingEpochLoop.update_lr_schedulers": "schedulers stay where they are after a step that was skipped",
     "function.__code__": "grad_norm reads gradients that are sharded, or that DeepSpeed keeps",
     "function.shard_run": "the module and the gradients that grad_norm reads",
-    "module.summarize": "parameters that ZeRO-3 has sharded are counted with their full size",
 }
 """Class and attribute, and why. `Replacements` refuses anything else."""
 

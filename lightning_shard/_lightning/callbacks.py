@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
-from lightning.pytorch.callbacks import model_summary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.model_summary import DeepSpeedSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -34,16 +32,6 @@ def watches_zero_grad(trainer: Trainer) -> bool:
     return any(is_overridden(hook, module) for hook in hooks) or any(
         is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in callbacks(trainer)
     )
-
-
-def count_sharded_parameters(replacements: Replacements) -> None:
-    """Let ``ModelSummary`` count ZeRO-3's parameters in full, as Lightning does for its own strategy alone."""
-
-    def summary(summarize: Callable[..., Any], module: LightningModule, max_depth: int) -> Any:
-        sharded = any(hasattr(p, "ds_numel") for p in module.parameters())
-        return (DeepSpeedSummary if sharded else summarize)(module, max_depth=max_depth)
-
-    replacements.wrap(model_summary, "summarize", summary)
 
 
 _TRAINABLE = "trainable_parameters"

@@ -214,7 +214,6 @@ def settle_fit(
     """In a fit let errors through, log sharded tensors in full, validate at one time, save between steps."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     full_gradient_norms(replacements, module, partial(read_full, engine, checkpoints, kind="gradient", device=device))
-    callbacks.count_sharded_parameters(replacements)
     callbacks.let_errors_through(replacements, trainer)
     saver = checkpoints.saver
     if async_save:

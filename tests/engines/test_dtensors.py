@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
+from lightning_shard.engines import _dtensors
 from lightning_shard.engines._dtensors import InFull
 from lightning_shard.tensors.full import full_of
 from tests import stand_in
@@ -118,9 +121,13 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "gram": lambda p: p.mul_((p.mul(8).round().t() @ p.mul(8).round()).trace()),
     "sums changed in place": lambda p: p.mul_(p.mul(8).round().abs().sum(0).add_(1).sqrt_()),
     "added to a number": lambda p: p.mul_(torch.zeros(()).add_(p.mul(8).round().sum())),
-    "loss": lambda p: p.mul_(
-        functional.mse_loss(p.mul(8).round(), torch.ones(ROWS, COLUMNS)).mul(ROWS * COLUMNS).round()
-    ),
+    **{
+        f"{loss.__name__}": lambda p, loss=loss: p.mul_(loss(p.clamp(0, 1), p.gt(0).float()))
+        for loss in (
+            *(functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss, functional.soft_margin_loss),
+            *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits),
+        )
+    },
     "printed": lambda p: p.mul_(float(f"{p.mul(8).round().sum():.1f}")),
 }
 ONE_ROW: dict[str, Callable[[Tensor], Any]] = {  # which one rank has
@@ -233,6 +240,45 @@ def _norm_in_a_step() -> float:
 def test_the_norm_of_gradients_is_taken_in_manual_steps() -> None:
     """On a stand-in for a GPU its groups have no backend for the host, where these lie."""
     assert run_distributed(_norm_in_a_step, 2) == [26.0, 26.0]
+
+
+def _most_at_a_time() -> dict[str, int]:
+    """How many full tensors of a list are there at one moment."""
+    there, most = set[int](), 0
+
+    def counted(shard: DTensor) -> Tensor:
+        nonlocal most
+        full = full_of(shard)
+        there.add(id(full))
+        weakref.finalize(full, there.discard, id(full))
+        most = max(most, len(there))
+        return full
+
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    shards = [_cut(torch.full((rows, 4), 0.5), mesh) for rows in (1, 4, 9)]
+    found = {}
+    undo = InFull.answer()
+    InFull.begins(HOOK)
+    with patch.object(_dtensors, "full_of", counted):
+        for name, act in {
+            "largest norm": lambda: torch.nn.utils.get_total_norm(shards, math.inf),
+            "with plain ones": lambda: torch.nn.utils.get_total_norm([*shards, torch.ones(3)], math.inf),
+            "largest": lambda: torch._foreach_max(shards),
+            "written from plain ones": lambda: torch._foreach_copy_(
+                [torch.empty(shard.shape) for shard in shards], shards
+            ),
+        }.items():
+            most = 0
+            act()
+            found[name] = most
+    InFull.ends(HOOK)
+    undo()
+    return found
+
+
+def test_one_tensor_of_a_list_is_full_at_a_time() -> None:
+    for found in run_distributed(_most_at_a_time, 2):
+        assert found == dict.fromkeys(found, 1)
 
 
 def _within(*actions: tuple[str, str]) -> str:

@@ -7,11 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelSummary
 
 from lightning_shard import full_tensor, set_full_tensor
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import run_distributed
 from tests.models import VOCAB, Final, TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, differences
@@ -71,21 +69,3 @@ def test_whole_tensors_are_read_and_written_alike(ranks: int, precision: str) ->
         # At three ranks the order of a sum depends on the engine.
         for part in ("parameters", "optimizer") if ranks == 2 else ():
             assert differences(run[part], first["full"][part]) == {}, engine
-
-
-def summarized() -> tuple[int, int]:
-    summary = ModelSummary()
-    trainer = quiet_trainer(
-        strategy=ShardDeepSpeedStrategy(stage=3), max_steps=1, callbacks=[summary], enable_model_summary=True
-    )
-    module = TinyLM()
-    trainer.fit(module, loader())
-    found = summary._summary(trainer, module)
-    return found.total_parameters, found.trainable_parameters
-
-
-def test_a_cut_models_parameters_are_counted_whole() -> None:
-    module = TinyLM()
-    module.configure_model()
-    count = sum(p.numel() for p in module.parameters())
-    assert run_distributed(summarized, 2) == [(count, count - 12)] * 2
