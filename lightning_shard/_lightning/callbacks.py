@@ -1,4 +1,4 @@
-"""A Trainer's callbacks: those that watch gradients being dropped, summaries, when ``ModelCheckpoint`` saves and which
+"""A Trainer's callbacks: those that watch gradients being dropped, when ``ModelCheckpoint`` saves and which
 checkpoint a run resumes from, and averages of weights, which are given this rank's shards.
 """
 
