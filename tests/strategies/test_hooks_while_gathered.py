@@ -31,8 +31,8 @@ class Teaches(Indexed):
         self.found: dict[str, Tensor] = {}
 
     def on_fit_start(self) -> None:
-        self.found["judged"] = self.judges[0](torch.ones(1, 3)).detach().float()
-        self.found["first"] = self.head(self.body(torch.ones(1, 3))).detach().float()
+        self.found["judged"] = self.judges[0](torch.ones(1, 3, device=self.device)).detach().float()
+        self.found["first"] = self.head(self.body(torch.ones(1, 3, device=self.device))).detach().float()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.inference_mode():  # its first use
@@ -67,7 +67,9 @@ class Teaches(Indexed):
 
     def on_validation_epoch_end(self) -> None:
         self._look(f"after {self.trainer.state.fn}")
-        self.found[f"sample, {self.trainer.state.fn}"] = self.head(self.body(torch.ones(1, 3))).detach().float()
+        self.found[f"sample, {self.trainer.state.fn}"] = (
+            self.head(self.body(torch.ones(1, 3, device=self.device))).detach().float()
+        )
         with torch.no_grad():
             for parameter, kept in zip(self.parameters(), self.kept, strict=True):
                 parameter.copy_(kept)

@@ -42,7 +42,8 @@ ON_A_DEVICE: dict[str, dict[str, int]] = {
     # DeepSpeed's own.
     "zero_1": {"deepspeed/runtime/utils.py:get_global_norm_of_tensors": 2},
     "zero_3": {SYNCHRONIZE: 2},
-    "zero_2_offload": {**NORM_ON_HOST, SYNCHRONIZE: 1},
+    # Whether a step overflowed waits for the copies to the host; clipping and DeepSpeed find them done.
+    "zero_2_offload": {**NORM_ON_HOST, SYNCHRONIZE: 3},
     "zero_3_offload": {
         **NORM_ON_HOST,
         "deepspeed/runtime/zero/partition_parameters.py:_allgather_params_coalesced": 22,  # what stays gathered

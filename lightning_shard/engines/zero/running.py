@@ -237,7 +237,7 @@ def step(running: Running, *, skip: bool) -> None:
     if running.groups and not running.pending:
         return
     running.overflow = skip
-    if running.groups:
+    if running.groups and running.stage == 3:
         layout.wait_for_gradients(running.zero)
     # Stage 0 has no word for a skipped step.
     if running.stage == 3:
