@@ -143,6 +143,35 @@ def test_values_of_another_kind_are_named(
     assert f"{next(iter(given))} is {expected}" in refused(trainer(kind, given))
 
 
+def test_a_stock_precision_plugin_is_the_precision(
+    migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]
+) -> None:
+    def given(**more: Any) -> dict[str, Any]:
+        arguments = {"precision": "16-mixed", "device": "cuda", **more}
+        mixed = {"class_path": "lightning.pytorch.plugins.MixedPrecision", "init_args": arguments}
+        return trainer("ddp", plugins=[mixed, "my.Plugin"])
+
+    result = migrated(given())["trainer"]
+    assert (result["precision"], result["plugins"]) == ("16-mixed", ["my.Plugin"])
+    assert "the loss scale is this package's own" in refused(given(scaler="torch.amp.GradScaler")).lower()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (trainer(7), "'7', but must be the name or the class of a strategy"),
+        ({"trainer": "ddp"}, "trainer is 'ddp', but must be a mapping of keys"),
+        (trainer({"init_args": {}}), "has no class_path"),
+        (trainer("DeepSpeedStrategy", {"stage": 5}), "stage is '5', but must be 0, 1, 2 or 3"),
+        (trainer("FSDPStrategy", {"auto_wrap_policy": "my.policy"}), "a function, which YAML can't carry over"),
+        (trainer("lightning_shard.ShardFSDPStrategy", {"reshard_after_forward": "on"}), "'on', but must be true"),
+    ],
+    ids=["a number", "no mapping", "no class", "a stage", "a function", "a word"],
+)
+def test_what_can_not_be_read_is_refused(given: dict[str, Any], expected: str, refused: Callable[..., str]) -> None:
+    assert expected in refused(given)
+
+
 def test_ddp_options_of_32_true_alone(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
     path = "pytorch_lightning.strategies.DDPStrategy"
     content = trainer(path, {"static_graph": True, "broadcast_buffers": False})

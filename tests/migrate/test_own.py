@@ -100,13 +100,17 @@ def test_hybrid_is_never_lost_unseen(migrated: Callable[..., dict[str, Any]], no
 
 
 def test_accumulation_that_rounds_otherwise_is_named(
-    capsys: pytest.CaptureFixture[str], migrated: Callable[..., dict[str, Any]]
+    capsys: pytest.CaptureFixture[str], migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]
 ) -> None:
     content = trainer("shard_deepspeed_stage_1", accumulate_grad_batches=4)
     migrated(content, "--to", "shard_fsdp")
     assert "reduced after each micro-batch, and were once at the boundary" in capsys.readouterr().out
     migrated(content, "--to", "shard_ddp")
     assert "other fp32 roundings" not in capsys.readouterr().out
+    content = trainer("lightning_shard.ShardDDPStrategy", {"accumulate_sync": "boundary"}, accumulate_grad_batches=4)
+    assert arguments(migrated(content, "--to", "shard_fsdp")) == {"accumulate_sync": "boundary"}
+    assert arguments(migrated(content, "--to", "shard_deepspeed_stage_1")) == {"stage": 1}
+    assert "Stage 2 reduces accumulated gradients by micro_batch" in refused(content, "--to", "shard_deepspeed_stage_2")
 
 
 NAMES = [name for name in registry.PRESETS if "stage_0_aligned" not in name]
