@@ -35,7 +35,7 @@ VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
 DEEP = {"width": 160, "depth": 4}
 # Two matrices of 526000 elements per rank: more than 1 MiB in bf16.
 WIDE = {"width": 592, "depth": 1}
-SWAPS = {"full": 0, "state": 1, "all": 1}
+SWAPS = {"full": 0, "state": 1, "few_buffers": 1, "all": 1}
 """Engine to its swapped sub-groups."""
 
 
@@ -43,7 +43,8 @@ def strategy_of(engine: str, folder: str = "swap") -> ShardStrategy:
     if engine == "full":
         return ShardFSDPStrategy(aligned=True)
     files: dict[str, Any] = {"device": "nvme", "nvme_path": folder}
-    if engine == "state":
+    if engine in ("state", "few_buffers"):  # Masters and two slots are more than two.
+        files |= {"buffer_count": 2} if engine == "few_buffers" else {}
         return ShardDeepSpeedStrategy(
             aligned=True,
             stage=3,
@@ -168,6 +169,7 @@ def test_files_give_the_numbers_of_fsdp() -> None:
     cases = [
         ("state", DEEP, {"precision": "32-true", "steps": 4, **NORM}),
         ("all", WIDE, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "steps": 4, **NORM}),
+        ("few_buffers", DEEP, {"steps": 4}),
     ]
     run_distributed(parity, 2, cases)
 
