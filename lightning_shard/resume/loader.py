@@ -87,8 +87,9 @@ class ResumableLoader(DelegatingLoader):
     @property
     def sampler(self) -> Any:  # type: ignore[override]
         """The original's; that of a stock batch sampler where one was given, of which the loader knows nothing."""
-        own_batches = self._inner.batch_sampler is not None and self._source.items is self._source.full
-        return self._inner.sampler if own_batches else self._source.items
+        if self._inner.batch_sampler is None:
+            return self._source.full
+        return self._inner.sampler if self._source.batches is None else self._source.items
 
     @property
     def batches_done(self) -> int:
@@ -265,7 +266,13 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def _shape(self) -> shapes.Shape:
-        return shapes.shape_of(self.sampler, self.batch_sampler)
+        stock = self._source.batches is not None
+        return shapes.shape_of(self._source.items if stock else self.sampler, self._batches)
+
+    @property
+    def _batches(self) -> Any:
+        """The batch sampler, which with a batch size of None may be in the sampler's place."""
+        return self.batch_sampler if self._source.batches is None else self._source.batches
 
     @property
     def _epoch(self) -> int | None:
@@ -279,5 +286,5 @@ class ResumableLoader(DelegatingLoader):
 
     def _epoch_sampler(self) -> Any:
         """What holds the epoch's number: the sampler, or the one under a batch sampler."""
-        nested = getattr(self.batch_sampler, "sampler", None)
+        nested = getattr(self._batches, "sampler", None)
         return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)

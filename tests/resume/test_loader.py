@@ -64,6 +64,15 @@ STOCK = {
     "weighted": lambda: DataLoader(Numbers(11), 2, sampler=WeightedRandomSampler([1.0] * 11, 20)),
     "subset": lambda: DataLoader(Numbers(11), 2, sampler=SubsetRandomSampler(range(3, 11)), drop_last=True),
     "single samples": lambda: DataLoader(Numbers(7), None, shuffle=True),
+    **{
+        f"batches of {type(sampler()).__name__} as samples": lambda sampler=sampler: DataLoader(
+            Numbers(11), None, sampler=BatchSampler(sampler(), 2, drop_last=False)
+        )
+        for sampler in (
+            lambda: RandomSampler(Numbers(11)),
+            lambda: DistributedSampler(Numbers(11), num_replicas=2, rank=1),
+        )
+    },
     "list of batches": lambda: DataLoader(Numbers(11), batch_sampler=[[1, 2], [3], [4, 5, 6], [0, 7]]),
     "own batch sampler": lambda: DataLoader(Numbers(11), batch_sampler=Growing(RandomSampler(Numbers(11)))),
     "numpy sampler": lambda: DataLoader(Numbers(11), 2, sampler=NumpyShuffle(11)),
