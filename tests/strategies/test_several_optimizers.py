@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_shard import ConfigurationError, ShardDeepSpeedStrategy, full_tensor
+from lightning_shard import ConfigurationError, ShardDeepSpeedStrategy, full_tensor, set_full_tensor
 from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import run_distributed
@@ -60,6 +60,12 @@ class Adversaries(pl.LightningModule):
             elif self.kind not in ("drops", "module", "none"):
                 optimizer.zero_grad()
             self.manual_backward(self.losses(x)[index])
+            if self.kind == "module":
+                # Between backward and the step.
+                name = ("shift", "discriminator.2.weight")[index]
+                gradient = full_tensor(self.trainer, name, "gradient")
+                assert gradient is not None
+                set_full_tensor(self.trainer, name, gradient / 2, "gradient")
             if self.kind == "drops":
                 # What the backward pass left in the other's parameters; the step is on the optimizer's own.
                 for other in optimizers:

@@ -230,6 +230,7 @@ class SeveralOptimizers(FlatTensors):
         return [self._held[fqn] for fqn in self._own[optimizer] if fqn in self._held]
 
     def gradient(self, fqn: str, parameter: Tensor) -> FlatTensor | None:
+        self.collect()
         if fqn not in self._held:
             return None
         member, held = self._members[fqn], self._held[fqn]
