@@ -89,7 +89,7 @@ class ResumableLoader(DelegatingLoader):
         """The original's; that of a stock batch sampler where one was given, of which the loader knows nothing."""
         if self._inner.batch_sampler is None:
             return self._source.full
-        return self._inner.sampler if self._source.batches is None else self._source.items
+        return self._inner.sampler if self._source.items is self._source.full else self._source.items
 
     @property
     def batches_done(self) -> int:
@@ -266,13 +266,12 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def _shape(self) -> shapes.Shape:
-        stock = self._source.batches is not None
-        return shapes.shape_of(self._source.items if stock else self.sampler, self._batches)
+        return shapes.shape_of(self._source.items, self._batches)
 
     @property
     def _batches(self) -> Any:
         """The batch sampler, which with a batch size of None may be in the sampler's place."""
-        return self.batch_sampler if self._source.batches is None else self._source.batches
+        return self.batch_sampler if self._source.items is self._source.full else self._source.full
 
     @property
     def _epoch(self) -> int | None:

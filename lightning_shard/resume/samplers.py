@@ -184,12 +184,12 @@ class IndexSource(Delegating):
     and planned iterations.
     """
 
-    _own = frozenset({"full", "items", "batches", "_late", "_planned"})
+    _own = frozenset({"full", "items", "_late", "_planned"})
 
     def __init__(self, full: Any) -> None:
         super().__init__(full)
         stock = stock_type(full) is BatchSampler
-        self.full, self.items, self.batches = full, full.sampler if stock else full, full if stock else None
+        self.full, self.items = full, full.sampler if stock else full
         # torch's own draws nothing before the first ``next``, torchdata's when its iterator is made.
         self._late = stock and inspect.isgeneratorfunction(type(full).__iter__)
         self._planned: Callable[[], Epoch] | None = None

@@ -32,8 +32,8 @@ def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor |
         trainer: in a run with a strategy of this package; optimizer state and gradients are there in a fit alone.
         fqn: the parameter's name in the LightningModule, as in its ``named_parameters()`` before the fit.
         kind: "parameter": what the optimizer steps (the master weights); "gradient": reduced over all ranks, there
-            from backward to the step (ZeRO-1 and -2 of one optimizer reduce it at the step: from
-            ``on_before_optimizer_step``); else the optimizer's name of a slot, such as "exp_avg".
+            from backward to the step (ZeRO-1 and -2 of one optimizer reduce it once, in manual optimization at the
+            step: from ``on_before_optimizer_step``); else the optimizer's name of a slot, such as "exp_avg".
 
     Returns:
         The tensor in the dtype that it is held in; None for a gradient or a slot that is not there.

@@ -122,7 +122,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "sums changed in place": lambda p: p.mul_(p.mul(8).round().abs().sum(0).add_(1).sqrt_()),
     "added to a number": lambda p: p.mul_(torch.zeros(()).add_(p.mul(8).round().sum())),
     **{
-        f"{loss.__name__}": lambda p, loss=loss: p.mul_(loss(p.clamp(0, 1), p.gt(0).float()))
+        loss.__name__: lambda p, loss=loss: p.mul_(loss(p.clamp(0, 1), p.gt(0).float()))
         for loss in (
             *(functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss, functional.soft_margin_loss),
             *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits),

@@ -239,9 +239,9 @@ def step(running: Running, *, skip: bool) -> None:
     running.overflow = skip
     if running.groups and running.stage == 3:
         layout.wait_for_gradients(running.zero)
-    # Stage 0 has no word for a skipped step.
     if running.stage == 3:
         _show_masters(running, False)
+    # Stage 0 has no word for a skipped step.
     with replaced_step(running.zero) if skip and running.stage == 0 else nullcontext():
         running.engine.step()
     if running.groups:
