@@ -73,8 +73,6 @@ def _shard(target: Target, asked: Line) -> None:
         target.set(asked, "strategy.mesh", {"replicate": "auto", "shard": 1}, "full copies, as DDP")
     elif asked.value == "gradients":
         target.set(asked, "strategy.reshard_after_forward", False)
-    elif asked.value == "optimizer":
-        target.lose(asked, "FSDP2 shards gradients with the optimizer state", "--to shard_fsdp_grad_op", "memory")
     else:
         target.note(asked, "strategy.reshard_after_forward", "the default")
 
@@ -110,9 +108,7 @@ _TOGETHER = "FSDP offloads parameters, gradients and optimizer state together, o
 
 
 def _cpu_offload(target: Target, asked: Line) -> None:
-    if asked.value is False:
-        target.reading.rest(asked.field, asked.given)
-    elif target.engine == "fsdp":
+    if target.engine == "fsdp":
         target.set(asked, "strategy.cpu_offload", True)
     elif target.engine == "ddp":
         target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload", "memory")
@@ -201,6 +197,9 @@ def _accumulate(target: Target, asked: Line) -> None:
     if int(asked.value) > 1 and reading.value("accumulate_sync") is None:
         aligned = bool(reading.value("aligned"))
         before = reduced(reading.engine, LEVELS.index(reading.value("shard", "gradients")), aligned)
+        if reading.engine == "fsdp" and asked.field != asked.name:
+            # Not in a Lightning YAML: Accelerate and transformers' Trainer use ``no_sync``, Lightning DDP's alone.
+            before = "once at the boundary"
         after = reduced(target.engine, target.stage, bool(target.arguments.get("aligned")) or aligned)
         if before != after:
             note = f"gradients are reduced {after}, and were {before}: other fp32 roundings"

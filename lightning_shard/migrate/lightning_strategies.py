@@ -69,8 +69,7 @@ def precision_of(kind: str | None, precision: str) -> tuple[str, str]:
     notes = {
         "DeepSpeedStrategy": PRECISION_NOTE if bits == "bf16" else f"{PRECISION_NOTE}; {SCALE_NOTE}",
         "FSDPStrategy": f"gradients are reduced in fp32, by stock FSDP in {reduced}: ShardPrecision(reduce: {reduced})",
-        "DDPStrategy": CAST_NOTE,
-        "SingleDeviceStrategy": CAST_NOTE,
+        **dict.fromkeys(("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy"), CAST_NOTE),
     }
     return precision, notes.get(str(kind), "") if form == "mixed" else ""
 

@@ -178,7 +178,12 @@ _MESH = dict.fromkeys((f"mesh.{axis}" for axis in MESH), READ_ELSEWHERE)
 
 SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
     "ddp": _SYNC,
-    "fsdp": {**_SYNC, **_MESH, "reshard_after_forward": READ_ELSEWHERE, "cpu_offload": setting("cpu_offload", "bool")},
+    "fsdp": {
+        **_SYNC,
+        **_MESH,
+        "reshard_after_forward": READ_ELSEWHERE,
+        "cpu_offload": setting("cpu_offload", "bool", False),
+    },
     "deepspeed": {
         **_SYNC,
         **_MESH,

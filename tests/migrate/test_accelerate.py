@@ -231,6 +231,9 @@ def test_mistakes_in_one_message(refused: Callable[..., str]) -> None:
         (accelerate(distributed_type="MULTI_XPU"), "run on CUDA devices and on CPUs"),
         ({"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO"}, "LOCAL_MACHINE"),
         (accelerate(distributed_type="MULTI_GPU", gpu_ids="0"), "num_processes asks for 2"),
+        (accelerate(distributed_type="MULTI_GPU", gpu_ids="0,b"), "must be all, or numbers with commas between them"),
+        (fsdp(2, fsdp_min_num_params=-1), "fsdp_min_num_params is '-1', but must be a whole number of 0 or more"),
+        (fsdp(2, fsdp_transformer_layer_cls_to_wrap=[1]), "'[1]', but must be names, as a list or with commas"),
         (accelerate(distributed_type="MULTI_GPU", mixed_precision="bf61"), "the nearest is 'bf16'"),
         (accelerate(distributed_type="MULTI_GPU", fsdp_config={"fsdp_version": 2}), "does not read it"),
         (fsdp(2, fsdp_sharding_strategy="SHARD_GRAD_OP"), "fsdp_version is 2"),
@@ -280,8 +283,10 @@ def test_spellings_that_yaml_reads_otherwise_and_sections_that_are_not_read(
     assert "Accelerate does not read it with distributed_type NO either" in table
     assert "with distributed_type NO Accelerate starts one process" in table
     assert "loaded in 16 bits" in table
-    migrated(fsdp(2), "--to", "shard_deepspeed_stage_3")
-    assert "FSDP is not the engine" in capsys.readouterr().out
+    migrated(fsdp(2, fsdp_min_num_params=5), "--to", "shard_deepspeed_stage_3")
+    table = capsys.readouterr().out
+    assert "FSDP is not the engine" in table
+    assert "Accelerate does not read it with TRANSFORMER_BASED_WRAP either" in table
 
 
 def test_the_axes_of_deepspeed(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:

@@ -85,18 +85,18 @@ def test_deepspeed_mistakes_and_removed_features(refused: Callable[..., str]) ->
     assert "both true" in refused(both)
     removed = {
         "zero_optimization": {"stage": 3, "mics_shard_size": 4, "offload_optimizer": {"device": "cpu", "ratio": "0.5"}},
-        "fp16": {"enabled": True, "loss_scale": 128.0},
+        "fp16": {"enabled": True, "loss_scale": 128.0, "consecutive_hysteresis": True},
         "curriculum_learning": {"enabled": True},
         "dataloader_drop_last": True,
     }
     message = refused(removed)
-    assert "5 fields have no counterpart" in message
+    assert "6 fields have no counterpart" in message
     assert "Nearest: shard_fsdp_hybrid" in message
 
 
 def test_only_what_differs_from_a_default_is_noted(noted: Callable[..., str]) -> None:
     defaults = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
-    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": True}}
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "buffer_count": "auto"}}
     message = noted({"zero_optimization": {**defaults, **both, "reduce_bucket_size": 7}}, "--to", "shard_fsdp")
     assert message.count("\n") == 0
     assert re.search(r"zero_optimization.reduce_bucket_size +7 ", message)

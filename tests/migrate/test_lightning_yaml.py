@@ -111,6 +111,20 @@ def test_stock_fsdp_class(migrated: Callable[..., dict[str, Any]]) -> None:
     }
 
 
+def test_stock_classes_that_say_more_than_their_name(
+    migrated: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload = {"class_path": "torch.distributed.fsdp.CPUOffload", "init_args": {"offload_params": True}}
+    assert migrated(trainer("FSDPStrategy", {"cpu_offload": offload}))["trainer"]["strategy"] == "shard_fsdp_offload"
+    alone = trainer("SingleDeviceStrategy")
+    del alone["trainer"]["devices"]
+    assert migrated(alone)["trainer"]["devices"] == 1
+    assert migrated(trainer("DeepSpeedStrategy", {"zero_optimization": False}))["trainer"]["strategy"].endswith("_0")
+    capsys.readouterr()
+    migrated(trainer("ModelParallelStrategy", {"tensor_parallel_size": 1}, precision="bf16-mixed"))
+    assert "autocast is not used" in capsys.readouterr().out
+
+
 def test_stock_deepspeed_class(
     migrated: Callable[..., dict[str, Any]], refused: Callable[..., str], noted: Callable[..., str]
 ) -> None:
@@ -164,9 +178,14 @@ def test_a_stock_precision_plugin_is_the_precision(
         (trainer({"init_args": {}}), "has no class_path"),
         (trainer("DeepSpeedStrategy", {"stage": 5}), "stage is '5', but must be 0, 1, 2 or 3"),
         (trainer("FSDPStrategy", {"auto_wrap_policy": "my.policy"}), "a function, which YAML can't carry over"),
+        (trainer("FSDPStrategy", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2]}), "must be two numbers"),
+        (
+            trainer("FSDPStrategy", {f"activation_checkpointing{end}": "A" for end in ("", "_policy")}),
+            "activation_checkpointing and its policy are both given",
+        ),
         (trainer("lightning_shard.ShardFSDPStrategy", {"reshard_after_forward": "on"}), "'on', but must be true"),
     ],
-    ids=["a number", "no mapping", "no class", "a stage", "a function", "a word"],
+    ids=["a number", "no mapping", "no class", "a stage", "a function", "a mesh", "two policies", "a word"],
 )
 def test_what_can_not_be_read_is_refused(given: dict[str, Any], expected: str, refused: Callable[..., str]) -> None:
     assert expected in refused(given)

@@ -24,7 +24,7 @@ from lightning_shard.migrate import (
 )
 from lightning_shard.migrate.neutral import Field
 from tests.groups import sampled
-from tests.migrate.support import arguments, trainer
+from tests.migrate.support import arguments, fsdp, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -107,6 +107,12 @@ def test_accumulation_that_rounds_otherwise_is_named(
     assert "reduced after each micro-batch, and were once at the boundary" in capsys.readouterr().out
     migrated(content, "--to", "shard_ddp")
     assert "other fp32 roundings" not in capsys.readouterr().out
+    for field in ("gradient_accumulation_steps", "trainer.accumulate_grad_batches"):
+        # Accelerate's `no_sync` is FSDP's too; stock Lightning's is DDP's alone.
+        files = [{**fsdp(), field: 4}] if "." not in field else [trainer("fsdp", accumulate_grad_batches=4)]
+        migrated(*files)
+        told = "reduced after each micro-batch, and were once at the boundary" in capsys.readouterr().out
+        assert told is ("." not in field)
     content = trainer("lightning_shard.ShardDDPStrategy", {"accumulate_sync": "boundary"}, accumulate_grad_batches=4)
     assert arguments(migrated(content, "--to", "shard_fsdp")) == {"accumulate_sync": "boundary"}
     assert arguments(migrated(content, "--to", "shard_deepspeed_stage_1")) == {"stage": 1}
@@ -171,3 +177,32 @@ def test_what_runs_forward_goes_to_every_engine_but_compiling_to_stage_3(
     message = noted(content, "--to", "shard_deepspeed_stage_3")
     assert message.count("\n") == 0
     assert re.search(r"compile +true .*speed alone: stage 3 gathers inside of the blocks", message)
+
+
+OWN = "lightning_shard.Shard{}Strategy"
+_HPZ = trainer(OWN.format("DeepSpeed"), {"stage": 3, "zero_plus_plus": {"hpz_partition_size": 2}}, num_nodes=2)
+_BF16 = {"communication_data_type": "bf16", "zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "to", "says"),
+    [
+        (trainer("shard_fsdp_hybrid"), "shard_ddp", "strategy +full copies +.*as --to says"),
+        (_HPZ, "shard_fsdp_grad_op", "strategy.reshard_after_forward +false +.*as --to says"),
+        (trainer("shard_fsdp_offload"), "shard_ddp", "memory alone: DDP keeps everything on the device"),
+        (trainer(OWN.format("FSDP"), {"cpu_offload": False}), "shard_ddp", "asking for nothing: .*cpu_offload false"),
+        (
+            fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_activation_checkpointing=True),
+            "shard_deepspeed_stage_2",
+            "strategy.activation_checkpointing +units +every repeated block, as there are no units",
+        ),
+        ({**_BF16, "communication_data_type": "fp32"}, "shard_fsdp", "gradients are reduced in fp32"),
+        (_BF16, "shard_fsdp", "none +it goes with a precision, and the source names none; nearest: ShardPrecision"),
+        (trainer(OWN.format("DeepSpeed"), {"offload_optimizer": {}}), None, "strategy.stage +2 +the default is 2"),
+    ],
+)
+def test_what_depends_on_the_target_is_said(
+    content: dict[str, Any], to: str | None, says: str, migrated: Callable[..., dict[str, Any]], capsys: Any
+) -> None:
+    migrated(content, "--lossy", *(() if to is None else ("--to", to)))
+    assert re.search(says, capsys.readouterr().out)

@@ -23,7 +23,9 @@ def test_fsdp(migrated: Files) -> None:
     assert (section["precision"], section["accumulate_grad_batches"]) == ("bf16-mixed", 2)
     assert section["gradient_clip_val"] == 0.5
     second = {"fsdp": ["shard_grad_op"], "fsdp_config": {"version": 2, "reshard_after_forward": False}}
-    assert arguments(migrated({**COMMON, **second}))["reshard_after_forward"] is False
+    mesh = {"dp_replicate_size": 2, "dp_shard_size": 4}
+    result = arguments(migrated({**COMMON, **second, "parallelism_config": mesh}))
+    assert (result["reshard_after_forward"], result["mesh"]) == (False, {"replicate": 2, "shard": 4})
 
 
 def test_deepspeed(migrated: Files, refused: Callable[..., str]) -> None:
