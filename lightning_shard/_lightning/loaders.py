@@ -179,7 +179,6 @@ def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None,
     """
     path = os.path.join(trainer.default_root_dir, f".trial_{uuid.uuid4()}.ckpt")
     path = trainer.strategy.broadcast(path)
-    trainer.save_checkpoint(path)
     loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     state, callbacks, loggers = deepcopy(loop.state_dict()), trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
     schedulers, steps = trainer.strategy.lr_scheduler_configs, epoch_loop.max_steps
@@ -200,6 +199,8 @@ def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None,
         trainer._checkpoint_connector.restore(path)
 
     try:
+        trainer.callbacks = []  # type: ignore[attr-defined]
+        trainer.save_checkpoint(path)
         yield run
     finally:
         trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]

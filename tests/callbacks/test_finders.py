@@ -74,6 +74,17 @@ def tuned(strategy: str, precision: str) -> dict[str, Any]:
     return outcome(module, final)
 
 
+class Saves(ModelCheckpoint):
+    """In each second step; the steps that its hook is called in."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        self.steps: list[int] = []
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
 def found(
     strategy: str,
     precision: str,
@@ -92,7 +103,7 @@ def found(
     module, final, finder = Data(start), Final(), BatchSizeCallback(**arguments)
     if has_lock:
         module.lock = threading.Lock()
-    saving = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    saving = Saves(folder)
     trainer = quiet_trainer(
         strategy=strategy,
         precision=precision,
@@ -105,7 +116,7 @@ def found(
     trials = len(module.losses) - trainer.accumulate_grad_batches * (steps - (2 if resume else 0))
     module.losses, module.seen = module.losses[trials:], module.seen[trials:]
     own = {"found": module.batch_size, "accumulate": trainer.accumulate_grad_batches}
-    return {**outcome(module, final), **own, "measured": finder.measured, "trials": trials}
+    return {**outcome(module, final), **own, "measured": finder.measured, "trials": trials, "saves": saving.steps}
 
 
 def assert_same(ones: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -155,6 +166,7 @@ def test_the_global_batch_is_kept_and_a_resumed_fit_goes_on(tmp_path: Path) -> N
     rest = run_distributed(found, 2, strategy, "bf16-mixed", resume=str(tmp_path / "step=2.ckpt"), **settings)
     for whole, part in zip(runs, rest, strict=True):
         assert (part["found"], part["accumulate"]) == (48, 1)
+        assert whole["saves"] == [2, 4], "a trial is none of the fit's checkpoints"
         assert part["losses"] == whole["losses"][2:]
 
 
