@@ -343,14 +343,14 @@ class StepFlops:
 
 
 def without_side_effects(module: LightningModule) -> LightningModule:
-    """Let a copy log nothing and update no metric; it has no Trainer, since a copy never has."""
+    """Let a module whose tensors have no values log nothing and update no metric."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    for name in ("log", "log_dict", "print"):
-        setattr(module, name, nothing)
     for part in list(module.modules()):
+        if isinstance(part, LightningModule):
+            vars(part).update(log=nothing, log_dict=nothing, print=nothing)
         if isinstance(part, Metric | MetricCollection):
             empty = isinstance(part, MetricCollection)
             value: Any = (lambda *args, **kwargs: {}) if empty else (lambda *args, **kwargs: torch.zeros(()))

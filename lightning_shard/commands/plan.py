@@ -113,6 +113,7 @@ def parsed(arguments: Sequence[str]) -> Plan:
         )
     raise_problems(_problems(options))
     refuse_to_replace(options.output, options.force)
+    refuse_to_replace(options.picture, force=True)
     if model is not None:
         rest = [*_hugging_face(model, options), *rest]
     measured = None if options.links is None else read_links(options.links)
@@ -249,7 +250,7 @@ def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None
         except ConfigurationError as error:
             planner.without_activations(error)
     try:
-        optimizers = plan_inputs.optimizers_of(inputs)
+        optimizers, _ = plan_inputs.configured(inputs)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         planner.groups = [dict(group, params=list(group["params"])) for group in groups]
         planner.optimizer = plan_inputs.optimizer_facts(inputs)

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_shard import registry
+from lightning_shard._lightning import processes
+from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.cluster.traces import user_frame
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
@@ -32,7 +34,11 @@ from lightning_shard.tensors.names import replace_tensors
 
 
 class _StandIn(SimpleNamespace):
-    """A Trainer that has facts and runs nothing."""
+    """A Trainer that has facts and runs nothing; of what else a Trainer has, such as a logger, there is none."""
+
+    def __getattr__(self, name: str) -> None:
+        if not hasattr(Trainer, name):
+            raise AttributeError(f"{name!r} is not known before a run")
 
 
 @dataclass(kw_only=True)
@@ -82,19 +88,18 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         name=name,
         config=lambda: yaml.safe_load(reader.parser.dump(reader.config, skip_none=True))["fit"],
     )
-    inputs.standin = _stand_in(trainer, inputs.nodes)
+    inputs.standin = _stand_in(trainer, inputs.nodes, inputs.data)
     inputs.module.trainer = inputs.standin
-    for part in inputs.module.modules():
-        if isinstance(part, LightningModule):
-            # What is logged has no value.
-            part.__dict__["log"] = part.__dict__["log_dict"] = lambda *args, **kwargs: None
+    if inputs.data is not None:
+        inputs.data.trainer = inputs.standin
     _without_data(inputs.module.configure_model, mode)
     if lazy := [name for name, parameter in inputs.module.named_parameters() if nn.parameter.is_lazy(parameter)]:
         raise ConfigurationError(
             f"{lazy[0]} has no size before a first forward, so that nothing can be planned: give the lazy module its "
             "sizes, or run a batch through it in __init__."
         )
-    fake.make_fake(inputs.module, mode)
+    fake.make_fake(without_side_effects(inputs.module), mode)
+    processes.set_device(inputs.module, torch.device("cpu"))  # where the fake tensors are
     return inputs
 
 
@@ -167,7 +172,10 @@ def _precision(trainer: Mapping[str, Any]) -> ShardPrecision:
     return own or ShardPrecision(SHORT_FORMS.get(given, given))  # type: ignore[arg-type]
 
 
-def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:
+_BATCHES = 1000  # Of an epoch, and steps of a run that has no number of them: no byte depends on it.
+
+
+def _stand_in(trainer: Mapping[str, Any], nodes: Nodes, data: LightningDataModule | None) -> Any:
     ranks, steps = nodes.ranks, trainer.get("max_steps") or -1
 
     def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -176,12 +184,15 @@ def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:
     strategy = SimpleNamespace(all_gather=all_gather, world_size=ranks, global_rank=0, reduce=lambda t, *a, **k: t)
     facts: dict[str, Any] = {
         **dict.fromkeys(("global_rank", "local_rank", "node_rank", "global_step", "current_epoch"), 0),
-        **dict.fromkeys(("is_global_zero", "training", "barebones"), True),
+        **dict.fromkeys(("is_global_zero", "training", "barebones", "is_last_batch"), True),
         **dict.fromkeys(("validating", "sanity_checking"), False),
-        **{key: trainer.get(key) for key in ("max_epochs", "gradient_clip_val")},
+        "gradient_clip_val": trainer.get("gradient_clip_val"),
         "accumulate_grad_batches": int(trainer.get("accumulate_grad_batches") or 1),
         "max_steps": steps,
-        "estimated_stepping_batches": steps if steps > 0 else float("inf"),
+        "max_epochs": trainer.get("max_epochs") or (-1 if steps > 0 else 1000),
+        **dict.fromkeys(("estimated_stepping_batches", "num_training_batches"), steps if steps > 0 else _BATCHES),
+        "datamodule": data,
+        "loggers": [],
     }
     return _StandIn(**facts, strategy=strategy, world_size=ranks, num_nodes=nodes.nodes, num_devices=nodes.devices)
 
@@ -209,6 +220,7 @@ def loss_of(inputs: Inputs) -> Any:
     """``(batch) -> loss`` of a module's training step; of a manual one, the sum of its losses."""
     module = inputs.module
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    module.__dict__ |= {"optimizers": partial(_idle, inputs, 0), "lr_schedulers": partial(_idle, inputs, 1)}
 
     def step(batch: Any) -> Any:
         return module.training_step(batch, 0) if takes_index else module.training_step(batch)
@@ -217,57 +229,61 @@ def loss_of(inputs: Inputs) -> Any:
 
 
 class _Idle:
-    """In the place of an optimizer or a schedule: what is called does nothing, what is read is the optimizer's."""
+    """In the place of an optimizer or a schedule: what steps it does nothing, the rest is its own."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self.optimizer = optimizer
+    def __init__(self, own: Any) -> None:
+        self.own = own
 
-    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-        return None if closure is None else closure()
+    def step(self, closure: Callable[[], Any] | None = None, *_: Any, **__: Any) -> Any:
+        return closure() if callable(closure) else None
+
+    def zero_grad(self, **_: Any) -> None:
+        pass
 
     def toggle_model(self, **_: Any) -> Any:
         return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("param_groups", "state", "defaults"):
-            return getattr(self.optimizer, name)
-        return lambda *args, **kwargs: None
+        return getattr(self.own, name, self.own) if name == "optimizer" else getattr(self.own, name)
+
+
+def _idle(inputs: Inputs, which: int, *_: Any, **__: Any) -> Any:
+    """What ``LightningModule.optimizers`` (0) and ``lr_schedulers`` (1) give."""
+    found = [_Idle(each) for each in configured(inputs)[which]]
+    return found[0] if len(found) == 1 else found or None
 
 
 def _manual_step(inputs: Inputs, step: Callable[[Any], Any], batch: Any) -> Tensor:
     """The sum of what a manual step calls backward on, whose graphs so are all there at once."""
     module, losses = inputs.module, list[Tensor]()
-    idle = [_Idle(optimizer) for optimizer in optimizers_of(inputs)]
-    own: dict[str, Any] = {"optimizers": lambda *a, **k: idle[0] if len(idle) == 1 else idle}
-    own |= {"manual_backward": lambda loss, *a, **k: losses.append(loss), "lr_schedulers": _Idle}
-    nothing = ("clip_gradients", "toggle_optimizer", "untoggle_optimizer")
-    module.__dict__.update(own | dict.fromkeys(nothing, lambda *a, **k: None))
-    try:
-        step(batch)
-    finally:
-        for name in (*own, *nothing):
-            del module.__dict__[name]
+    own = dict.fromkeys(("clip_gradients", "toggle_optimizer", "untoggle_optimizer"), lambda *a, **k: None)
+    module.__dict__ |= own | {"manual_backward": lambda loss, *a, **k: losses.append(loss)}
+    step(batch)
     if not losses:
         raise ConfigurationError("the manual training_step calls manual_backward on no loss")
     return torch.stack([loss.float() for loss in losses]).sum()
 
 
-def optimizers_of(inputs: Inputs) -> list[torch.optim.Optimizer]:
-    """What ``configure_optimizers`` returns, over tensors without data: one, or a manual step's several."""
+def configured(inputs: Inputs) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Optimizers, one or a manual step's, and schedules of ``configure_optimizers``, over tensors without data."""
     try:
         with inputs.mode:
-            found = inputs.module.configure_optimizers()
+            found: Any = inputs.module.configure_optimizers()
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
         raise ConfigurationError(f"configure_optimizers needs what only a run has: {told}") from error
-    if isinstance(found, tuple) and found and isinstance(found[0], list):
-        found = found[0]
-    given = found if isinstance(found, list | tuple) else [found]
+    apart = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list)
+    given, schedules = map(_listed, found if apart else (found, []))
+    schedules += [each["lr_scheduler"] for each in given if isinstance(each, Mapping) and "lr_scheduler" in each]
     optimizers: list[Any] = [each.get("optimizer") if isinstance(each, Mapping) else each for each in given]
     several = len(optimizers) > 1 and inputs.module.automatic_optimization
     if several or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise ConfigurationError("configure_optimizers returns no optimizer, or several")
-    return optimizers
+    return optimizers, [each["scheduler"] if isinstance(each, Mapping) else each for each in schedules]
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def facts_of_several(
@@ -293,7 +309,7 @@ def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
     with inputs.mode:
         restore = replace_tensors(inputs.module, cast)
     try:
-        optimizers = optimizers_of(inputs)
+        optimizers, _ = configured(inputs)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             # As on GPUs, where torch's optimizers step all tensors at once.
             if "foreach" in group and not group["foreach"] and not group.get("fused"):

@@ -202,7 +202,8 @@ def explained(error: BaseException, operation: str) -> str:
     """What failed, where, and, where that is the reason, that there is no data."""
     at = f", at {place}" if (place := user_frame(error)) else ""
     operation = str(getattr(error, "func", operation))
-    told = f"the step can't be traced without data: operation {operation}{at} ({first_line(error, most=300)})"
+    what = f": operation {operation}" * (isinstance(error, RuntimeError) and bool(operation))
+    told = f"the step can't be traced without data{what}{at} ({first_line(error, most=300)})"
     if isinstance(error, DataDependent) or hasattr(error, "func") or "fake impl" in str(error):
         told += ". A size or a branch that depends on values does that, and a kernel without a fake implementation "
         told += "(torch.library.register_fake)"

@@ -103,6 +103,8 @@ class Planner:
                 if fits(end, 1, count):
                     return Nodes(nodes=1, devices=count)
             nodes = _least(partial(fits, end), MOST_NODES)
+            if nodes is None and fits(end, self.nodes.nodes):  # of a mesh with sizes, which is of no other number
+                return self.nodes
             return None if nodes is None else Nodes(nodes=nodes, devices=self.nodes.devices)
 
         return fewest(1), fewest(0)

@@ -87,7 +87,8 @@ def read_links(path: Path) -> Links:
             raise ValueError(f"its format is not {FORMAT!r}")
         speeds = {name: None if content[key] is None else float(content[key]) for name, key in _SPEEDS.items()}
         device = {name: float(content["device"][name]) for name in _REACHED} if content.get("device") else {}
-        if not all(0 < speed < float("inf") for speed in (*device.values(), *filter(None, speeds.values()))):
+        found = (*device.values(), *(speed for speed in speeds.values() if speed is not None))
+        if not all(0 < speed < float("inf") for speed in found):
             raise ValueError("a speed is not greater than 0")
     except (OSError, ValueError, TypeError, KeyError) as error:
         make = "Make the file on the nodes of the run: srun lightning-shard doctor --output links.json."

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_shard._lightning import processes
 from lightning_shard.engines.engine import Engine, PlannedRun
 from lightning_shard.engines.resident import Resident, is_sharded
 from lightning_shard.memory import MemoryAccount, most
@@ -63,10 +65,11 @@ class Memory:
         optimizer, count = known or OptimizerFacts(slots=(), fixed_bytes=0), self._run.accumulate_grad_batches
         return Training(model=model, policy=self._run.policy, optimizer=optimizer, micro_batches=count)
 
-    def largest_batch(self, module: nn.Module, step: Step, optimizers: Sequence[Optimizer], limit: int) -> int | None:
+    def largest_batch(self, module: Any, step: Step, optimizers: Sequence[Optimizer], limit: int) -> int | None:
         """The largest batch that fits into ``limit`` bytes, by arithmetic, or None. ``module``: a `meta_copy`."""
         mode = fake_mode()
         make_fake(module, mode)
+        processes.set_device(module, torch.device("cpu"))  # where the fake tensors are
         step = replace(step, units=self._engine.units(module))
         size, policy = batch_size_of(step.batch), self._run.policy
         traces = [trace_step(module, step, policy, mode, batch_size=each) for each in (size, 2 * size)]

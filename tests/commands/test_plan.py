@@ -17,7 +17,7 @@ from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.peaks import find_peaks
 from lightning_shard.planning.operators import Device
-from lightning_shard.planning.report import recommend
+from lightning_shard.planning.report import draw, recommend
 from lightning_shard.planning.traffic import Links, Nodes, links_text, read_links
 from tests.harness import ROOT
 from tests.models import TinyLM, loader
@@ -84,6 +84,7 @@ def check_yaml(out: str, folder: Path) -> None:
     assert type(read.trainer.strategy).__name__ == content["trainer"]["strategy"]["class_path"].rpartition(".")[2]
 
 
+OWN_CLASS = "--trainer.strategy=lightning_shard.ShardFSDPStrategy"
 ON_GPUS = "--trainer.accelerator=auto"
 
 
@@ -190,6 +191,11 @@ class Words(pl.LightningDataModule):
         (["--links", "links.json", "--inter-node", "50GB/s"], "--links links.json and --inter-node both say"),
         ([*GPT, "--trainer.strategy=ddp"], "trainer.strategy is 'ddp'.*--trainer.strategy shard_ddp"),
         ([*GPT, "--device-name", "abacus"], "the peak of 'abacus' is not known"),
+        (["--picture", "nope/plan.png"], "nope/plan.png: there is no folder nope. Make it first"),
+        (
+            [*GPT, "--trainer.strategy=shard_deepspeed_stage_0", "--trainer.precision=bf16-mixed", "--no-trace"],
+            "precision is 'bf16-mixed' with DeepSpeed stage 0.*Use shard_ddp",
+        ),
     ],
 )
 def test_mistakes(arguments: list[str], message: str) -> None:
@@ -244,6 +250,7 @@ def test_measured_links(tmp_path: Path) -> None:
             '{"format": "lightning_shard links 1", "intra_node_bytes_per_second": "5GB/s"}',
             "could not convert string to float: '5GB/s'",
         ),
+        (links_text(Links(intra_node=0.0, inter_node=None)), "a speed is not greater than 0"),
     ],
 )
 def test_no_measured_links(content: str | None, message: str, tmp_path: Path) -> None:
@@ -252,6 +259,19 @@ def test_no_measured_links(content: str | None, message: str, tmp_path: Path) ->
         path.write_text(content)
     with pytest.raises(ConfigurationError, match=message):
         plan_command.main(["--device-memory", "80GB", "--links", str(path)])
+
+
+def test_a_picture_of_no_known_kind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"plan.foo can't be written: Format 'foo' is not supported"):
+        draw([], 1, tmp_path / "plan.foo")
+
+
+def test_a_mesh_with_sizes_is_of_these_devices_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ["--trainer.strategy.mesh.replicate=3", "--trainer.strategy.mesh.shard=8"]
+    out = plan(capsys, "--nodes=3", "--devices=8", "--device-peak=100TFLOPS", *GPT, OWN_CLASS, *mesh)
+    assert out.startswith("ShardFSDPStrategy, 32-true, 3 x 8 devices")
+    assert "fewest devices for this batch: 3 x 8\n" in out
+    assert "a step takes about" in out
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

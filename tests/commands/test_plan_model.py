@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_shard.commands import plan as plan_command
 from lightning_shard.commands import plan_inputs
@@ -152,7 +153,7 @@ def test_of_several_optimizers_the_largest_steps_alone() -> None:
 
 class Rows(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader([torch.zeros(64)] * 8, batch_size=4)  # type: ignore[arg-type]
+        return DataLoader([torch.zeros(64)] * 8, batch_size=4 // self.trainer.world_size)  # type: ignore[arg-type]
 
 
 def test_a_manual_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,3 +167,90 @@ def test_a_manual_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert held is not None
     assert float(held[1]) == pytest.approx(2 * 4 * (64 * 64 + 64 + 64 + 1) / 1000, rel=0.01)
     assert re.search(r"^activations +[1-9]", out, re.MULTILINE)
+
+
+OWN = ["--data=tests.commands.test_plan_model.Rows", "--model"]
+
+
+class Asks(pl.LightningModule):
+    """Asks its run for a device, its length, rates, other ranks' values and a logger."""
+
+    def __init__(self, *, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.net, self.mean = nn.Linear(64, 64), MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        schedules, optimizer = self.lr_schedulers(), self.optimizers()
+        out = self.net(batch) + torch.arange(64, device=self.device)
+        loss = (out @ self.all_gather(out, sync_grads=True).flatten(0, 1).T).mean()
+        self.mean(loss)
+        self.log("mean", self.mean.compute() * optimizer.param_groups[0]["lr"] * schedules[1].get_last_lr()[0])
+        if self.logger is not None:
+            self.logger.log_metrics({})
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            optimizer.step()
+            for schedule in schedules if self.trainer.is_last_batch else ():
+                schedule.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer, schedules = torch.optim.SGD(self.parameters(), 0.1), torch.optim.lr_scheduler
+        warm = schedules.LinearLR(optimizer, total_iters=self.trainer.estimated_stepping_batches // 10)
+        rest = schedules.CosineAnnealingLR(optimizer, T_max=self.trainer.max_epochs)
+        return [optimizer], [{"scheduler": warm, "interval": "step"}, rest]
+
+
+@pytest.mark.parametrize("manual", ["false", "true"])
+def test_what_a_module_asks_of_its_run(manual: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*OWN, f"{__name__}.Asks", f"--model.manual={manual}", "--trainer.strategy=shard_ddp", "--devices=2"]
+    out = plan(capsys, *arguments)
+    assert "note:" not in out
+    assert "1 x 2 devices, batch 2 per device" in out
+    assert re.search(r"^activations +[1-9]", out, re.MULTILINE)
+    assert not re.search(r"^optimizer ", out, re.MULTILINE), "SGD has no state"
+
+
+class Once(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            raise ValueError("it is not run again")
+        return super().forward(x)
+
+
+class Few(pl.LightningModule):
+    """Takes few rows, and blocks that no backward pass runs again."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.blocks = rows, nn.Sequential(*(Once(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if len(batch) > self.rows:
+            raise ValueError(f"at most {self.rows} rows")
+        for block in self.blocks:
+            block.calls = 0
+        return self.blocks(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("rows", "memory", "told"),
+    [
+        (4, "80GB", "the largest batch is not known: at twice the batch, the step can't be traced without data, at "),
+        (8, "300kB", "the largest batch is on a line through two smaller ones: at a larger batch, the step can't be "),
+    ],
+)
+def test_what_of_a_plan_is_not_known(rows: int, memory: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [*OWN, f"{__name__}.Few", f"--model.rows={rows}", "--trainer.strategy=shard_ddp", "--trainer.accelerator=cpu"]
+    assert plan_command.main(["--device-memory", memory, *own, "--compare"]) == 0
+    out = capsys.readouterr().out
+    assert f"note: {told}" in out
+    assert f"(ValueError: at most {rows} rows)" in out
+    assert "note: the optimizer's state is taken as Adam's, two slots: configure_optimizers returns no optimizer" in out
+    assert re.search(r"^not planned: shard_fsdp \+ checkpointing: .*\(ValueError: it is not run again\)", out, re.M)
+    assert re.search(r"^shard_fsdp +\d", out, re.M)
