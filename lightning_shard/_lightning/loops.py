@@ -21,6 +21,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard._lightning import Replacements
+from lightning_shard.checkpoint.files.layout import RUN_STATE
+from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
 from lightning_shard.resume.shape import KINDS
 
 
@@ -312,8 +314,10 @@ def _stopped_in_validation(trainer: Trainer) -> bool:
 
 def restore_steps(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Restore schedulers, the precision plugin and the count of optimizer steps, not the loops' place in the data."""
-    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
-        config.scheduler.load_state_dict(state)
+    kinds = kinds_of(trainer.lr_scheduler_configs)
+    if checkpoint[RUN_STATE].get(SCHEDULES, kinds) == kinds:  # else StochasticWeightAveraging's own began since then
+        for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
+            config.scheduler.load_state_dict(state)
     plugin = trainer.precision_plugin
     if (state := checkpoint.get(type(plugin).__qualname__)) is not None:
         plugin.load_state_dict(state)

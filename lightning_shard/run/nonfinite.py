@@ -152,7 +152,12 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
     """
     checkpoints.saver.finish()
     path, checkpoint = _open_newest(trainer, checkpoints, why)
-    checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
+    module, resumed = trainer.lightning_module, path not in checkpoints.saved
+    if resumed:  # As then, a hook may change what is loaded, and the configuration may win.
+        module.on_load_checkpoint(checkpoint)
+    schedules, strict = trainer.lr_scheduler_configs, module.strict_loading or not resumed
+    checkpoints.load_tensors(checkpoint if resumed else None, schedules, optimizers=True, strict=strict, begins=resumed)
+    checkpoints.accumulated = None  # of a step that is not gone on with
     loops.restore_steps(trainer, checkpoint)
     callbacks.recount_averages(trainer, checkpoint)
     states = checkpoint[RUN_STATE]["ranks"]

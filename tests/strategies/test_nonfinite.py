@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigurationError, DataError, ShardPrecision, full_tensor
 from lightning_shard.engines.resident import Resident
+from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.registry import build
 from lightning_shard.run.nonfinite import warn_of_nonfinite
 from tests.groups import sampled
@@ -46,6 +48,7 @@ class Model(pl.LightningModule):
         self.seen: list[tuple[int, int]] = []
         self.values: dict[int, dict[str, Tensor | None]] = {}
         self.rates: list[float] = []
+        self.scales: list[float | None] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.seen.append((batch_idx, self.global_step))
@@ -68,6 +71,7 @@ class Model(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.values[batch_idx] = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.scales.append(self.trainer.precision_plugin.loss_scale)  # type: ignore[union-attr]
 
     def on_train_end(self) -> None:
         self.values[-1] = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
@@ -81,20 +85,21 @@ def _fit(
     steps: int,
     folder: Path | None = None,
     every: int = 2,
-    averages: bool = False,
+    callbacks: Sequence[pl.Callback] = (),
+    resume: Path | None = None,
+    **settings: Any,
 ) -> Any:
     pl.seed_everything(3, verbose=False)
     data = torch.randn(64, 4)
-    callbacks: list[pl.Callback] = [EMAWeightAveraging(decay=0.5)] if averages else []
-    if folder is not None:
-        callbacks.append(ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1))
+    saves = [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)]
     trainer = quiet_trainer(
-        strategy=build(f"shard_{name}", nonfinite=nonfinite),
+        strategy=build(f"shard_{name}", nonfinite=nonfinite, resume_hyperparameters="configuration"),
         max_steps=steps,
-        callbacks=callbacks,
+        callbacks=[*callbacks, *saves],
         enable_checkpointing=folder is not None,
+        **settings,
     )
-    trainer.fit(module, DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)))
+    trainer.fit(module, DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)), ckpt_path=resume)
     return trainer
 
 
@@ -175,10 +180,84 @@ def test_the_fit_goes_back(tmp_path: Path) -> None:
     assert run_distributed(_goes_back, 2, ENGINES, tmp_path) == [[expected] * len(ENGINES)] * 2
 
 
+class Damages(pl.Callback):
+    """Changes a byte of the checkpoint of the fourth step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.strategy.barrier()
+        if batch_idx == 4 and trainer.is_global_zero:
+            file = Path(trainer.checkpoint_callback.best_model_path) / "__0_0.distcp"  # type: ignore[union-attr]
+            file.write_bytes(b"!" + file.read_bytes()[1:])
+        trainer.strategy.barrier()
+
+
+def _goes_back_further(folder: Path) -> Any:
+    module, plugin = Model(4), ShardPrecision("16-mixed", loss_scale=LossScaling(growth_interval=1, initial=2.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit("fsdp", module, "rollback", steps=6, folder=folder, every=1, callbacks=[Damages()], plugins=[plugin])
+    said = [str(each.message) for each in caught if " go back to " in str(each.message)]
+    return _same(module.values[3], module.values[5]), module.scales, said
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    (same, scales, (said,)), _ = run_distributed(_goes_back_further, 2, tmp_path)
+    assert same
+    assert scales == [2.0, 4.0, 8.0, 16.0, 32.0, 16.0, 32.0, 64.0]
+    assert "step=4.ckpt is damaged" in said
+
+
+class Resumed(Model):
+    """Has another learning rate than when it was saved, and no schedule."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lr_schedulers"] = []
+
+
+def _goes_back_to_what_it_resumed_from(folder: Path) -> Any:
+    module = Resumed(3)
+    _fit("fsdp", Model(None), "rollback", steps=2, folder=folder)
+    _fit("fsdp", module, "rollback", steps=4, resume=folder / "epoch=0-step=2.ckpt")
+    return module.seen, [round(rate, 4) for rate in module.rates], _same(module.values[2], module.values[4])
+
+
+def test_a_fit_goes_back_to_what_it_resumed_from_as_it_resumed(tmp_path: Path) -> None:
+    """A hook changes what is loaded, and the configuration's learning rate wins."""
+    expected = [(2, 2), (3, 3), (4, 2), (5, 3)], [0.0405] * 4, True
+    assert run_distributed(_goes_back_to_what_it_resumed_from, 1, tmp_path) == [expected]
+
+
+class ByEpoch(Model):
+    """The averages' schedule begins with the second epoch, ahead of the loss of NaN, and behind the checkpoint."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, self.trainer.fit_loop.total_batch_idx)
+
+
+def _goes_back_ahead_of_averages(folder: Path) -> Any:
+    swa, module, counts = StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=9), ByEpoch(5), []
+    note = LambdaCallback(
+        on_train_batch_start=lambda *_: counts.append(int(-1 if swa.n_averaged is None else swa.n_averaged))
+    )
+    settings = {"max_epochs": 3, "limit_train_batches": 4, "callbacks": [swa, note]}
+    _fit("fsdp", module, "rollback", steps=-1, folder=folder, every=3, **settings)
+    return counts, [step for _, step in module.seen], [round(rate, 3) for rate in module.rates]
+
+
+def test_a_fit_goes_back_ahead_of_a_stochastic_average(tmp_path: Path) -> None:
+    """Whose schedule goes on."""
+    rates = [0.1, 0.09, 0.081, 0.073, 0.066, 0.066, 0.073, 0.073] + [0.071] * 4
+    expected = [-1] * 4 + [1, 1, 0, 0] + [1] * 4, [*range(6), *range(3, 9)], rates
+    assert run_distributed(_goes_back_ahead_of_averages, 1, tmp_path) == [expected]
+
+
 def _goes_on_as_if_resumed(name: str, folder: Path) -> tuple[bool, bool]:
     """What a fit that went back does next is what a fit does that resumes from that checkpoint with that batch."""
     went_back = Model(2)
-    _fit(name, went_back, "rollback", steps=4, folder=folder, averages=True)
+    _fit(name, went_back, "rollback", steps=4, folder=folder, callbacks=[EMAWeightAveraging(decay=0.5)])
     plain = Model(None)
     # The module has the averages at the end of the fit.
     trainer = quiet_trainer(strategy=build(f"shard_{name}"), max_steps=4, callbacks=[EMAWeightAveraging(decay=0.5)])
