@@ -276,8 +276,6 @@ def sums_set_aside(module: nn.Module) -> Generator[None, None, None]:
             sums.append((parameter, parameter.grad.detach().clone()))
             parameter.grad = None
     yield
-    for parameter, total in sums:
-        if parameter.grad is None:
-            parameter.grad = total
-        else:
-            parameter.grad.detach().add_(total)
+    with torch.no_grad():  # and not by `detach`, of which a sparse gradient has no part
+        for parameter, total in sums:
+            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)

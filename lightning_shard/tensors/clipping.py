@@ -28,7 +28,15 @@ require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_mul_ _foreac
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+    """Live gradients; of a sparse one, whose rows are summed for that, the rows."""
+    found = []
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None and gradient.is_sparse:
+            parameter.grad = gradient = gradient.coalesce()
+            gradient = gradient.values()
+        if gradient is not None:
+            found.append(gradient)
+    return found
 
 
 def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[dist.ProcessGroup, str], ...]:
@@ -122,6 +130,6 @@ def all_finite(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor:
 def _by_device_and_dtype(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in gradients:
-        own = local(grad)
+        own = local(grad.coalesce().values() if grad.is_sparse else grad)
         groups[own.device, own.dtype].append(own)
     return list(groups.values())
