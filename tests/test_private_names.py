@@ -82,7 +82,7 @@ USES = {
     "engines/zero/values.py": ("partitioning", "_convert_to_deepspeed_param"),
     "engines/zero/process.py": (
         "groups of an earlier process group, what DeepSpeed broadcasts",
-        "_broadcast_model _release_process_group_references",
+        "_broadcast_model _get_zero_param_intra_parallel_group _release_process_group_references",
     ),
     "engines/zero/running.py": (
         "backward and refresh",

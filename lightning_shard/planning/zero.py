@@ -216,7 +216,7 @@ def _shards(model: ModelFacts, engine: DeepSpeedFacts, compute: torch.dtype) -> 
                 where = "nvme"
         sizes[where] += shard * itemsize
         if engine.zero_hpz_partition_size > 1:
-            sizes[where] += _shard_elements(p, engine.zero_hpz_partition_size) * itemsize
+            sizes[where] += shard * engine.ranks // engine.zero_hpz_partition_size * itemsize
     account = MemoryAccount(**{name: KindBytes(parameters=size) for name, size in sizes.items()})
     if engine.param_device == "nvme":
         buffers = engine.param_buffer_count * engine.param_buffer_size * compute.itemsize

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import full_tensor
-from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
+from lightning_shard.callbacks import MemoryCallback
+from lightning_shard.engines.zero.config.fields import (
+    OptimizerOffload,
+    ParameterOffload,
+    Stage3Options,
+    ZeroBuckets,
+    ZeroPlusPlus,
+)
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -138,8 +145,9 @@ def test_bytes_are_those_of_the_zero_paper(ranks: int) -> None:
                 assert found["parameters"] == 2 * count
 
 
-def second_copies() -> list[tuple[int, int, int]]:
+def second_copies() -> tuple[list[tuple[int, int, int]], list[list[int]]]:
     found: list[tuple[int, int, int]] = []
+    accounts: list[list[int]] = []
 
     class Look(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
@@ -147,19 +155,25 @@ def second_copies() -> list[tuple[int, int, int]]:
                 if p.ds_secondary_tensor is not None:
                     found.append((p.ds_numel, p.ds_tensor.numel(), p.ds_secondary_tensor.numel()))
 
-    strategy = ShardDeepSpeedStrategy(
-        stage=3,
-        zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2),
-        # Small parameters would stay whole, and need no copy.
-        stage3=Stage3Options(param_persistence_threshold=0),
-    )
-    quiet_trainer(strategy=strategy, max_steps=1, callbacks=[Look()]).fit(TinyLM(), loader())
-    return found
+    for place, offload in (("device", None), ("host", ParameterOffload())):
+        strategy = ShardDeepSpeedStrategy(
+            stage=3,
+            zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2),
+            # Small parameters would stay whole, and need no copy.
+            stage3=Stage3Options(param_persistence_threshold=0),
+            offload_parameters=offload,
+        )
+        memory = MemoryCallback()
+        quiet_trainer(strategy=strategy, max_steps=1, callbacks=[Look(), memory]).fit(TinyLM(), loader())
+        accounts.append([getattr(account, place).parameters for account in (memory.predicted, memory.measured)])
+    return found, accounts
 
 
 def test_hpz_keeps_a_second_copy_of_the_parameters_that_fewer_ranks_share() -> None:
-    for found in run_distributed(second_copies, 4):
+    for found, accounts in run_distributed(second_copies, 4):
         assert found
         for whole, piece, second in found:
             assert piece == -(-whole // 4)
-            assert second in (2 * piece, -(-whole // 2))
+            assert second == 2 * piece
+        # On the device, and under offload on the host.
+        assert all(predicted == measured > 0 for predicted, measured in accounts)

@@ -88,6 +88,19 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     return Connection(functions, others)
 
 
+def group_of_hpz(size: int) -> dist.ProcessGroup | None:
+    """The ranks among which an earlier run shares hpZ's second copy: DeepSpeed makes no other group, and asserts that
+    there is none. None: it may make one, as there is none of that ``size``.
+    """
+    from deepspeed.utils import groups
+
+    group: dist.ProcessGroup | None = groups._get_zero_param_intra_parallel_group()
+    if group is not None and dist.get_world_size(group) != size:
+        groups._release_process_group_references(group)
+        return None
+    return group
+
+
 _VARIABLES = ("LOCAL_SIZE", "LOCAL_RANK")
 
 
@@ -109,7 +122,7 @@ def _require_private_names() -> None:
     require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer")
     require(stage_3, "_offload_grad_partition_at_boundary _prepare_sub_group")
     require(stage_3, "_reassign_or_swap_out_partitioned_parameters")
-    require(groups, "_release_process_group_references")
+    require(groups, "_get_zero_param_intra_parallel_group _release_process_group_references")
 
 
 _connected: dict[str, object] = {}  # The process group that DeepSpeed's globals belong to.

@@ -257,7 +257,7 @@ def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iter
     yield Resident("parameters", memory, swapping.shard_of(parameter))
     if parameter.ds_secondary_tensor is not None:
         # hpZ's copy of the shard, over fewer ranks.
-        yield Resident("parameters", "device", parameter.ds_secondary_tensor)
+        yield Resident("parameters", memory, parameter.ds_secondary_tensor)
     # Empty while the parameter is not gathered.
     yield Resident("gathered", "device", parameter.data)
 

@@ -17,6 +17,7 @@ from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero import running as zero
+from lightning_shard.engines.zero.process import group_of_hpz
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import FlatSlice, FlatTensor, LiveTensor
 from lightning_shard.tensors.full import gather_full
@@ -152,8 +153,9 @@ def partition(
     names = parameter_names(root)
     # DeepSpeed's default where it shards by itself; here only where the configuration asks for it.
     zero = {"memory_efficient_linear": False, **config["zero_optimization"]}
-    # Of no parameters: these are sharded below.
-    init = deepspeed.zero.Init(nn.Module(), config_dict_or_path={**config, "zero_optimization": zero}, dtype=compute)
+    own: Any = {"config_dict_or_path": {**config, "zero_optimization": zero}, "dtype": compute}
+    own["zero_param_parallel_group"] = group_of_hpz(zero.get("zero_hpz_partition_size", 1))
+    init = deepspeed.zero.Init(nn.Module(), **own)  # of no parameters: these are sharded below
     swapping.read_once(init.param_swapper)
     loaded: Loaded = {}
     for module, fqn in materializer.fqns.items():

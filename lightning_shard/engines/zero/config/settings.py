@@ -248,6 +248,11 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
         value = zero.get(f"zero_{name}", AUTO)
         if stage < 3 and (value is True or (value != AUTO and value > 1)):
             problems.append(f"{ZERO}.zero_{name} is {value} with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")
+    if asked.parameter_device == "nvme" and (size := zero.get("zero_hpz_partition_size", AUTO)) not in (AUTO, 0, 1):
+        problems.append(
+            f"{ZERO}.zero_hpz_partition_size is {size} with offload_parameters 'nvme', but DeepSpeed keeps no second "
+            "copy of parameters in files. Set device: cpu, or remove one of the two"
+        )
 
 
 def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None:

@@ -168,6 +168,14 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
         ),
         ({"zero_plus_plus": ZeroPlusPlus(hpz_partition_size=2)}, "zero_hpz_partition_size is 2 with stage 2, but Z"),
         (
+            {
+                "stage": 3,
+                "zero_plus_plus": ZeroPlusPlus(hpz_partition_size=2),
+                "offload_parameters": ParameterOffload(device="nvme", nvme_path="/x"),
+            },
+            "zero_hpz_partition_size is 2 with offload_parameters 'nvme', but DeepSpeed keeps no second copy of",
+        ),
+        (
             {"stage": 3, "zero_plus_plus": ZeroPlusPlus(quantized_nontrainable_weights=True)},
             "zero_quantized_nontrainable_weights is true, but DeepSpeed 0.19 copies frozen parameters into int8 with",
         ),
