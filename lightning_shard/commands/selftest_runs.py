@@ -99,8 +99,8 @@ def difference(run: Run, reference: Run) -> str:
         for name, other in reference.tensors.items()
         if not torch.equal(run.tensors[name], other)
     }
-    for (own, _), (other, _) in zip(run.ranks, reference.ranks, strict=True):
-        found["a loss"] = max(abs(a - b) for a, b in zip(own, other[-len(own) :], strict=True))
+    ends = [(own, other[-len(own) :]) for (own, _), (other, _) in zip(run.ranks, reference.ranks, strict=True)]
+    found["a loss"] = max(abs(a - b) for pair in ends for a, b in zip(*pair, strict=True))
     name = max(found, key=lambda name: found[name])
     return "" if found[name] <= limit else f"{name} by {found[name]:.1e}"
 

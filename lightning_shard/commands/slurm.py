@@ -229,6 +229,8 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(arguments)
     check_rest(options.command, rest, cpu=options.cpu)
     text = script(options, command_of(options, rest))
+    if options.submit and shutil.which("sbatch") is None:
+        raise ConfigurationError("--submit needs sbatch, which is not on this machine: run it on a login node.")
     if options.output is not None:
         common.write_output(options.output, text, options.force)
     elif not options.submit:
@@ -236,8 +238,4 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     # SLURM makes no folders, and a job whose log can't be written fails without a word.
     os.makedirs(options.logs, exist_ok=True)
-    if not options.submit:
-        return 0
-    if shutil.which("sbatch") is None:
-        raise ConfigurationError("--submit needs sbatch, which is not on this machine: run it on a login node.")
-    return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode
+    return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode if options.submit else 0

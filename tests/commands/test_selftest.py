@@ -32,6 +32,39 @@ def test_a_fault_is_named_and_nothing_else_is() -> None:
         assert " by " in faulty
 
 
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([((1.0, 2.0), "d"), ((3.0, 4.0), "d")], ""),
+        ([((2.0,), "d"), ((4.0,), "d")], ""),  # of a resumed run
+        ([((1.0, 2.5), "d"), ((3.0, 4.0), "d")], "a loss by 5.0e-01"),
+        ([((1.0, 2.0), "d"), ((3.0, 4.0), "e")], "ranks have other tensors"),
+        ([((1.0, 2.0), "d"), ((1.0, 2.0), "d")], "ranks read the same batches"),
+    ],
+)
+def test_what_differs_is_said_of_every_rank(ranks: list[tuple[tuple[float, ...], str]], says: str) -> None:
+    run, reference = selftest_runs.Run(Path()), selftest_runs.Run(Path())
+    run.ranks, reference.ranks = ranks, [((1.0, 2.0), "d"), ((3.0, 4.0), "d")]
+    assert selftest_runs.difference(run, reference) == says
+
+
+def _refused(folder: str) -> list[tuple[str, ...]]:
+    settings = {
+        "num_nodes": 1,
+        "devices": 1,
+        "accelerator": "cpu",
+        "default_root_dir": folder,
+        "precision": "bf16-mixed",
+    }
+    return [*selftest_runs._rows(["shard_deepspeed_stage_0"], settings, 1)]
+
+
+def test_a_name_that_can_not_run_is_a_line(tmp_path: Path) -> None:
+    ((name, told),) = run_distributed(_refused, 1, str(tmp_path))[0]
+    assert name == "shard_deepspeed_stage_0"
+    assert told.startswith("refused: precision is 'bf16-mixed' with DeepSpeed stage 0")
+
+
 @pytest.mark.matrix
 def test_alone_it_starts_two_processes_and_all_engines_agree(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "lightning_shard", "selftest"]

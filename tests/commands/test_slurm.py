@@ -351,3 +351,38 @@ def test_whose_rendezvous_it_is() -> None:
     # The world's size is in it, as where nodes come or go the count of restarts stays.
     assert (point.address, point.port, point.rank, point.world_size) == ("a", 29500, 3, 4)
     assert (point.agent, local) == ("0-4", 1)
+    srun = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
+    point, local = doctor.rendezvous_of(srun | {"SLURM_JOB_NODELIST": "n[08-09]"})
+    assert (point.address, point.port, point.rank, point.world_size) == ("n08", 15000 + 7 * 131 + 1, 3, 4)
+    assert (point.agent, local) == (None, 1)
+
+
+def _pairs(broken: bool) -> tuple[bool, float]:
+    gather = dist.all_gather
+    if broken:
+        dist.all_gather = lambda parts, own: [part.copy_(own) for part in parts]
+    try:
+        return doctor._adds_up(torch.device("cpu")), doctor._link(torch.device("cpu"))
+    finally:
+        dist.all_gather = gather
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_values_and_pairs_are_looked_at(broken: bool) -> None:
+    for adds_up, speed in run_distributed(_pairs, 2, broken):
+        assert adds_up is not broken
+        assert speed > 0
+
+
+def test_submitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    arguments = ["--submit", "--output", "job.sh", "--model=Any"]
+    with pytest.raises(ConfigurationError, match="--submit needs sbatch, which is not on this machine"):
+        slurm.main(arguments)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "sbatch").write_text('#!/bin/sh\nread -r line; echo "$line" > taken; exit 3\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    assert slurm.main(arguments) == 3
+    assert (tmp_path / "taken").read_text() == "#!/bin/bash\n"
+    assert (tmp_path / "slurm-logs").is_dir()
