@@ -63,7 +63,10 @@ USES = {
         "_C _custom_op_handlers _dispatch_get_all_op_names _foreach_max _foreach_norm _local_tensor _op_dispatcher"
         " _spec _unique2",
     ),
-    "engines/_parts.py": ("views of a sharded tensor that write through", "_dtensor_spec _make_wrapper_subclass"),
+    "engines/_parts.py": (
+        "views of a sharded tensor that write through, numbers of one where nothing is dispatched to it",
+        "_C _SetExcludeDispatchKeyGuard _dtensor_spec _make_wrapper_subclass",
+    ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
         "_composable _fsdp_param_group _fsdp_state _fully_shard _modules_to_run_forward _mp_policy"

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._C import _dispatch_get_all_op_names as all_operators
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines import _parts
-from lightning_shard.engines._parts import Part, Source
+from lightning_shard.engines._parts import METHODS, Part, Source, full_tensor
 from lightning_shard.private_names import require
 from lightning_shard.tensors.full import full_of
 from lightning_shard.tensors.tracing import READ_NUMBER, schema_of, tree_leaves, tree_map_only
@@ -70,7 +70,6 @@ _POINTWISE_TOO: tuple[Any, ...] = (
     *(_aten.copy_.default, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
     *(_aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.where.ScalarOther),
 )
-_full_tensor = DTensor.full_tensor
 # Views, with the index of the argument that is their dimension.
 _OF_DIM = {
     _aten.select.int: 1,
@@ -107,7 +106,7 @@ class InFull:
             steps = cls.torchs | dict.fromkeys(ops, _in_a_step) | own
             parts = cls.torchs | {op: handler for op, handler in own.items() if handler not in _OF_PARTS}
             cls._handlers = {"optimizer": always, "hook": hooks, "own": hooks, "step": steps, "parts": parts}
-            for name, method in _METHODS.items():
+            for name, method in METHODS.items():
                 setattr(DTensor, name, method)
         cls._engines += 1
         cls._choose()
@@ -119,9 +118,9 @@ class InFull:
         cls._choose()
         if cls._engines == 0:
             _take(cls.torchs)
-            for method in _METHODS:
+            for method in METHODS:
                 delattr(DTensor, method)
-            DTensor.full_tensor = _full_tensor  # type: ignore[method-assign]
+            DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
     @classmethod
     def _choose(cls) -> None:
@@ -357,27 +356,6 @@ def _of_full(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _of_this_rank(method: str) -> Callable[..., Any]:
-    """A method for DTensors that each rank has in full: a rank alone, as loggers are, would wait for the others."""
-
-    def read(self: DTensor, **kwargs: Any) -> Any:
-        if not all(isinstance(placement, Replicate) for placement in self.placements):
-            raise TypeError(
-                f"{method}() of a sharded tensor of shape {tuple(self.shape)}: this rank has a shard of it alone. Call "
-                f"tensor.full_tensor().{method}(); full_tensor() is called on all ranks."
-            )
-        return getattr(self.to_local(), method)(**kwargs)
-
-    return read
-
-
-def _gathered(self: DTensor, **kwargs: Any) -> Tensor:
-    """As ``DTensor.full_tensor``, which gathers what is offloaded on the host, where NCCL has no backend."""
-    device = self.to_local().device
-    offloaded = device.type != self.device_mesh.device_type
-    return full_of(self).to(device) if offloaded else _full_tensor(self, **kwargs)
-
-
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Torch would make each shard an identity of its own."""
     return _fill(lambda full: full.zero_().fill_diagonal_(1), (kwargs["out"],), {})
@@ -391,8 +369,3 @@ def _empty(tensor: DTensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 _OF_PARTS = (_in_full, _part_of, _viewed)
-_METHODS = {
-    **{method: _of_this_rank(method) for method in ("numpy", "tolist")},
-    "full_tensor": _gathered,
-    "__format__": lambda self, how: format(full_of(self) if how else str(self), how),  # f"{weight.norm():.3f}"
-}

@@ -1,10 +1,13 @@
-"""Parts of a sharded tensor that are views of the full one, and write through."""
+"""Parts of a sharded tensor that are views of the full one, and write through; and how numbers are read of one."""
 
 from collections.abc import Callable
+from functools import partialmethod
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _dtensor_spec
 
@@ -136,3 +139,44 @@ class Part(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.part)
+
+    def __format__(self, how: str) -> str:
+        return format(self.part, how)
+
+
+def _of_this_rank(method: str) -> Callable[..., Any]:
+    """A method for DTensors that each rank has in full: a rank alone, as loggers are, would wait for the others."""
+
+    def read(self: DTensor, **kwargs: Any) -> Any:
+        if not all(isinstance(placement, Replicate) for placement in self.placements):
+            raise TypeError(
+                f"{method}() of a sharded tensor of shape {tuple(self.shape)}: this rank has a shard of it alone. Call "
+                f"tensor.full_tensor().{method}(); full_tensor() is called on all ranks."
+            )
+        return getattr(self.to_local(), method)(**kwargs)
+
+    return read
+
+
+full_tensor = DTensor.full_tensor
+
+
+def _gathered(self: DTensor, **kwargs: Any) -> Tensor:
+    """As ``DTensor.full_tensor``, which gathers what is offloaded on the host, where NCCL has no backend."""
+    device = self.to_local().device
+    offloaded = device.type != self.device_mesh.device_type
+    return full_of(self).to(device) if offloaded else full_tensor(self, **kwargs)
+
+
+def _number(self: DTensor, kind: Callable[[Any], Any]) -> Any:
+    """As of a full tensor, in ``torch.tensor([p.grad.norm() for p in ...])`` too, which dispatches nothing to them."""
+    with _SetExcludeDispatchKeyGuard(DispatchKey.Python, False):
+        return kind(self.item())
+
+
+METHODS = {
+    **{method: _of_this_rank(method) for method in ("numpy", "tolist")},
+    **{f"__{kind.__name__}__": partialmethod(_number, kind) for kind in (float, index, bool)},
+    "full_tensor": _gathered,
+    "__format__": lambda self, how: format(full_of(self) if how else str(self), how),  # f"{weight.norm():.3f}"
+}

@@ -172,6 +172,14 @@ def explained(strategy: str) -> Generator[None, None, None]:
         if not any(text in str(error) for text in _NOT_GATHERED):
             raise
         raise not_gathered(strategy) from error
+    except TypeError as error:
+        if "(torch.nn.Parameter or None expected)" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"A forward writes a tensor in the place of a parameter that {strategy} gathers ({error}), as that of "
+            "torch.nn.utils.prune does if it is applied after the model was set up to train. Apply it in __init__, "
+            "setup or configure_model, or use shard_ddp in '32-true'."
+        ) from None
 
 
 _DISAGREE = "Detected a disagreement on list contents"

@@ -225,14 +225,17 @@ class UnitUsage:
 class Freezing:
     """What was trainable at the last look."""
 
-    def __init__(self, module: nn.Module, *, frozen_too: bool) -> None:
-        """Look at ``module`` as its engine is about to train it; ``frozen_too``: that gathers frozen parameters."""
+    def __init__(self, module: nn.Module, *, frozen_too: bool, named: bool) -> None:
+        """Look at ``module`` as its engine is about to train it; ``frozen_too``: that gathers frozen parameters;
+        ``named``: that knows what it steps by name.
+        """
         self._module, self._frozen_too, self._looks, self._stepped = module, frozen_too, 0, False
         self._parameters = list(module.parameters())
         self._trainable = [p.requires_grad for p in self._parameters]
+        self._names = parameter_names(module) if named else {}
 
     def refuse_new(self) -> None:
-        """Refuse parameters that came since (ConfigurationError), and are not the gathered ones of a unit."""
+        """Refuse parameters (ConfigurationError) that came since and are no gathered ones of a unit, and new names."""
         known: set[Tensor] = {*self._parameters, *gathered_tensors(self._module)}
         found = parameter_names(self._module).items()
         if new := [n for p, n in found if p not in known and (self._frozen_too or p.requires_grad)]:
@@ -240,6 +243,12 @@ class Freezing:
                 f"{listed(new)} came after the model was set up to train, in a hook or a step of the fit: "
                 "no engine reduces their gradients or shards them, and no optimizer has them. Make them in "
                 "configure_model, setup or __init__."
+            )
+        if renamed := [f"{self._names[p]} ({n} now)" for p, n in found if n != self._names.get(p, n)]:
+            raise ConfigurationError(
+                f"{listed(renamed)} got other names after the model was set up to train, as torch.nn.utils.prune gives "
+                "in a hook of the fit, but are stepped and saved by name. Prune in configure_model, setup or __init__, "
+                "or use shard_ddp in '32-true'."
             )
 
     def changed(self, batch_idx: int) -> bool:

@@ -231,7 +231,8 @@ class ShardStrategy(ParallelStrategy):
         elif not parts.fit.keeps_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()
         loops.follow_actions(self._replacements, trainer, engine.hooks)
-        self._freezing = parts.Freezing(module, frozen_too=engine.gathers_in_forward and not engine.follows_freezing)
+        frozen_too = engine.gathers_in_forward and not engine.follows_freezing
+        self._freezing = parts.Freezing(module, frozen_too=frozen_too, named=not engine.replicates)
         self.setup_precision_plugin()
         self.checkpoints.all_is_set_up()
 

@@ -128,7 +128,10 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
             *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits),
         )
     },
-    "printed": lambda p: p.mul_(float(f"{p.mul(8).round().sum():.1f}")),
+    "printed": lambda p: p.mul_(float(f"{p.mul(8).round().sum():.1f}") + float(f"{p[3, 2]:.3f}")),
+    "numbers in a list": lambda p: p.mul_(torch.tensor([p.mul(8).round().sum(), p[3, 2]]).sum()),
+    "flags and positions in lists": lambda p: p.mul_(torch.tensor([[(p > 2).any(), True], [p.argmax(), 2]]).sum()),
+    "listed": lambda p: p[0].mul_(sum(p[1].tolist()) + bool(repr(p[2])) + float(p[3].numpy()[0])),
 }
 ONE_ROW: dict[str, Callable[[Tensor], Any]] = {  # which one rank has
     "largest": lambda p: p.mul_(p.norm(math.inf)),

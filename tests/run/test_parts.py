@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,7 @@ def test_a_ledger_of_a_plain_loop() -> None:
 def test_freezing_is_seen_once_and_needs_masters() -> None:
     module = net()
     module[0].to(torch.bfloat16).requires_grad_(False)
-    freezing = Freezing(module, frozen_too=False)
+    freezing = Freezing(module, frozen_too=False, named=False)
     assert not freezing.changed(1)
     module[2].requires_grad_(False)
     assert freezing.changed(1)
@@ -268,11 +269,24 @@ def test_freezing_is_seen_once_and_needs_masters() -> None:
 @pytest.mark.parametrize("frozen_too", [True, False])
 def test_parameters_that_come_later_are_refused_at_the_first_look(frozen_too: bool) -> None:
     module = net()
-    freezing = Freezing(module, frozen_too=frozen_too)
+    freezing = Freezing(module, frozen_too=frozen_too, named=False)
     module[1] = nn.Linear(6, 6).requires_grad_(False)
     module[2].bias = nn.Parameter(torch.zeros(2))
     named = "1.weight, 1.bias, 2.bias came" if frozen_too else "2.bias came"
     with pytest.raises(ConfigurationError, match=f"^{named} after the model was set up to train"):
+        freezing.changed(1)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_new_names_are_refused_where_engines_go_by_names(named: bool) -> None:
+    module = net()
+    freezing = Freezing(module, frozen_too=False, named=named)
+    module[0], module[2] = module[2], module[0]
+    with (
+        pytest.raises(ConfigurationError, match=r"0.weight \(2.weight now\), .* got other names")
+        if named
+        else nullcontext()
+    ):
         freezing.changed(1)
 
 

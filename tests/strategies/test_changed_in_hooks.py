@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 from lightning_shard import full_tensor
@@ -72,6 +73,12 @@ class Copies(Changes):
         self.teacher = copy.deepcopy(self)
 
 
+class Prunes(Changes):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            prune.l1_unstructured(self.head, "weight", 0.5)
+
+
 GROUP, NEW = "add_param_group is called in a fit", "head.weight, head.bias came after the model was set up"
 
 
@@ -81,10 +88,20 @@ class Clips(Indexed):
             self.head.weight.clamp_(-0.01, 0.01)
 
 
+class Pruned(Clips):
+    def __init__(self) -> None:
+        super().__init__()
+        prune.identity(self.body[0], "weight")
+
+    def on_train_end(self) -> None:
+        prune.remove(self.body[0], "weight")
+
+
 def _clipped(strategy: str) -> tuple[float, float]:
     """The largest weight as the fit leaves the module, and as it would be saved."""
-    module, trainer = Clips(), quiet_trainer(strategy=strategy, max_steps=2)
+    module, trainer = Pruned(), quiet_trainer(strategy=strategy, max_steps=2)
     trainer.fit(module, data(count=8))
+    assert {"body.0.weight", "body.0.bias"} < dict(module.named_parameters()).keys()
     return module.head.weight.abs().max().item(), full_tensor(trainer, "head.weight").abs().max().item()
 
 
@@ -103,6 +120,8 @@ CASES: list[tuple[str, type[Changes], str]] = [
     *((name, ReplacesInSteps, NEW) for name in ("shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2")),
     ("shard_fsdp", ReplacesBetweenValidations, NEW),
     ("shard_fsdp", Copies, "Copy it before, in __init__, setup or"),
+    ("shard_fsdp", Prunes, "torch.nn.utils.prune does if it is applied after the model was set up to train. Apply"),
+    ("shard_deepspeed_stage_2", Prunes, "head.weight (head.weight_orig now) got other names after the model was set"),
 ]
 
 

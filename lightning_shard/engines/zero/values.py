@@ -46,10 +46,7 @@ class Values:
         """What the engine under construction rounds; `start` empties it."""
         self.kept: Loaded = {}  # This rank's shards of the loaded values that nothing steps, on the host.
         self._rounded: dict[str, tuple[nn.Parameter, Tensor]] = {}
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return named_parameters(self._module)
+        self.parameters = named_parameters(module)
 
     def cast(self, compute: torch.dtype) -> None:
         """Cast all parameters to ``compute``, as DeepSpeed does in 16 bits alone. What they were, where it is kept,
@@ -66,6 +63,7 @@ class Values:
     @torch.no_grad()
     def start(self, running: zero.Running, *, ranks: Ranks) -> None:
         """Write the loaded values into the masters of a new engine; keep this rank's shards of the others."""
+        self.parameters = named_parameters(self._module)  # A hook may name them anew before `leave`.
         for member, part in layout.shards(running.groups):
             if member.fqn in self.loaded and member.length > 0:
                 loaded = self.loaded[member.fqn]
