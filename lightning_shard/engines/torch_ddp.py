@@ -67,7 +67,7 @@ class TorchDDP(StepsOwnParameters):
     gathers_in_forward = False
 
     _options: DDPOptions
-    _delayed_static_graph = False
+    _records = False  # Whether the backward pass to come is the first one of a static graph.
 
     def facts(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts:
         views = self._options.gradient_as_bucket_view
@@ -92,8 +92,7 @@ class TorchDDP(StepsOwnParameters):
         return module if self._wrapped is None else self._wrapped
 
     def _wrap(self) -> None:
-        self._delayed_static_graph = False
-        self._wrapped = None
+        self._records, self._wrapped = self._options.static_graph, None
         # A metric's own network is no part of the model.
         left_out = {p for m in self._module.modules() if isinstance(m, Metric) for p in m.parameters()}
         named = named_parameters(self._module).items()
@@ -154,18 +153,18 @@ class TorchDDP(StepsOwnParameters):
                 with self._named():
                     prepare_for_backward(self._wrapped, loss)
             call(loss)
-            if self._options.static_graph and not self._run.automatic and not self._delayed_static_graph:
-                # With a static graph DDP holds the first reduction back until its own forward ends, which encloses
-                # this backward in manual optimization.
+            if self._records and not self._run.automatic:
+                # DDP holds the first reduction back until its own forward ends, which encloses this backward.
                 self._wrapped.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-                self._delayed_static_graph = True
+            self._records = False
         if not self._options.static_graph:
             with self._named():  # DDP itself looks at the beginning of the next step, after this one's has been taken.
                 self._wrapped.reducer._check_reducer_finalized()
 
     def sync_gradients(self, enabled: bool) -> None:
         if self._at_boundary and self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = enabled
+            # DDP records a pass that it reduces alone, and fails without one.
+            self._wrapped.require_backward_grad_sync = enabled or self._records
 
     def follow_freezing(self) -> nn.Module:
         # DDP reduces what was trainable when it was built.
