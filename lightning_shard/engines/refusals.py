@@ -154,6 +154,7 @@ _NOT_GATHERED = (
     "returned an invalid gradient at index 0 - got [0]",
     "The size of tensor a (0) must match",
     "must match the size of tensor b (0)",
+    "must match the existing size (0)",
     "'Tensor' object has no attribute 'ds_status'",
 )
 """What torch and DeepSpeed say where an operator meets the shard of a parameter, one that was full and is no more, or

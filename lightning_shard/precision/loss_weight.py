@@ -12,6 +12,7 @@ the window; the gradients so far are divided with it where it grows.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -50,17 +51,24 @@ class WeightKey:
 
     def weight_of(self, batch: Any) -> Tensor:
         """The weight of a batch, a scalar on the entry's device; DataError: it has no such entry, or no number."""
-        entry = torch.as_tensor(self._entry(batch))
+        try:
+            entry = torch.as_tensor(self._entry(batch))
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
+            has = (
+                f"has the keys {', '.join(map(str, batch))}"
+                if isinstance(batch, Mapping)
+                else f"is a {type(batch).__name__}"
+            )
+            has += f" of {len(batch)}" if isinstance(batch, Sequence) else ""
+            raise DataError(
+                f"loss_weight_key names {self.name!r}, but the batch has no numbers there: it {has}."
+            ) from None
         return (entry != self.ignored).sum() if self.ignored is not None else entry.sum()
 
     def _entry(self, batch: Any) -> Any:
-        try:
-            if isinstance(batch, Sequence) and not hasattr(batch, self.name):
-                return batch[int(self.name)]
-            return getattr(batch, self.name) if hasattr(batch, self.name) else batch[self.name]
-        except (KeyError, IndexError, TypeError, ValueError):
-            has = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"type {type(batch)}"
-            raise DataError(f"loss_weight_key names {self.name!r}, which the batch lacks: it has {has}.") from None
+        if isinstance(batch, Mapping) or not hasattr(batch, self.name):  # A dict has attributes too: values, items.
+            return batch[int(self.name) if isinstance(batch, Sequence) else self.name]
+        return getattr(batch, self.name)
 
 
 class LossWeights:
@@ -122,11 +130,12 @@ class LossWeights:
         self._weight = self._scalar(weight)
 
     def _scalar(self, weight: Any) -> Tensor:
-        tensor = torch.as_tensor(weight)
-        if tensor.numel() != 1 or tensor.is_complex():
+        is_number = isinstance(weight, Tensor | Number)
+        if not is_number or (tensor := torch.as_tensor(weight)).numel() != 1 or tensor.is_complex():
+            found = f"shape {tuple(tensor.shape)}" if is_number else repr(weight)
             raise DataError(
-                f"training_step returns a weight of shape {tuple(tensor.shape)}, but must return one number with its "
-                "loss: that of the tokens or samples of which the loss is the mean."
+                f"training_step returns a weight of {found}, but must return one number with its loss: that of the "
+                "tokens or samples of which the loss is the mean."
             )
         # A tensor on the device is not looked at: that would wait for it.
         if tensor.device.type == "cpu" and not (math.isfinite(value := float(tensor)) and value >= 0):
@@ -147,8 +156,7 @@ class LossWeights:
         backward ends an accumulation; ``waiting``: earlier micro-batches' gradients.
         """
         weight, self._weight = self._weight, None
-        if weight is None:
-            return loss
+        assert weight is not None, "each loss was taken"
         if self._scaled:
             self._grow(weight, waiting)
         # The mean of nothing is often NaN.

@@ -104,6 +104,7 @@ def test_contradictory_overrides(precision: str, aligned: bool, overrides: Any, 
         ({"accumulate": BF16}, "accumulate is bf16, with master fp32 and reduce fp32"),
         ({"compute": torch.float64}, "compute is float64, but must be one of fp32, bf16, fp16"),
         ({"compute": FP16}, "loss_scale is not set while compute is fp16 and master fp32"),
+        ({"autocast": BF16}, "autocast is bf16 while compute is bf16 and master fp32, but both must be fp32"),
     ],
 )
 def test_contradictory_fields(changes: dict[str, Any], message: str) -> None:

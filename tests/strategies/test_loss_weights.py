@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_shard import ConfigurationError, ShardPrecision, full_tensor
+from lightning_shard import ConfigurationError, DataError, ShardPrecision, full_tensor
 from lightning_shard.precision.loss_weight import LossWeights, WeightKey
 from lightning_shard.registry import build
 from tests.groups import sampled
@@ -203,10 +204,42 @@ def test_refused(form: str, message: str) -> None:
         ({"labels": torch.tensor([5, -100, 0])}, "labels != -100", 2),
         ((torch.zeros(3), torch.tensor([True, False])), "1", 1),
         ({"lengths": [2, 3]}, "lengths", 5),
+        ({"values": torch.ones(3)}, "values", 3),
     ],
 )
 def test_weights_of_batches(batch: Any, key: str, weight: int) -> None:
     assert WeightKey.parse(key).weight_of(batch) == weight
+
+
+@pytest.mark.parametrize(
+    ("batch", "key", "message"),
+    [
+        ({"x": 1, "y": 2}, "mask", "names 'mask', but the batch has no numbers there: it has the keys x, y."),
+        ({"text": ["a", "b"]}, "text", "no numbers there: it has the keys text"),
+        ([torch.ones(2)], "1", "names '1', but the batch has no numbers there: it is a list of 1."),
+        ([torch.ones(2)], "mask", "it is a list of 1"),
+        (torch.ones(2), "mask", "it is a Tensor"),
+    ],
+)
+def test_batches_that_lack_the_key(batch: Any, key: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        WeightKey.parse(key).weight_of(batch)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ({"weight": 1, "reduction": "avg"}, "reduction 'avg', but it must be 'mean' or 'sum'"),
+        ({"weight": torch.ones(2)}, r"a weight of shape \(2,\), but must return one number"),
+        ({"weight": "a"}, "a weight of 'a', but must return one number"),
+        ({"weight": math.nan}, "a weight of nan, but it must be 0 or more, and finite"),
+    ],
+)
+def test_weights_that_can_not_be(output: dict[str, Any], message: str) -> None:
+    weights = LossWeights(None, ranks=1, device=torch.device("cpu"), scaled=False)
+    weights.given = True
+    with pytest.raises(DataError, match=message):
+        weights.take(output, None)
 
 
 def test_a_key_that_is_none() -> None:

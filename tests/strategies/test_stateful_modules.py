@@ -112,7 +112,27 @@ class HookedOnOneRank(Net):
             self.first.weight.register_hook(lambda gradient: gradient.abs())
 
 
-KINDS = [Codebook, FrozenEveryOtherStep, LoadedIn16Bits, Hooked, HookedOnOneRank]
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self) -> Any:
+        return self.weight, {"bias": self.bias}
+
+
+class ReturnsParameters(Net):
+    """A module gives others its parameters, one of them in a container of its output."""
+
+    def build(self) -> None:
+        self.pair = Pair()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, others = self.pair()
+        return super().forward(functional.linear(x.to(weight.dtype), weight, others["bias"]).tanh() + x)
+
+
+KINDS = [Codebook, FrozenEveryOtherStep, LoadedIn16Bits, Hooked, HookedOnOneRank, ReturnsParameters]
 
 
 class Mapped(Net):

@@ -23,6 +23,7 @@ from lightning_shard.engines.zero.offload import schedule_of
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup
+from lightning_shard.tensors.tracing import tree_leaves
 
 
 @dataclass(kw_only=True, eq=False)
@@ -182,10 +183,9 @@ def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     running.inside = True
     try:
         with nullcontext() if running.saved is None else running.saved.dropped():
-            (output,) = running.engine(step, *args, **kwargs)
+            return running.engine(step, *args, **kwargs)[0]
     finally:
         running.inside = False
-    return output
 
 
 def backward(running: Running, loss: Tensor, call: Callable[[Tensor], None] | None, **kwargs: Any) -> None:
@@ -356,8 +356,7 @@ class _Backward:
         self._marks.append(after_backward.mark(partial(self._end, module), self._device))
 
     def end_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        marked = self._marks.pop()
-        if marked is None:
+        if (marked := self._marks.pop()) is None:
             return output
         own = {id(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
 
@@ -384,17 +383,18 @@ class _Backward:
 
 
 def _after_forward(hook: Callable[..., None], module: nn.Module, inputs: Any, output: Any) -> None:
-    shown = output
+    values: Any = [output]
     if output is not None and not isinstance(output, Tensor | list | tuple):
         names = [f.name for f in fields(output)] if is_dataclass(output) else getattr(output, "__dict__", ())
-        values = output.values() if isinstance(output, Mapping) else (getattr(output, name, None) for name in names)
-        shown = [value for value in values if isinstance(value, Tensor)]
-        own = any(layout.is_partitioned(p) for p in module.parameters(recurse=False))
-        looked_into = isinstance(output, dict) or is_dataclass(output)
-        if own and not looked_into and any(value.requires_grad for value in shown):
-            raise ConfigurationError(
-                f"{type(module).__name__} has parameters of its own and returns a {type(output).__name__}, in which no "
-                "tensors are looked for, so that stage 3 would not gather the parameters in backward. Return a tensor, "
-                "tuple, list, dict or dataclass, compute in a submodule such as nn.Linear, or use shard_fsdp."
-            )
+        values = output.values() if isinstance(output, Mapping) else [getattr(output, name, None) for name in names]
+    # In containers of these too, where DeepSpeed does not look.
+    shown = [value for value in tree_leaves([*values]) if isinstance(value, Tensor)]
+    looked_into = isinstance(output, Tensor | list | tuple | dict) or is_dataclass(output)
+    own = not looked_into and any(layout.is_partitioned(p) for p in module.parameters(recurse=False))
+    if own and any(value.requires_grad for value in shown):
+        raise ConfigurationError(
+            f"{type(module).__name__} has parameters of its own and returns a {type(output).__name__}, in which no "
+            "tensors are looked for, so that stage 3 would not gather the parameters in backward. Return a tensor, "
+            "tuple, list, dict or dataclass, compute in a submodule such as nn.Linear, or use shard_fsdp."
+        )
     hook(module, inputs, shown)
