@@ -153,7 +153,6 @@ class Engine(Protocol):
 
     def replicas(self) -> dist.ProcessGroup | None:
         """The ranks with the same values, or None. ConfigurationError: gradients were not reduced over them."""
-        return None
 
     _needs: Mapping[int, Needs] = {}  # By the ``id`` of each of the fit's optimizers.
 

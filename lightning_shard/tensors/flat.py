@@ -85,10 +85,6 @@ class BoxTensor:
     def views(self) -> list[Tensor]:
         return list(self._pieces.values())
 
-    def __repr__(self) -> str:
-        elements = sum(piece.numel() for piece in self._pieces.values())
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {elements} elements here)"
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=box.shape) for at, box in self._pieces.items()]
 

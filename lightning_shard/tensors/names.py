@@ -145,10 +145,8 @@ def outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Itera
 
 def class_name(module: nn.Module) -> str:
     """The name of a module's own class, also once an engine has put its own class in front (``FSDPBlock``)."""
-    for cls in type(module).__mro__:
-        if not cls.__module__.startswith("torch.distributed") and cls.__module__ != "abc":
-            return cls.__name__
-    return type(module).__name__
+    own = (c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed"))
+    return next(c.__name__ for c in own if c.__module__ != "abc")
 
 
 def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> Callable[[], None]:

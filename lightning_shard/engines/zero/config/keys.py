@@ -162,8 +162,6 @@ def _kind(annotation: Any) -> Section | str:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         inner = [a for a in typing.get_args(annotation) if a is not type(None)]
         return _kind(inner[0]) if len(inner) == 1 else "any"
-    if typing.get_origin(annotation) is typing.Literal:
-        return "str"
     if annotation is list or typing.get_origin(annotation) is list:
         return "list"
     if not isinstance(annotation, type):
