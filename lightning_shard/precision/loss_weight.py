@@ -54,14 +54,10 @@ class WeightKey:
         try:
             entry = torch.as_tensor(self._entry(batch))
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
-            has = (
-                f"has the keys {', '.join(map(str, batch))}"
-                if isinstance(batch, Mapping)
-                else f"is a {type(batch).__name__}"
-            )
-            has += f" of {len(batch)}" if isinstance(batch, Sequence) else ""
+            keys = f" with the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            has = f"a {type(batch).__name__}{keys or (f' of {len(batch)}' if isinstance(batch, Sequence) else '')}"
             raise DataError(
-                f"loss_weight_key names {self.name!r}, but the batch has no numbers there: it {has}."
+                f"loss_weight_key names {self.name!r}, but the batch, {has}, has no such numbers."
             ) from None
         return (entry != self.ignored).sum() if self.ignored is not None else entry.sum()
 

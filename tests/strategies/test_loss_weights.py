@@ -214,9 +214,9 @@ def test_weights_of_batches(batch: Any, key: str, weight: int) -> None:
 @pytest.mark.parametrize(
     ("batch", "key", "message"),
     [
-        ({"x": 1, "y": 2}, "mask", "names 'mask', but the batch, a dict with the keys x, y, has no numbers there."),
-        ({"text": ["a", "b"]}, "text", "a dict with the keys text, has no numbers"),
-        ([torch.ones(2)], "1", "names '1', but the batch, a list of 1, has no numbers there."),
+        ({"x": 1, "y": 2}, "mask", "names 'mask', but the batch, a dict with the keys x, y, has no such numbers."),
+        ({"text": ["a", "b"]}, "text", "a dict with the keys text, has no such numbers"),
+        ([torch.ones(2)], "1", "names '1', but the batch, a list of 1, has no such numbers."),
         ([torch.ones(2)], "mask", "a list of 1"),
         (torch.ones(2), "mask", "the batch, a Tensor, has"),
     ],

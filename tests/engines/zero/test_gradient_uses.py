@@ -76,6 +76,11 @@ def test_a_change_is_refused(watched: Watched, change: Callable[[Tensor], Any]) 
         change(watched[0])
 
 
+def test_what_has_no_source_is_taken_for_a_change(watched: Watched) -> None:
+    with pytest.raises(ConfigurationError, match=r"<string>:1 uses .grad of net.weight"):
+        eval("parameter.grad", {"parameter": watched[0]})
+
+
 @pytest.mark.parametrize("drop", [sets_none, deletes, zeroes])
 def test_a_drop_is_followed(watched: Watched, drop: Callable[[Tensor], Any]) -> None:
     drop(watched[0])

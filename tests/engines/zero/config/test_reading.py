@@ -65,6 +65,8 @@ def test_what_is_no_flag_is_never_read_as_one(value: Any) -> None:
             f"{ZERO}.offload_optimizer.device is 'gpu', but DeepSpeed's",
         ),
         ({ZERO: {"offload_optimizer": "cpu"}}, f"{ZERO}.offload_optimizer is 'cpu', but must be a mapping of keys"),
+        ({"tensorboard": {"output_path": 3}}, "tensorboard.output_path is 3, but must be a string"),
+        ({"comms_logger": {"prof_ops": 3}}, "comms_logger.prof_ops is 3, but must be a list"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping is nan, but must be a number"),
         ({"communication_data_type": "int8"}, "communication_data_type is 'int8', but must be one of fp32, bf16, fp16"),
         ({"optimizer": {"params": {}}}, "optimizer.type is None, but must name one"),
