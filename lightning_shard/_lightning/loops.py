@@ -203,7 +203,7 @@ def saved_after_batch(
     validation after the batch in which it saves, and the end of the epoch, for done; where one is still to come, the
     state is made that of the moment before it.
     """
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     interrupted = in_validation(trainer)
     if not interrupted and batches.completed != batches.processed - 1:
         return dict(loops), None
@@ -234,6 +234,7 @@ def settle_progress(trainer: Trainer) -> None:
     if not loop.is_resuming:
         return
     batches: Any = loop.epoch_loop.batch_progress
+    _count_ended_epochs(batches)
     epochs: Any = loop.epoch_progress
     current = epochs.current
     closed = 0 < current.ready == current.started == current.processed
@@ -254,6 +255,18 @@ def settle_progress(trainer: Trainer) -> None:
             counter.processed -= 1
             counter.completed = min(counter.completed, counter.processed)
         loop.restarting = True
+
+
+def _count_ended_epochs(batches: Any) -> None:
+    """Count the batches at which ``on_train_batch_start`` ended an epoch by -1, and those that are None, as others:
+    Lightning, which compares the totals, takes any later state for one in the middle of a batch, and repeats its index.
+    """
+    current, total = batches.current, batches.total
+    if batches.is_last_batch and current.started == current.completed == current.processed - 1:
+        current.completed = current.processed
+    current.started = max(current.started, current.processed)
+    for counted in ("started", "processed", "completed"):
+        setattr(total, counted, total.ready - current.ready + getattr(current, counted))
 
 
 def loader_states_to_load(trainer: Trainer) -> list[dict[str, Any]]:

@@ -170,6 +170,10 @@ class _ResumedResults(_ResultCollection):
             if not entry.has_reset:
                 self.pending.pop(key, None)
 
+    def __bool__(self) -> bool:
+        # Lightning reads no values of an empty one, where the epoch's end comes next and nothing is logged again.
+        return bool(len(self) or self.pending)
+
     @torch.compiler.disable
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         key = f"{fx}.{name}"

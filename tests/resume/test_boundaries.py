@@ -24,10 +24,10 @@ BATCHES = 4
 class Telling(TinyLM):
     """Says what happens at which step; its learning rate follows the epochs, the validation loss or each step's."""
 
-    def __init__(self, schedule: str) -> None:
+    def __init__(self, schedule: str, ends_at: int | None) -> None:
         super().__init__(dropout=0.1)
-        self.schedule = schedule
-        self.events: list[tuple[str, int]] = []
+        self.schedule, self.ends_at = schedule, ends_at
+        self.events: list[tuple[Any, ...]] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -51,15 +51,18 @@ class Telling(TinyLM):
     def on_validation_start(self) -> None:
         self.events.append(("validation", self.global_step))
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.ends_at else None
+
     def on_train_epoch_end(self) -> None:
-        self.events.append(("epoch ends", self.global_step))
+        self.events.append(("epoch ends", self.global_step, float(self.trainer.callback_metrics["train_mean"])))
 
 
 def _fit(
-    root: str, schedule: str, step: int | None, max_steps: int = 12, **settings: Any
-) -> tuple[list[tuple[str, int]], dict[str, Tensor], float, float]:
+    root: str, schedule: str, step: int | None, max_steps: int = 12, ends_at: int | None = None, **settings: Any
+) -> tuple[list[tuple[Any, ...]], dict[str, Tensor], float, float]:
     torch.manual_seed(3)
-    module = Telling(schedule)
+    module = Telling(schedule, ends_at)
     saves = ModelCheckpoint(
         dirpath=root, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_on_train_epoch_end=False
     )
@@ -102,11 +105,13 @@ def _straight_and_resumed(
             ("train_loss", False, {"val_check_interval": 2}),
             ("epoch", False, {"limit_val_batches": 0}),
             ("train_mean", False, {"limit_val_batches": 0}),
+            ("epoch", False, {"ends_at": 3, "val_check_interval": 2}),
             ("epoch", True, {"limit_val_batches": 0}),
             ("epoch", False, {"check_val_every_n_epoch": 2, "accumulate_grad_batches": 2, "max_steps": 6}),
         ],
         3,
-        8,
+        7,
+        9,
     ),
 )
 def test_what_follows_the_batch_of_a_save_is_not_left_out(
