@@ -36,7 +36,7 @@ _REQUIRED = (
     (checkpoint_connector, "_loaded_checkpoint resume_start"),
     (data_connector, "_resolve_sampler"),
     (distributed, "_sampler"),
-    (evaluation_loop, "_data_source inference_mode _results"),
+    (evaluation_loop, "_data_source _has_run inference_mode _results"),
     (fit_loop, "_combined_loader_states_to_load _data_fetcher _data_source"),
     (fit_loop, "_combined_loader _last_train_dl_reload_epoch"),
     (logger_connector, "_callback_metrics _first_loop_iter"),

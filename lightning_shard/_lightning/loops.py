@@ -307,6 +307,7 @@ def end_epoch(replacements: Replacements, trainer: Trainer) -> None:
 
 def settle_validation(replacements: Replacements, trainer: Trainer) -> None:
     """After loading, and before the loop runs: let a validation that is due run although the training has ended."""
+    trainer.fit_loop.epoch_loop.val_loop._has_run = False  # in an earlier fit, for which all epochs would have no batch
     if _stopped_in_validation(trainer) and _steps_are_done(trainer):
         replacements.replace(trainer.fit_loop.epoch_loop, "max_steps", trainer.global_step + 1)
 

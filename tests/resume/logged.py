@@ -210,9 +210,12 @@ def fit(
         "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
     }
     trainer = pl.Trainer(callbacks=callbacks, **{**defaults, **kwargs})
-    data = DataLoader(torch.ones(BATCHES * trainer.world_size, 1))
-    trainer.fit(module, data, DataLoader(torch.ones(3 * trainer.world_size, 1)), ckpt_path=ckpt, weights_only=False)
+    trainer.fit(module, *loaders(trainer.world_size), ckpt_path=ckpt, weights_only=False)
     return lines, module, trainer
+
+
+def loaders(ranks: int) -> tuple[DataLoader[Tensor], DataLoader[Tensor]]:
+    return DataLoader(torch.ones(BATCHES * ranks, 1)), DataLoader(torch.ones(3 * ranks, 1))
 
 
 def epoch_line(lines: Lines, epoch: int) -> dict[str, str]:

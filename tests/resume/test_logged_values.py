@@ -12,9 +12,10 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 
+from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import run_distributed
-from tests.resume.logged import BATCHES, Distributed, Lines, Logs, draw, epoch_line, fit, saved_in
+from tests.resume.logged import BATCHES, EPOCHS, Distributed, Lines, Logs, draw, epoch_line, fit, loaders, saved_in
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +135,24 @@ def test_plateau_schedulers_go_on(tmp_path: Path, plateau: str, when: str, step:
     _, resumed, _ = fit(ckpt=path, **kwargs)
     assert len({rate for _, rate in whole.rates[step:]}) > 1
     assert resumed.rates == whole.rates[step:]
+
+
+def _fits_twice(folder: Path) -> list[tuple[bool, int]]:
+    """Whether a Trainer that has fitted before logs as one that was not interrupted, and how much."""
+    keep, strategy = [saved_in(folder, when) for when in ("batch", "validation", "epoch")], build("shard_ddp")
+    whole, _, _ = fit(callbacks=keep, carry=False, strategy=strategy)
+    used, _, trainer = fit(carry=False, max_epochs=1, strategy=build("shard_ddp"))
+    trainer.fit_loop.max_epochs, found = EPOCHS, []
+    for path in ("batch/8", "batch/12", "validation/6", "epoch/6"):
+        used.lines.clear()
+        trainer.fit(Logs(), *loaders(1), ckpt_path=folder / f"{path}.ckpt")
+        before = [(step, {**line, "begun": ""}) for step, line in whole.lines[-len(used.lines) :]]
+        found.append(([(step, {**line, "begun": ""}) for step, line in used.lines] == before, len(before)))
+    return found
+
+
+def test_a_trainer_that_has_fitted_before_goes_on(tmp_path: Path) -> None:
+    assert run_distributed(_fits_twice, 1, tmp_path) == [[(True, 14), (True, 10), (True, 17), (True, 16)]]
 
 
 # Several processes
