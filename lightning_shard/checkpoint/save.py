@@ -26,7 +26,6 @@ from lightning_shard.checkpoint.plan import Plans, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
-from lightning_shard.text import listed
 
 
 def training_state(
@@ -133,8 +132,6 @@ class Begun:
                     f"{common_to_all(self.target)}"
                 )
         tensors = {facts.key: TensorEntry(facts.shape, facts.dtype) for facts in plan.tensors}
-        if lost := sorted(key for key in self.state.aliases.values() if key not in tensors):
-            raise CheckpointError(f"aliases name {listed(lost)}, which are not among the tensors to save")
         slots = {facts.key: facts.slot for facts in plan.tensors if facts.slot is not None}
         assert slots.keys() == {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}
         manifest = Manifest(

@@ -28,7 +28,7 @@ from lightning_shard.checkpoint.files.layout import Directory, open_directory
 from lightning_shard.checkpoint.files.manifest import Contents, Facts, StoredTensor
 from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.files.trainer_state import load_archive, refusal
-from lightning_shard.checkpoint.foreign.lightning_file import described_optimizer
+from lightning_shard.checkpoint.foreign.lightning_file import described_optimizer, is_extra
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.tensors.names import without_wrappers
 
@@ -123,13 +123,15 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
     described, slots = _optimizer([state[base_key] for state in states], places, stage)
     shared = dict(models[0].get("shared_params") or {})
     rest, extra = _rest_of_module(models, stage, {*places, *shared})
+    weights |= rest
     engine = f"DeepSpeed ZeRO-{stage}"
     versions = {"deepspeed": str(models[0].get("ds_version", "unknown"))}
     return Contents.of(
         form=engine,
         facts=Facts(engine=engine, policy="not recorded", world_size=world, versions=versions),
-        weights=weights | rest,
-        aliases={_clean(alias): _clean(name) for alias, name in shared.items()},
+        weights=weights,
+        # Stage 3 saves no values of what nothing steps.
+        aliases={_clean(alias): _clean(name) for alias, name in shared.items() if _clean(name) in weights},
         slots=slots,
         trainer_state=_trainer_state(models[0])
         | {layout.EXTRA_STATE: materialize(extra), layout.OPTIMIZER_STATES: [described]},
@@ -151,7 +153,7 @@ def _rest_of_module(
             # Each rank has an equal share, padded at the end.
             fragments = [model["frozen_param_fragments"][name] for model in models]
             tensors[fqn] = _joined([(part, 0, part.shape[0]) for part in fragments], tuple(frozen[name]))
-        elif not isinstance(value, StoredTensor):
+        elif is_extra(name, value):
             extra[fqn] = value
         elif stage < 3 or value.shape != (0,) or name in models[0]["buffer_names"]:
             tensors[fqn] = value
@@ -198,8 +200,6 @@ def _optimizer(
                     state[name][slot] = _scalar(value)
                 elif isinstance(value, ArchivedTensor) and len(value.shape) == 1:
                     state[name][slot] = _flat_tensor([own[slot] for own in states], places[name], stage)
-                else:
-                    state[name][slot] = materialize(value)
     slots = dict[layout.SlotName, StoredTensor]()
     clean = [_clean(name) for group in groups for name in group["params"]]
     return described_optimizer(0, {"state": state, "param_groups": groups}, clean, "unknown", slots), slots
@@ -309,7 +309,7 @@ def _stored_in(path: Path, directory: Directory) -> Contents:
             place = place.setdefault(part, {})
         place[parts[-1]] = value
     module = {without_wrappers(str(name)): v for top in _TOPS for name, v in tree.pop(top, {}).items()}
-    weights = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
+    weights = {name: value for name, value in module.items() if not is_extra(name, value)}
     extra = materialize({name: value for name, value in module.items() if name not in weights})
     slots: dict[layout.SlotName, StoredTensor] = {}
     optimizers = []

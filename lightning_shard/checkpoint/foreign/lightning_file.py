@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files import commit, layout
-from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
+from lightning_shard.checkpoint.files.archive import materialize, read_archive, write_archive
 from lightning_shard.checkpoint.files.manifest import FULL, Contents, Facts, StoredTensor
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
@@ -162,6 +162,11 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
     return Contents.of(weights, aliases, slots, averages, form=FULL, facts=facts, trainer_state=state)
 
 
+def is_extra(name: str, value: Any) -> bool:
+    """Whether an entry of another library's ``state_dict`` is what ``get_extra_state`` gave, by torch's name of it."""
+    return not isinstance(value, StoredTensor) or name.endswith("_extra_state")
+
+
 def _module_tensors(
     state_dict: Mapping[str, Any], names: ModuleNames | None
 ) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, Any]]:
@@ -171,7 +176,7 @@ def _module_tensors(
     extra: dict[str, Any] = {}
     places: dict[Any, str] = {}
     for fqn, value in state_dict.items():
-        if not isinstance(value, ArchivedTensor) or (names is not None and fqn not in names.tensors):
+        if is_extra(fqn, value) or (names is not None and fqn not in names.tensors):
             extra[fqn] = value
             continue
         # Tensors without elements lie in one place without being tied.

@@ -19,19 +19,34 @@ from tests.models import quiet_trainer, whole
 ROWS = torch.randn(64, 5, generator=torch.Generator().manual_seed(3))
 
 
+class Counts(nn.Linear):
+    """Its calls in training are extra state, as a tensor: FSDP's strategy saves no other."""
+
+    calls = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(rows)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.calls = int(state)
+
+
 class Net(nn.Module):
     """Odd sizes, a buffer and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(5, 7)
-        self.second = nn.Linear(7, 5)
+        self.second = Counts(7, 5)
         self.scale = nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
         self.register_buffer("shift", torch.tensor(0.25))
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.second(self.first(rows).tanh()) * self.scale + self.shift
-
 
 class Model(pl.LightningModule):
     """Two parameter groups, in another order than the module's, and a scheduler."""
@@ -114,7 +129,7 @@ class Tied(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(5, 7)
-        self.second = nn.Linear(7, 3, bias=False)
+        self.second = Counts(7, 3, bias=False)
         self.tied = nn.Linear(5, 7)
         self.tied.weight = self.first.weight
         self.one = nn.Parameter(torch.tensor([1.5]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
+from lightning_shard.checkpoint.files.layout import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.inspect import describe, open_any
 from tests.checkpoint.foreign.stock import Tied, fit, groups_of, save_deepspeed, state_of
 from tests.harness import run_distributed
@@ -38,6 +38,7 @@ def check_deepspeed(tmp_path: Path, stage: int, bf16: bool, ranks: int, subgroup
     assert sorted(rest["params"]) == ["first.bias", "one", "tied.bias"]
     assert (weights["weight_decay"], rest["weight_decay"], rest["lr"]) == (0.3, 0.01, 0.1 * 0.5**3)
     assert (stored.trainer_state["epoch"], stored.trainer_state["mine"]) == (3, {"x": [1, 2]})
+    assert stored.trainer_state[EXTRA_STATE] == {"second._extra_state": torch.tensor(3)}
     assert "model.first.weight" in describe(path, stored)
     return path
 
@@ -64,9 +65,10 @@ class FromDeepSpeed(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-def start_from_deepspeed(path: str) -> tuple[dict[str, Tensor], float]:
+def start_from_deepspeed(path: str) -> tuple[dict[str, Tensor], float, int]:
     trainer = fit("shard_fsdp", 1, ckpt_path=path, module=FromDeepSpeed, max_steps=1)
-    return trainer.lightning_module.started, trainer.lr_scheduler_configs[0].scheduler.last_epoch
+    module, schedule = trainer.lightning_module, trainer.lr_scheduler_configs[0].scheduler
+    return module.started, schedule.last_epoch, module.second.calls
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(1, True), (2, False), (3, False), (3, True)])
@@ -74,8 +76,9 @@ def test_deepspeed_partitions_become_whole_tensors(tmp_path: Path, stage: int, b
     path = check_deepspeed(tmp_path, stage, bf16, 2)
     if (stage, bf16) != (3, True):
         return
-    started, last_epoch = run_distributed(start_from_deepspeed, 2, str(path))[0]
+    started, last_epoch, calls = run_distributed(start_from_deepspeed, 2, str(path))[0]
     assert last_epoch == 3, "the checkpoint's scheduler; one step ends no epoch"
+    assert calls == 4
     for key, tensor in open_any(path).tensors.items():
         name = key.removeprefix("model.").removeprefix("optimizer.0.")
         assert torch.equal(started[name], tensor.read().to(started[name].dtype)), key
