@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -197,6 +198,8 @@ def after_batches(
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
     """Change ``accumulate_grad_batches`` to keep the newest checkpoint's micro-batches in a step. All ranks call it."""
+    if callbacks.callbacks(trainer, GradientAccumulationScheduler):
+        return  # It alone says how many.
     folders = checkpoint_folders(trainer)
     before = Ranks.of().first("reading the batches of a step", lambda: identity.micro_batches(folders))
     keeps, rest = divmod(before or 0, trainer.world_size)

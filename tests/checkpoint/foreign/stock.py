@@ -48,6 +48,7 @@ class Net(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         return self.second(self.first(rows).tanh()) * self.scale + self.shift
 
+
 class Model(pl.LightningModule):
     """Two parameter groups, in another order than the module's, and a scheduler."""
 
