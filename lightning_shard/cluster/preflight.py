@@ -203,10 +203,9 @@ def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) ->
         question["probe"] = _make_probe(folder)
     store.set("question", json.dumps(question))
     if missing:
-        ranks = [int(key.partition("/")[2]) for key in missing]
         return (
-            f"{len(ranks)} of {at.world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): "
-            f"{listed(ranks, most=8)}. They have not been started, or failed before, which their own logs say; slow "
+            f"{len(missing)} of {at.world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): "
+            f"{_numbers(missing)}. They have not been started, or failed before, which their own logs say; slow "
             "imports need a longer timeout."
         ), []
     told = [one.partition(b"\n") for one in multi_get(store, [f"facts/{rank}" for rank in world])]
@@ -217,7 +216,10 @@ def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) ->
     start, keys = time.time(), [f"answer/{rank}" for rank in world[1:]]
     lost = wait_for(store, keys, _FOLDER_SECONDS + seconds)
     if lost:
-        return f"{len(lost)} of {at.world_size} ranks were lost while they compared themselves", []
+        return (
+            f"{len(lost)} of {at.world_size} ranks were lost while they compared themselves: {_numbers(lost)}. Their own "
+            "logs say why."
+        ), []
     took = time.time() - start
     answers = dict(zip(world[1:], map(json.loads, multi_get(store, keys)), strict=True))
     probe = question.get("probe")
@@ -249,6 +251,10 @@ def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
                     f"{_ranks(others, facts)}. {advice}"
                 )
     return ""
+
+
+def _numbers(keys: Sequence[str]) -> str:
+    return listed([int(key.partition("/")[2]) for key in keys], most=8)
 
 
 def _ranks(ranks: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:

@@ -255,9 +255,7 @@ def describe(reports: Mapping[int, Report], culprits: Sequence[int]) -> str:
     first = reports[culprits[0]]
     more = f" (as {len(culprits) - 1} others)" if len(culprits) > 1 else ""
     text = f"{first.name} has not moved for {first.seconds:.0f} s{more}: it is {first.place()}"
-    others = [report for rank, report in reports.items() if rank not in culprits]
-    if not others:
-        return text
+    others = [report for rank, report in reports.items() if rank not in culprits]  # of whom `blame` leaves some
     # One that waits for it, rather than for whoever does.
     other = min(others, key=lambda report: report.waits is None or report.waits[0] not in first.last)
     waits = [] if first.waits is None else list(first.waits)

@@ -1,13 +1,17 @@
-"""Which rank the others wait for, in hangs whose cause is known."""
+"""Which rank the others wait for, in hangs whose cause is known, and who is counted as silent."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from lightning_shard.cluster.traces import Report, blame
+from lightning_shard.cluster import watch
+from lightning_shard.cluster.traces import Progress, Report, blame, describe
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_hangs.json").read_text())
 """By failure, for each of 16 ranks: the collective that it waits in, and its last number by group.
@@ -31,3 +35,75 @@ def test_the_ranks_that_were_made_to_fail_are_named(failure: str) -> None:
         )
     }
     assert blame(reports) == CULPRITS[failure]
+
+
+def _reports(*waits: Any, recent: Any = (), last: int = 5) -> dict[int, Report]:
+    same: dict[str, Any] = {"seconds": 60.0, "phase": "forward", "step": 1, "line": ", from f at a.py:1"}
+    return {
+        rank: Report(name=f"rank {rank}", waits=each, recent=recent, last={"0": last}, **same)
+        for rank, each in enumerate(waits)
+    }
+
+
+SUM, GATHER = ("0", 5, "sum [[2]]", ", from f at a.py:2"), ("0", 5, "gather [[2]]", ", from f at a.py:3")
+
+
+@pytest.mark.parametrize(
+    ("reports", "culprits"),
+    [
+        (_reports(None, None), []),  # nobody waits for anybody
+        (_reports(SUM, SUM, SUM), []),  # all in the same one, which the network does not end
+        (_reports(SUM, None, SUM), [1]),
+        (_reports(SUM, GATHER, SUM), [1]),
+        (_reports(SUM, GATHER), [0]),  # as many in either: the last rank's is as good as the first's
+    ],
+)
+def test_who_is_to_blame(reports: dict[int, Report], culprits: list[int]) -> None:
+    assert blame(reports) == culprits
+
+
+def test_what_others_called_in_its_place() -> None:
+    head = (
+        "rank 0 has not moved for 60 s: it is in forward after step 1, where it waits in sum [[2]], number 5 of group 0"
+    )
+    there = f"{head}, from f at a.py:2. In its place rank 1"
+    waits = "is in forward after step 1, where it waits in gather [[2]], number 5 of group 0, from f at a.py:3"
+    assert describe(_reports(SUM, GATHER, recent=[GATHER]), [0]) == f"{there} {waits}"
+    later = ("0", 6, "sum [[9]]", ", from f at a.py:4")
+    found = describe(_reports(SUM, later, recent=[GATHER, later]), [0])
+    assert found.startswith(f"{there} called gather [[2]], from f at a.py:3; it is in forward")
+
+
+def test_an_action_that_an_error_left_ends_with_the_one_around_it() -> None:
+    progress = Progress()
+    for action in ("run_training_epoch", "backward"):
+        progress.begin(action)
+    progress.end("run_training_epoch")
+    assert progress.seconds == 0
+
+
+def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store = [0.0], dist.HashStore()
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    counter = watch._Counter(store, 0, 3, 1.0, 20.0)
+
+    def looks(seconds: int, *alive: int, every: float = 1.0) -> list[int]:
+        found = []
+        for _ in range(seconds):
+            clock[0] += every
+            for rank in alive:
+                store.set(f"beat/{rank}", f"{clock[0]} 0")
+            found = counter.silent()
+        return found
+
+    assert looks(30, 1, 2) == []
+    assert looks(17, 1) == []
+    assert looks(2, 1) == [2]
+    assert looks(30, 1, 2) == []
+    # Whoever looks late was stopped itself, or has no time.
+    assert looks(5, 1, every=10.0) == []
+    assert looks(3, 1, 2) == []
+    store.set("suspicion", "")
+    assert looks(8, 1, 2) == []
+    assert store.check(["nobody is silent"])
+    assert looks(5, 1) == [2], "at once, where a connection was lost"

@@ -44,6 +44,7 @@ def test_what_the_user_set_stays() -> None:
 
 def test_of_this_host() -> None:
     assert network.interface_towards("127.0.0.1") is None
+    assert network.interface_towards("::2") is None
     for name, found in psutil.net_if_addrs().items():
         for address in (each.address for each in found if each.family == socket.AF_INET):
             assert network.interface_towards(address) == (None if address.startswith("127.") else name)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from lightning_shard import ConfigurationError
+from lightning_shard.cluster import preflight
 from lightning_shard.cluster.preflight import Rendezvous, compare, connect
 from lightning_shard.cluster.slurm import Launch, check_launch, meeting_point, read_job
 from tests.cluster.test_slurm import BATCH, STEP
@@ -155,6 +156,53 @@ def test_a_rank_that_is_missing_is_named_on_the_others() -> None:
     told = run_distributed(_compare, 3, {}, silent=1)
     assert told[0].startswith("1 of 3 ranks did not connect in 3 s (init_timeout_seconds): 1. They")
     assert told == [told[0], "silent", told[0]]
+
+
+def _badly(how: str) -> str:
+    """What a rank is told where rank 1 sees no folder or falls silent, or the comparison itself fails."""
+    box, rank = [free_port()], torch.distributed.get_rank()
+    torch.distributed.broadcast_object_list(box)
+    place = _place(box[0], rank, 2)
+    store, told = connect(place, 20), "silent"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "_FOLDER_SECONDS", 0.2)
+        if how == "folder" and rank == 1:
+            patch.setattr(preflight.os, "listdir", lambda path: [])
+            patch.setattr(preflight.Path, "exists", lambda path: False)
+        if how == "error":
+            patch.setattr(preflight, "multi_get", {}.__getitem__)
+        if how == "lost":
+            wait = preflight.wait_for
+            patch.setattr(preflight, "wait_for", lambda store, keys, seconds: wait(store, keys, min(seconds, 2.0)))
+        if how == "lost" and rank == 1:
+            PrefixStore("preflight", store).set("facts/1", 'node1\n{"node": ""}')
+        else:
+            try:
+                compare(store, place, {"node": f"node{rank}"}, 20, Path("shared"))
+            except (ConfigurationError, TypeError) as error:
+                told = str(error)
+    torch.distributed.barrier()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (
+            "folder",
+            ["shared is not one folder for all nodes: what rank 0 writes there on node0 is not seen by rank 1"] * 2,
+        ),
+        ("lost", ["1 of 2 ranks were lost while they compared themselves: 1. Their own logs say why.", "silent"]),
+        ("error", ["dict.__getitem__", "rank 0 failed in comparing the ranks: TypeError: dict.__getitem__"]),
+    ],
+)
+def test_ranks_that_can_not_be_compared(how: str, says: list[str]) -> None:
+    for told, expected in zip(run_distributed(_badly, 2, how), says, strict=True):
+        assert told.startswith(expected)
+
+
+def test_a_folder_that_rank_0_can_not_write_is_left_to_the_save() -> None:
+    assert preflight._make_probe(Path("/dev/null/runs")) is None
 
 
 def _alone(place: Rendezvous, seconds: float) -> str:

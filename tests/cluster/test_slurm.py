@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from lightning_shard.cluster.slurm import expand_counts, first_node, parse_time, read_job, shows_cancelled
+from lightning_shard.cluster.slurm import (
+    expand_counts,
+    first_node,
+    is_cancelled,
+    parse_time,
+    read_job,
+    requeue,
+    shows_cancelled,
+    time_left,
+)
 
 # srun --nodes 2 --ntasks-per-node 2 in a batch job, on its second node.
 STEP = {
@@ -120,3 +131,11 @@ def test_a_job_that_is_cancelled_is_told_from_one_that_is_stopped(
         f"JobId=1 JobName=a b UserId=root(0) JobState={state} Reason=None Requeue=1 RunTime={run} TimeLimit={limit} "
     )
     assert shows_cancelled(shown + "TimeMin=N/A Command=/x.sh --a=b") is cancelled
+
+
+def test_without_slurms_commands_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    job = read_job(STEP)
+    assert job is not None
+    assert (time_left(job), is_cancelled(job)) == (None, False)
+    assert str(requeue(job)).startswith("scontrol: [Errno 2] No such file")
