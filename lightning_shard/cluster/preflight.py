@@ -217,8 +217,8 @@ def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) ->
     lost = wait_for(store, keys, _FOLDER_SECONDS + seconds)
     if lost:
         return (
-            f"{len(lost)} of {at.world_size} ranks were lost while they compared themselves: {_numbers(lost)}. Their own "
-            "logs say why."
+            f"{len(lost)} of {at.world_size} ranks were lost while they compared themselves: {_numbers(lost)}. Their "
+            "own logs say why."
         ), []
     took = time.time() - start
     answers = dict(zip(world[1:], map(json.loads, multi_get(store, keys)), strict=True))
