@@ -41,14 +41,12 @@ def step_points(training: Training, engine: TorchDDPFacts, memory: StepMemory, t
     # Gradients that lie in buckets, and those that are added to sums, take no memory of their own.
     in_place = in_buckets or (engine.reduce_at_boundary and memory.waiting > 0)
     for segment in trace.segments:
-        # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket.
-        gradients = total if in_buckets else memory.waiting or kept
+        # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket; sums of
+        # micro-batches are in none.
+        gradients = total + memory.waiting if in_buckets else memory.waiting or kept
         if segment.phase == "backward" and not in_place:
             reduced = sum(elements[name] for name in done) * training.policy.master.itemsize
             gradients += reduced + segment.peak_gradients
-        elif segment.phase == "backward" and in_buckets and not engine.reduce_at_boundary:
-            # The sums of the micro-batches before wait beside DDP's own gradients.
-            gradients += memory.waiting
         activations = segment.activations if in_place else segment.peak - segment.peak_gradients
         kinds = KindBytes(gradients=gradients, activations=activations)
         yield Point(name=segment.name, account=base + MemoryAccount(device=kinds))

@@ -183,16 +183,22 @@ def at_once(configure: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def peaks(
-    model: str, name: str, precision: str, checkpointing: Checkpointing, batch_size: int = 4, micro_batches: int = 1
+    model: str,
+    name: str,
+    precision: str,
+    checkpointing: Checkpointing,
+    batch_size: int = 4,
+    micro_batches: int = 1,
+    **settings: Any,
 ) -> tuple[int, int, str, str]:
-    """Counted and predicted peak of this rank, with what was going on at each."""
+    """Counted and predicted peak of this rank, with what was going on at each; ``settings``: of the strategy."""
     ranks = torch.distributed.get_world_size()
     # So many that a rank has the batches of two steps in an epoch.
     data = loader(batch_size, count=2 * micro_batches * batch_size * ranks)
     batch = next(iter(data))
     # Held, so that no later storage gets the place of one of them.
     before = _storages()
-    strategy = build(name, activation_checkpointing=checkpointing)
+    strategy = build(name, activation_checkpointing=checkpointing, **settings)
     watch = Watch(before, micro_batches)
     form = FORMS[model]
     # Each optimizer's step counts.

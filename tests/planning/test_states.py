@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_shard.engines.transforms import Checkpointing
@@ -48,11 +50,12 @@ def check_peak(
     micro_batches: int = 1,
     precision: str = "",
     within: float = 0.05,
+    **settings: Any,
 ) -> None:
     """The most that a step holds at one time is as predicted; at 64 samples activations are most of it, at 8 states."""
     precision = precision or ("32-true" if name in ("shard_ddp", "shard_deepspeed_stage_0") else "bf16-mixed")
     case = (model, name, precision, checkpointing, batch_size, micro_batches)
-    found = run_distributed(peaks, ranks, *case, timeout=300)
+    found = run_distributed(peaks, ranks, *case, timeout=300, **settings)
     counted, predicted, *details = max(found)
     # What is not the step's, such as the batches of a loader, is less than 5 % of these models.
     assert counted == pytest.approx(predicted, rel=within), (case, details)
@@ -64,6 +67,12 @@ def check_peak(
 )
 def test_predicted_peak_is_the_one_that_is_counted(name: str, checkpointing: Checkpointing) -> None:
     check_peak(2, "tied and frozen", name, checkpointing)
+
+
+@pytest.mark.parametrize("sync", ["boundary", "micro_batch"])
+def test_sums_of_micro_batches_lie_beside_buckets(sync: str) -> None:
+    settings = {"gradient_as_bucket_view": True, "accumulate_sync": sync}
+    check_peak(2, "tied and frozen", "shard_ddp", None, batch_size=8, micro_batches=2, within=0.01, **settings)
 
 
 @pytest.mark.matrix
