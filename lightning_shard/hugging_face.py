@@ -35,18 +35,18 @@ def read_config(config: str) -> Any:
 
     path, (module, _, name) = Path(config), config.rpartition(".")
     try:
-        if not path.exists() and not module.replace(".", "").isidentifier():
+        if not path.exists() and (path.suffix == ".json" or not module.replace(".", "").isidentifier()):
             raise FileNotFoundError(f"there is no such file, nor folder (from {Path.cwd()})")
         found = AutoConfig.from_pretrained(path) if path.exists() else getattr(importlib.import_module(module), name)()
+        if not isinstance(found, PretrainedConfig):
+            raise TypeError(f"{type(found).__name__} is no configuration of a model")
+        return found
     except Exception as error:  # of whatever a class of configurations refuses
         yaml = f" A run's own file is given as --config {config}." if path.suffix in (".yaml", ".yml") else ""
         raise ConfigurationError(
             f"config is {config!r}, which can't be read: {error}. Give a config.json of transformers, the folder that "
             f"it is in, or a class: transformers.LlamaConfig.{yaml}"
         ) from error
-    if not isinstance(found, PretrainedConfig):
-        raise ConfigurationError(f"config is {config!r}, a {type(found).__name__}, and no configuration of a model.")
-    return found
 
 
 def task_of(config: Any) -> Task:

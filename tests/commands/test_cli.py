@@ -107,6 +107,7 @@ MISTAKES = {
         [],
         ["optimizer.init_args.lr", "torch.optim.Optimizer has no such", "given by class_path"],
     ),
+    "no mapping on the line": ({}, ["--config", "[1, 2]"], ["'[1, 2]' is no mapping of keys such as model, data"]),
     "empty file": ("", [], ["overlay.yaml is empty, but must hold a mapping of keys"]),
     "no interval": ({"trainer": {"val_check_interval": 0}}, [], ["val_check_interval: got 0; allowed: a share"]),
     "devices twice": ({"trainer": {"devices": [0, 0]}}, [], ["`devices` selected with `CPUAccelerator`"]),

@@ -1,12 +1,14 @@
-"""The file at ``--output``."""
+"""The file at ``--output``, and what ``--verbose`` adds."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lightning_shard import ConfigurationError
+from lightning_shard import ConfigurationError, ShardCLI
 from lightning_shard.commands import slurm
 
 
@@ -27,3 +29,14 @@ def test_what_can_not_be_written_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         slurm.main(["--model=M", "--output=nowhere/run.sh"])
     with pytest.raises(ConfigurationError, match=r"can't be written: Is a directory"):
         slurm.main(["--model=M", "--force", "--output", str(tmp_path)])
+
+
+def test_verbose_asks_for_the_table_of_dtypes(command: Callable[..., ShardCLI]) -> None:
+    logger = logging.getLogger("lightning_shard")
+    level = logger.level
+    try:
+        cli = command("fit", "--config", "base.yaml", "--verbose")
+        assert logger.isEnabledFor(logging.DEBUG)
+        assert "verbose" not in cli.config["fit"]
+    finally:
+        logger.setLevel(level)

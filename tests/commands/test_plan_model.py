@@ -75,7 +75,9 @@ def test_a_configuration_is_planned_as_its_architecture(
     # A step with real values, of batches of the same form.
     module, data = HuggingFace(path), HuggingFaceData(path, batch_size=3, seq_len=8)
     module.configure_model()
-    assert type(module.model) is type(model)
+    assert type(own := module.model) is type(model)
+    module.configure_model()
+    assert module.model is own
     assert model(**next(iter(data.train_dataloader()))).loss.isfinite()
 
 
@@ -87,7 +89,8 @@ def test_a_class_and_a_task(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("nope.json", "config is 'nope.json', which can't be read"),
+        ("nope.json", "config is 'nope.json', which can't be read: there is no such file, nor folder (from "),
+        ("torch.nn.Identity", "which can't be read: Identity is no configuration of a model. Give a config.json"),
         ("transformers.BertModel", "config is 'transformers.BertModel', which can't be read"),
         (
             "transformers.T5Config",

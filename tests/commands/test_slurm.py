@@ -301,7 +301,7 @@ def test_links_for_a_plan(tmp_path: Path) -> None:
 
 def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "links.json"
-    assert doctor.main(["--backend", "gloo", "--output", str(path)], {}) == 0
+    assert doctor.main(["--backend", "gloo", "--megabytes", "1", "--output", str(path)], {}) == 0
     assert f"links: {path}" in capsys.readouterr().out
     links = read_links(path)
     assert links == Links(intra_node=None, inter_node=None, device=links.device)
