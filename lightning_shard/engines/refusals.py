@@ -183,7 +183,7 @@ def explained(strategy: str) -> Generator[None, None, None]:
         ) from None
 
 
-_DISAGREE = "Detected a disagreement on list contents"
+_DISAGREE = "Detected a disagreement on list"
 """What DeepSpeed's stage 3 says where ranks have run different modules."""
 
 

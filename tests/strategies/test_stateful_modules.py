@@ -122,13 +122,15 @@ class Pair(nn.Module):
 
 
 class ReturnsParameters(Net):
-    """A module gives others its parameters, one of them in a container of its output."""
+    """A module gives others its parameters, one in a container of its output; one without any runs on one rank alone."""
 
     def build(self) -> None:
-        self.pair = Pair()
+        self.pair, self.clip = Pair(), nn.Hardtanh()
 
     def forward(self, x: Tensor) -> Tensor:
         weight, others = self.pair()
+        if self.global_rank == 1:
+            x = self.clip(x)
         return super().forward(functional.linear(x.to(weight.dtype), weight, others["bias"]).tanh() + x)
 
 

@@ -5,7 +5,7 @@ parameter and concatenates a rank's shards, in sub-groups. These are the only fu
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_shard.engines.whole_steps import Shard
 from lightning_shard.engines.zero import swapping
+from lightning_shard.private_names import wrap
 from lightning_shard.tensors.flat import Accumulated, FlatGroup, FlatMember, FlatSlice, FlatTensor
 from lightning_shard.tensors.names import named_parameters, unwrapped_modules
 
@@ -123,6 +124,26 @@ def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
         if z3_leaf_module(part) or own - inside:
             found.append((fqn, part))
     return found
+
+
+def gathers_for(module: nn.Module) -> bool:
+    """Whether stage 3 gathers parameters of the module's own, or of others that it was seen to use, when it runs."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+    from deepspeed.utils import z3_leaf_module
+
+    return next(iter(iter_params(module, recurse=z3_leaf_module(module))), None) is not None
+
+
+def trace_gathered(offload: Any) -> None:
+    """Leave modules that a ``DeepSpeedZeRoOffload`` gathers nothing for out of its trace of a forward pass: ranks that
+    run different ones, as a dropout, would wait for each other in comparing it.
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    def fetch(own: Callable[[nn.Module], None], module: nn.Module) -> None:
+        (own if gathers_for(module) else FWD_MODULE_STACK.append)(module)
+
+    wrap(offload, "pre_sub_module_forward_function", fetch)
 
 
 def shards(groups: Sequence[FlatGroup]) -> Iterator[tuple[FlatMember, Tensor]]:

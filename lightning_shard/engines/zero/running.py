@@ -237,9 +237,9 @@ def step(running: Running, *, skip: bool) -> None:
     if running.groups and not running.pending:
         return
     running.overflow = skip
-    if running.groups and running.stage == 3:
-        layout.wait_for_gradients(running.zero)
     if running.stage == 3:
+        if running.groups:
+            layout.wait_for_gradients(running.zero)
         _show_masters(running, False)
     # Stage 0 has no word for a skipped step.
     with replaced_step(running.zero) if skip and running.stage == 0 else nullcontext():
@@ -332,8 +332,8 @@ def replace_hooks(offload: Any, device: torch.device) -> None:
     """Replace those hooks of ``offload``, a ``DeepSpeedZeRoOffload`` over a module on ``device``, that change results
     or fail: parameters in outputs without ``__dict__`` or string keys, and the end of backward (`after_backward`).
     """
-    # Each module has one before its forward and one after it.
-    for handle in offload.forward_hooks[1::2]:
+    layout.trace_gathered(offload)
+    for handle in offload.forward_hooks[1::2]:  # Each module has one before its forward and one after it.
         hooks = handle.hooks_dict_ref()
         hooks[handle.id] = partial(_after_forward, hooks[handle.id])
     for joins, marks in zip(offload.backward_hooks[::2], offload.backward_hooks[1::2], strict=True):
@@ -373,8 +373,9 @@ class _Backward:
         return after_backward.replaced(output, join)
 
     def _begin(self, module: nn.Module) -> None:
-        self._active = True
-        self._offload.pre_sub_module_backward_function(module)
+        self._active = layout.gathers_for(module)
+        if self._active:
+            self._offload.pre_sub_module_backward_function(module)
 
     def _end(self, module: nn.Module) -> None:
         if self._active:
@@ -383,11 +384,10 @@ class _Backward:
 
 
 def _after_forward(hook: Callable[..., None], module: nn.Module, inputs: Any, output: Any) -> None:
-    values: Any = [output]
+    values: Any = [output]  # In containers of these too, where DeepSpeed does not look.
     if output is not None and not isinstance(output, Tensor | list | tuple):
         names = [f.name for f in fields(output)] if is_dataclass(output) else getattr(output, "__dict__", ())
         values = output.values() if isinstance(output, Mapping) else [getattr(output, name, None) for name in names]
-    # In containers of these too, where DeepSpeed does not look.
     shown = [value for value in tree_leaves([*values]) if isinstance(value, Tensor)]
     looked_into = isinstance(output, Tensor | list | tuple | dict) or is_dataclass(output)
     own = not looked_into and any(layout.is_partitioned(p) for p in module.parameters(recurse=False))
