@@ -51,6 +51,8 @@ class Materializer:
             if module not in self.initializers or not (fresh := self._replace_meta_tensors(module)):
                 continue
             initialize, reset = self.initializers[module], _own_reset(module)
+            # What was loaded, or is tied to what another module has initialised.
+            kept = {name: tensor.clone() for name, tensor in own_tensors(module).items() if name not in fresh}
             self._initialize(module, [initialize])
             missed = _unset(module, fresh)
             if missed and reset is not None:
@@ -63,6 +65,8 @@ class Materializer:
                     f"{listed(missed)} without values. A module that is built on the meta device must set each of "
                     "its own parameters and buffers, those that are not persistent too, in reset_parameters()."
                 )
+            for name, value in kept.items():
+                own_tensors(module)[name].copy_(value)
             for name, meta in fresh.items():
                 if isinstance(meta, DTensor):
                     # The user applied ``fully_shard`` on the meta device: the full tensor is sharded in the same way.

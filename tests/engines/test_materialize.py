@@ -174,6 +174,19 @@ def test_a_model_on_a_real_device_needs_no_initialisation() -> None:
     assert torch.equal(root.bare.weight, torch.full((3,), 3.0))
 
 
+def test_values_that_are_there_stay() -> None:
+    root = holding(embed=lambda: nn.Embedding(5, 3), tied=lambda: nn.Linear(3, 5), part=lambda: nn.Linear(3, 5))
+    root.tied.weight = root.embed.weight
+    root.part.weight = nn.Parameter(torch.full((5, 3), 2.0))
+    fill(root)
+    alone = holding(embed=lambda: nn.Embedding(5, 3))
+    fill(alone)
+    assert root.tied.weight is root.embed.weight
+    assert torch.equal(root.embed.weight, alone.embed.weight)
+    assert torch.equal(root.part.weight, torch.full((5, 3), 2.0))
+    assert not root.part.bias.isnan().any()
+
+
 class InitialisesOthers(nn.Module):
     """As nanoGPT: one method for linear layers, and what it does not know keeps its constructor's values."""
 

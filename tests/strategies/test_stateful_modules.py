@@ -122,7 +122,7 @@ class Pair(nn.Module):
 
 
 class ReturnsParameters(Net):
-    """A module gives others its parameters, one in a container of its output; one without any runs on one rank alone."""
+    """A module gives others its parameters, one in a container of its output; one without any runs on one rank."""
 
     def build(self) -> None:
         self.pair, self.clip = Pair(), nn.Hardtanh()
