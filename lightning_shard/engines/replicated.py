@@ -123,8 +123,8 @@ def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
         if any(group.get(name) for group in mixed()):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} has {name}=True for a group with both shards and parameters that are full "
-                f"on every rank (of ignored_modules), but torch has no such kernel for both. Leave out {name}, or give "
-                "the optimizer the full ones in a group of their own."
+                f"on every rank (without a dimension, or of ignored_modules), but torch has no such kernel for both. "
+                f"Leave out {name}, or give the optimizer the full ones in a group of their own."
             )
     left: list[dict[str, Any]] = []  # to torch
 

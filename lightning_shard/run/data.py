@@ -62,8 +62,12 @@ class Data:
     def __init__(self, *, sample_seeds: bool) -> None:
         """Nothing was resumed yet; ``sample_seeds``: training samples' random numbers are seeded by epoch and index."""
         self._sample_seeds = sample_seeds
-        self._resumed: Mapping[str, Any] | None = None
         self._made: int | None = None  # The epoch in which the training loaders were made.
+        self.forget()
+
+    def forget(self) -> None:
+        """Go on with nothing: a run has ended, which may have had no batch left to train, or failed ahead of it."""
+        self._resumed: Mapping[str, Any] | None = None
         self._callbacks: Mapping[str, Any] = {}  # Their states in the checkpoint.
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
@@ -140,10 +144,9 @@ class Data:
 
     def start_of_training(self, replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
         """Go on with what a resumed run had, after all that draws from or resets it. All ranks call it."""
-        resumed, self._resumed = self._resumed, None
-        module = trainer.lightning_module
+        resumed, module = self._resumed, trainer.lightning_module
         go_on_in_mid_epoch(trainer, self._callbacks)
-        self._callbacks = {}
+        self.forget()
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
             frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))
