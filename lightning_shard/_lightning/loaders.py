@@ -219,10 +219,17 @@ def makes_loaders(trainer: Trainer) -> bool:
 def first_batch(trainer: Trainer) -> tuple[Any, int]:
     """The first batch of the fit's loaders, made for this alone, on the CPU; and this rank's samples, if they count."""
     loaders = trainer.fit_loop._data_source.dataloader()
-    batch, *_ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
+    batch = batch_of(loaders)
     dataset = getattr(loaders, "dataset", None)
     samples = len(dataset) // trainer.world_size if isinstance(dataset, Sized) else sys.maxsize
     return trainer.strategy.batch_to_device(batch, torch.device("cpu")), samples
+
+
+def batch_of(loaders: Any) -> Any:
+    """The first batch of what ``train_dataloader`` returns, of several as a training step gets it."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    batch, *_ = next(iter(combined))
+    return batch
 
 
 def forget_loaders(trainer: Trainer) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard import registry
 from lightning_shard._lightning import processes
+from lightning_shard._lightning.loaders import batch_of
 from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.cluster.traces import user_frame
 from lightning_shard.commands.cli import ShardCLI
@@ -203,8 +204,7 @@ def first_batch(inputs: Inputs) -> Any:
     try:
         owner.prepare_data()
         owner.setup("fit")
-        loader = owner.train_dataloader()
-        batch = next(iter(loader[0] if isinstance(loader, list) else loader))
+        batch = batch_of(owner.train_dataloader())
         names = ("on_before_batch_transfer", "on_after_batch_transfer")
         hooks: Any = owner if any(is_overridden(name, owner) for name in names) else inputs.module
         batch = hooks.on_before_batch_transfer(batch, 0)

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -213,6 +214,32 @@ def test_what_a_module_asks_of_its_run(manual: str, capsys: pytest.CaptureFixtur
     assert "1 x 2 devices, batch 2 per device" in out
     assert re.search(r"^activations +[1-9]", out, re.MULTILINE)
     assert not re.search(r"^optimizer ", out, re.MULTILINE), "SGD has no state"
+
+
+class Several(Rows):
+    """The rows by several loaders, in whichever form Lightning takes."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def train_dataloader(self) -> Any:
+        first, second = super().train_dataloader(), super().train_dataloader()
+        named = {0: first, 1: second}
+        return {"list": [first, second], "names": named, "own": CombinedLoader(named, "min_size")}[self.form]
+
+
+class Both(Asks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(torch.cat([batch[0], batch[1]]), batch_idx)
+
+
+@pytest.mark.parametrize("form", ["list", "names", "own"])
+def test_a_batch_of_several_loaders(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = [f"--data={__name__}.Several", f"--data.form={form}", f"--model={__name__}.Both"]
+    out = plan(capsys, *data, "--trainer.strategy=shard_ddp")
+    assert "note:" not in out
+    assert "batch 4 per device" in out
 
 
 class Once(nn.Sequential):
