@@ -79,16 +79,17 @@ class ProfilerCallback(Callback):
         self._folder = Path(self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
         device = trainer.strategy.root_device.type
         self._on_cuda, self._begun = device == "cuda", trainer.global_step
+        self._stride = max(1, len(trainer.optimizers))  # Optimizer steps of a batch; several in manual optimization.
         if self.snapshots and not self._on_cuda:
             why = f"snapshots is true, but memory snapshots are CUDA's, and this run is on {device}"
             rank_zero_info(f"ProfilerCallback: {why}. The traces are written.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._profile is None and (self.ranks is None or trainer.global_rank in self.ranks):
-            coming = trainer.global_step + 1
-            warmup = int(coming not in self.steps)
-            if coming + warmup in self.steps:
-                self._start(coming + warmup, warmup)
+            first = next((step for step in self.steps if step > trainer.global_step), math.inf)
+            ahead = (first - trainer.global_step - 1) // self._stride  # Batches that end before it.
+            if ahead < 2:
+                self._start(int(first), int(ahead))
 
     def _start(self, first: int, warmup: int) -> None:
         last = first
@@ -108,7 +109,8 @@ class ProfilerCallback(Callback):
             _record_memory(max_entries=_SNAPSHOT_ENTRIES)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        stepped, self._begun = trainer.global_step != self._begun, trainer.global_step
+        stepped, self._begun = trainer.global_step - self._begun, trainer.global_step
+        self._stride = stepped or self._stride
         if stepped and self._profile is not None:
             self._profile.step()
             if trainer.global_step >= self._span[1]:

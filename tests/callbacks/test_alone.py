@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,28 @@ def test_a_fit_without_a_step_leaves_no_meter() -> None:
     fit(Summing(), memory, max_steps=-1, max_epochs=1, limit_train_batches=2)
     assert memory.measured is None
     assert memory._meter is None
+
+
+class Adversaries(Summing):
+    """Steps twice in each batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            super().training_step(batch, batch_idx)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.blocks, self.head)]
+
+
+@pytest.mark.parametrize(("steps", "traced"), [([2], 2), ([3], 2), ([2, 3], 4)])
+def test_a_trace_has_the_batches_of_the_chosen_steps(steps: list[int], traced: int, tmp_path: Path) -> None:
+    profiler = ProfilerCallback(steps, folder=str(tmp_path))
+    fit(Adversaries(), profiler, max_steps=6)
+    with gzip.open(profiler.files[0]) as file:
+        names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#SGD") for name in names) == traced
 
 
 class Broken(SingleDeviceStrategy):
