@@ -133,6 +133,16 @@ def test_an_optimizers_state_is_known_before_its_step() -> None:
         assert (facts.slots, facts.fixed_bytes) == (slots, 0)
 
 
+class _Named(torch.optim.SGD):
+    def __init__(self, parameters: Any, layers: Any) -> None:
+        super().__init__(parameters, 0.1)
+        self.names = [layer.name for layer in layers]
+
+
+def test_the_state_of_an_optimizer_that_can_not_be_made_anew_is_not_known() -> None:
+    assert optimizer_facts(_Named([nn.Parameter(torch.zeros(2))], [])) is None
+
+
 # Errors
 
 
@@ -286,8 +296,10 @@ def _lines_of_a_sum() -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
-    callback = ThroughputCallback(every_n_steps=1, mfu=False)
-    quiet_trainer(strategy="shard_fsdp", max_steps=3, callbacks=[callback]).fit(_Summed(), loader())
+    module, again = _Summed(), ThroughputCallback(peak_tflops=1.0)
+    for callback in (ThroughputCallback(every_n_steps=1, mfu=False), again):
+        quiet_trainer(strategy="shard_fsdp", max_steps=3, callbacks=[callback]).fit(module, loader())
+    assert again.flops.why_not == "its parameters are sharded already"
     logger.removeHandler(handler)
     return lines
 
