@@ -172,18 +172,22 @@ def part_of(number: float) -> dict[str, Tensor]:
     return tensors | {f"model.{dist.get_rank()}": torch.full((3,), number)}
 
 
-def save_and_fail(folder: str, failing_rank: int, error: OSError) -> dict[str, Any]:
-    """Save, then save in the background with a failure on one rank; steps go on until all have been told."""
+def save_and_fail(folder: str, failing_rank: int, error: Exception) -> dict[str, Any]:
+    """Save, then save in the background with a failure on one rank, in a write, or for want of memory in the copy;
+    steps go on until all have been told.
+    """
     saver, old, new = Saver(), Path(folder) / "old.ckpt", Path(folder) / "new.ckpt"
     saver.save(str(old), of(part_of(1.0)), background=True)
     saver.finish()
-    original = tensor_files.HashedFile.write
+    owner: Any = HostBuffers if isinstance(error, MemoryError) else tensor_files.HashedFile
+    name = "copy" if owner is HostBuffers else "write"
+    original = getattr(owner, name)
 
-    def failing(self: tensor_files.HashedFile, data: Any) -> int:
+    def failing(*_: object) -> int:
         raise error
 
     if dist.get_rank() == failing_rank:
-        tensor_files.HashedFile.write = failing  # type: ignore[method-assign]
+        setattr(owner, name, failing)
     try:
         saver.save(str(new), of(part_of(2.0)), background=True)
         saver.remove(old)
@@ -196,7 +200,7 @@ def save_and_fail(folder: str, failing_rank: int, error: OSError) -> dict[str, A
                 return {"step": step, "said": str(failure), "kind": type(failure).__name__}
             dist.all_reduce(torch.zeros(()))
     finally:
-        tensor_files.HashedFile.write = original  # type: ignore[method-assign]
+        setattr(owner, name, original)
     raise AssertionError("nobody was told")
 
 
@@ -205,10 +209,11 @@ def save_and_fail(folder: str, failing_rank: int, error: OSError) -> dict[str, A
     [
         (1, OSError(28, "No space left on device"), "rank 1: OSError: [Errno 28] No space left on device"),
         (0, PermissionError(13, "Permission denied"), "rank 0: PermissionError: [Errno 13] Permission denied"),
+        (1, MemoryError("of the host"), "rank 1: MemoryError: of the host"),
     ],
 )
-def test_a_failed_write_is_raised_on_all_ranks_in_one_step(
-    tmp_path: Path, failing_rank: int, error: OSError, said: str
+def test_a_failure_is_raised_on_all_ranks_in_one_step(
+    tmp_path: Path, failing_rank: int, error: Exception, said: str
 ) -> None:
     first, second = run_distributed(save_and_fail, 2, str(tmp_path), failing_rank, error)
     assert first == second
