@@ -272,6 +272,7 @@ def test_hyperparameters_that_the_checkpoint_replaces_are_said(tmp_path):
     save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
     again = torch.optim.AdamW(net.parameters(), lr=0.5)
     torch.optim.lr_scheduler.ExponentialLR(again, 0.9)
+    again.param_groups[0]["betas"] = [0.9, 0.999]  # as YAML has them
     assert load_module(tmp_path / "a.ckpt", module=net, optimizers=[again])[1] == LoadReport()
     other = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.3)
     torch.optim.lr_scheduler.ExponentialLR(other, 0.9)
@@ -279,3 +280,14 @@ def test_hyperparameters_that_the_checkpoint_replaces_are_said(tmp_path):
         "lr of group 0 of optimizer 0 is 0.45, not 0.1",
         "weight_decay of group 0 of optimizer 0 is 0.01, not 0.3",
     )
+
+
+def test_hyperparameters_that_are_tensors_are_compared(tmp_path):
+    net = Net()
+    adam = torch.optim.AdamW([{"params": net.parameters(), "weights": torch.ones(2)}])
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
+    assert load_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])[1] == LoadReport()
+    adam.param_groups[0]["weights"] = torch.zeros(2)
+    (said,) = load_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])[1].overridden
+    assert said.startswith("weights of group 0 of optimizer 0 is tensor([1., 1.]), not ")
+    assert adam.param_groups[0]["weights"].tolist() == [1.0, 1.0]

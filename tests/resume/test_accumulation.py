@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -225,8 +225,11 @@ def _said(root: str) -> list[list[str]]:
     convert_to = f"{root}/file.ckpt"
     whole = fit("ddp", saves=path)[1]
     convert(path, convert_to)
+    early = LambdaCallback(on_train_start=lambda trainer, _: trainer.save_checkpoint(f"{root}/early.ckpt"))
     return [
         whole,
+        fit("ddp", resume=path, module=Freezes, callbacks=[early])[1],
+        fit("ddp", resume=f"{root}/early.ckpt")[1],
         fit("ddp", saves=f"{root}/inside.ckpt", inside=True)[1],
         fit("ddp", saves=f"{root}/a.full.ckpt")[1],
         fit("ddp", resume=f"{root}/inside.ckpt")[1],
@@ -237,11 +240,12 @@ def _said(root: str) -> list[list[str]]:
 
 def test_what_has_no_gradients_says_so(tmp_path: Path) -> None:
     (said,) = run_distributed(_said, 1, str(tmp_path))
-    (), (inside,), (full,), (of_inside,), (converted,), (other,) = said
+    (), (), (of_early,), (inside,), (full,), (of_inside,), (converted,), (other,) = said
     assert inside.startswith(
         "This checkpoint is saved inside of a batch, which runs again on resuming, after 1 of the 4"
     )
     assert full.startswith("This checkpoint is saved in a form that has none, after 2 of the 4 batches")
+    assert "lacks their gradients, because it has none" in of_early  # saved ahead of their loading
     assert "lacks their gradients, because it has none" in of_inside
     assert "lacks their gradients, because it has none" in converted
     assert "had taken 8 samples (1 ranks x batch size 4 x accumulate_grad_batches 4), here 4 (1 ranks" in other

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
+from torch import nn
 
+from lightning_shard._lightning.results import _ResultCollection, _ResumedResults
 from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import run_distributed
@@ -69,6 +72,15 @@ def test_stock_lightning_loses_the_earlier_batches(uninterrupted: tuple[Lines, L
     for name in ("start", "early"):
         assert name in ours
         assert name not in theirs
+
+
+def test_what_can_not_be_found_again_is_said() -> None:
+    trainer: Any = SimpleNamespace(lightning_module=nn.Module())
+    lost = {"grouped": False, "is_tensor": False, "attribute": "gone"}
+    entries = {f"training_step.{name}": {**lost, "meta": {"name": name}} for name in ("one", "two")}
+    entries["training_step.two"]["grouped"] = True
+    with pytest.warns(UserWarning, match="one, two is not reported for this epoch"):
+        assert not _ResumedResults(trainer, entries, so_far=_ResultCollection(training=True)).metrics(False)["callback"]
 
 
 def test_a_checkpoint_of_the_last_batch_says_what_is_not_reported(uninterrupted: tuple[Lines, Logs, Path]) -> None:

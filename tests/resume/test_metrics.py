@@ -226,14 +226,18 @@ def test_what_cannot_be_merged_is_named_and_reset() -> None:
 
 def test_changed_code_warns_once_and_goes_on() -> None:
     old = nn.ModuleDict({"same": SumMetric(), "gone": SumMetric(), "retyped": SumMetric(), "resized": PerClass(3)})
+    old["alone"] = MetricTracker(SumMetric(), maximize=True)
+    old["alone"].increment()
     for metric in old.values():
         metric.update(2.0)
     new = nn.ModuleDict({"same": SumMetric(), "fresh": SumMetric(), "retyped": MeanMetric(), "resized": PerClass(4)})
+    new["alone"] = SumMetric()
     with pytest.warns(UserWarning, match="start again after resuming") as caught:
         load_metric_states(new, [metric_states(old)], rank=0, world_size=1)
     [message] = [str(w.message) for w in caught]
     for part in (
         "fresh is new",
+        "alone is another kind of metric",
         "gone is no longer in the module",
         "retyped has states ['mean_value', 'weight'], but ['sum_value'] were saved",
         "resized has a state per_class of shape (4,), but (3,) was saved",
@@ -241,7 +245,7 @@ def test_changed_code_warns_once_and_goes_on() -> None:
         assert part in message
     assert "same" not in message
     assert new["same"].compute() == 2.0
-    assert [new[name].update_count for name in ("fresh", "retyped", "resized")] == [0, 0, 0]
+    assert [new[name].update_count for name in ("fresh", "retyped", "resized", "alone")] == [0] * 4
 
 
 class PerClass(Metric):

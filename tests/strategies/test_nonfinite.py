@@ -152,8 +152,10 @@ def test_the_module_is_named(kind: str, place: str, tmp_path: Path) -> None:
 
 
 def _named(kind: str) -> str:
+    module = Model(1, kind)
+    module.frozen = nn.Parameter(torch.ones(1), requires_grad=False)  # ahead of the others, without a gradient
     with pytest.raises(DataError) as raised:
-        _fit("fsdp", Model(1, kind), {"action": "raise", "find_module": True}, steps=4)
+        _fit("fsdp", module, {"action": "raise", "find_module": True}, steps=4)
     return str(raised.value)
 
 
