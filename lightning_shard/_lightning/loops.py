@@ -269,6 +269,11 @@ def _count_ended_epochs(batches: Any) -> None:
         setattr(total, counted, total.ready - current.ready + getattr(current, counted))
 
 
+def resumes_in_mid_epoch(trainer: Trainer) -> bool:
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(trainer.fit_loop.restarting and not batches.is_last_batch and batches.current.ready)
+
+
 def loader_states_to_load(trainer: Trainer) -> list[dict[str, Any]]:
     """The states that the training loaders still get, one after the other."""
     return trainer.fit_loop._combined_loader_states_to_load

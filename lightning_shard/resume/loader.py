@@ -128,8 +128,10 @@ class ResumableLoader(DelegatingLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; a finished epoch is followed by the next one. DataError: this loader can't finish it:
-        another sampler, number of samples, or world size where no common order is known.
+        another sampler, number of samples, or world size where no common order is known. Torchdata's is not taken.
         """
+        if "kind" not in state:
+            return
         state = {"attributes_now": {"lost": []}, "states_now": [], "drawers": [], **state}  # which format 1 lacks
         if shapes.is_midway(state):
             shapes.refuse_other_data(state, self._shape, self._world_size, self._order)

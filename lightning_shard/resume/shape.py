@@ -7,7 +7,7 @@ from its own on, as with ``DistributedSampler``: k samples on each rank are the 
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
@@ -176,9 +176,6 @@ class DelegatingLoader(Delegating, DataLoader[Any]):
     """Is a DataLoader for ``isinstance``, whose constructor is not called; iterating is the subclass's. Frameworks read
     and set its attributes, such as ``worker_init_fn`` and ``_iterator``: all of that reaches `inner`.
     """
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return iter(self._inner)
 
 
 def has_state(thing: Any) -> bool:

@@ -119,9 +119,17 @@ def resumable(
     return dataloader
 
 
-def order_warning(loader: Any) -> str | None:
-    """Why the order of what :func:`resumable` gave is not restored on resume; None if it is."""
+def order_warning(loader: Any, *, saved: bool = True) -> str | None:
+    """Why the order of what :func:`resumable` gave is not restored on resume; None if it is. Not ``saved``: the
+    checkpoint is of another library, and of the middle of an epoch.
+    """
     if isinstance(loader, ResumableLoader):
+        if not saved:
+            return (
+                "The checkpoint is of the middle of an epoch, and was saved without this package: where its dataloader"
+                " was is not known. The epoch goes on with its first batches, for as many as were left. Resume from a"
+                " checkpoint of an epoch's end to see each sample once."
+            )
         if loader.num_workers > 0 and not loader.in_order:
             return (
                 "DataLoader(in_order=False): workers deliver batches in an order that is not repeatable, so that a"

@@ -76,7 +76,8 @@ class Data:
         if trainer.training:
             self._made = trainer.current_epoch
             loader = loaders.prepare_loader(trainer, loader, *coordinates, sample_seeds=self._sample_seeds)
-            if self._resumed is not None and (warning := order_warning(loader)) is not None:
+            saved = self._resumed is not None
+            if (saved or loops.resumes_in_mid_epoch(trainer)) and (warning := order_warning(loader, saved=saved)):
                 rank_zero_warn(warning)
         stage: Stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
         return checked(loader, stage)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.resume.wrap import order_warning, resumable
 from tests.harness import run_distributed
-from tests.models import quiet_trainer
+from tests.models import TinyLM, Tokens, quiet_trainer
 from tests.resume.support import Numbers, NumpyOwn, StatefulStream, ids, through_file
+from tests.resume.test_accumulation import Saves
 
 loaders: Any = pytest.importorskip("torchdata.stateful_dataloader")
 COUNT = 36
@@ -153,3 +156,26 @@ def test_it_deals_out_and_resumes_as_a_stock_loader_at_another_number_of_process
     for whole, first, rest in run_distributed(_runs_with_a_sampler, 2, path):
         assert len(first) == 3  # of 2 in an epoch
         assert first + rest == whole
+
+
+def _from_stock(path: str, after: int) -> list[tuple[int, int]]:
+    """Batches after a checkpoint of stock Lightning in two epochs of 8, and how often it was warned of them."""
+    found = []
+    for make in (DataLoader, loaders.StatefulDataLoader):
+        saves = Saves(path, inside=False, after=after)
+        quiet_trainer(strategy="auto", max_steps=9, callbacks=[saves]).fit(TinyLM(), make(Tokens(32), 4))
+        module = TinyLM()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quiet_trainer(strategy="shard_ddp", max_epochs=2).fit(module, make(Tokens(32), 4), ckpt_path=path)
+        said = [each for each in caught if "was saved without this package" in str(each.message)]
+        found.append((len(module.seen), len(said)))
+    return found
+
+
+@pytest.mark.parametrize(("after", "left", "warned"), [(3, 13, 1), (8, 8, 0)])
+def test_a_place_in_the_data_that_stock_lightning_saved_is_not_known(
+    tmp_path: Path, after: int, left: int, warned: int
+) -> None:
+    found = run_distributed(_from_stock, 1, str(tmp_path / "stock.ckpt"), after)
+    assert found == [[(left, warned), (left, warned)]]
