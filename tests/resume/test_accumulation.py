@@ -22,7 +22,7 @@ from lightning_shard.errors import CheckpointCorruptError
 from lightning_shard.tools import convert
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer
-from tests.strategies.engines import ENGINES, ZERO, differences, relative
+from tests.strategies.engines import ENGINES, OFFLOADED, ZERO, differences, relative
 
 SAVED, STEPS, EVERY = 10, 4, 4  # After two batches of the third step.
 BOUNDARY = {"accumulate_sync": "boundary"}
@@ -83,6 +83,16 @@ class Freezes(TinyLM):
 
     def on_train_start(self) -> None:
         self.blocks[0].requires_grad_(False)
+
+
+class OnHost(TinyLM):
+    """With 16-bit masters, which DeepSpeed's own optimizer steps alone where they are offloaded."""
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return DeepSpeedCPUAdam(trained, lr=1e-2, fp32_optimizer_states=False)
 
 
 def fit(
@@ -156,9 +166,10 @@ def test_every_engine_of_torch(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("strategy", ["ddp_plain", "full", "offload", "zero_1", "zero_2", "zero_3"])
+@pytest.mark.parametrize("strategy", ["ddp_plain", "full", "offload", "zero_1", "zero_2", "zero_3", *OFFLOADED])
 def test_low_memory(tmp_path: Path, strategy: str) -> None:
-    check(tmp_path, [{"strategy": strategy, "precision": "bf16-true", "options": {"aligned": False}}])
+    kind = OnHost if strategy in OFFLOADED else TinyLM
+    check(tmp_path, [{"strategy": strategy, "precision": "bf16-true", "module": kind, "options": {"aligned": False}}])
 
 
 @pytest.mark.matrix
