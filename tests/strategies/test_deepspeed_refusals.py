@@ -84,6 +84,7 @@ REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
         "a scheduler section, which does not say whose",
     ),
     (Lbfgs, {}, {}, "LBFGS couples parameters"),
+    (Lbfgs, {"stage": 0}, {}, "LBFGS needs a closure that computes the loss again, but DeepSpeed steps after backward"),
     (Thaws, {}, {}, "frozen or thawed after the fit began"),
     (Thaws, {"stage": 1}, {"precision": "bf16-mixed"}, "frozen or thawed after the fit began"),
     (DropsGradients, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),
