@@ -239,6 +239,7 @@ def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None
         rates=None if device is None else Rates(device=device, nodes=inputs.nodes, inside=inside, between=between),
         averages=callbacks.averages_place(inputs.trainer.get("callbacks")),
         cpu=inputs.on_cpu,
+        notes=inputs.notes,
     )
     if options.no_trace:
         planner.without_activations("--no-trace was given")

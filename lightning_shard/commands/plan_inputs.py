@@ -32,6 +32,7 @@ from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.tensors import fake
 from lightning_shard.tensors.names import replace_tensors
+from lightning_shard.text import first_line
 
 
 class _StandIn(SimpleNamespace):
@@ -57,6 +58,8 @@ class Inputs:
     # In the place of the Trainer; kept here because modules refer to theirs weakly.
     standin: Any = field(default=None, repr=False)
     optimizer: Mapping[str, Any] | None = None  # ``type`` of the optimizer, once it is known.
+    is_set_up: bool = False  # Whether the hooks ``setup`` have run.
+    notes: list[str] = field(default_factory=list)  # What the reader of the plan has to know.
 
     @property
     def micro_batches(self) -> int:
@@ -93,6 +96,8 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
     inputs.module.trainer = inputs.standin
     if inputs.data is not None:
         inputs.data.trainer = inputs.standin
+    if is_overridden("setup", inputs.module, parent=LightningModule):
+        _set_up(inputs)
     _without_data(inputs.module.configure_model, mode)
     if lazy := [name for name, parameter in inputs.module.named_parameters() if nn.parameter.is_lazy(parameter)]:
         raise ConfigurationError(
@@ -150,6 +155,20 @@ def _without_data(build: Callable[[], Any], mode: Any) -> Any:
     return build()
 
 
+def _set_up(inputs: Inputs) -> None:
+    """Run the hooks ahead of ``configure_model``: a module may make layers there, of sizes that its data know."""
+    try:
+        if inputs.data is None:
+            inputs.module.prepare_data()
+        else:
+            inputs.data.prepare_data()
+            inputs.data.setup("fit")
+        _without_data(partial(inputs.module.setup, "fit"), inputs.mode)
+        inputs.is_set_up = True
+    except Exception as error:
+        inputs.notes.append(f"the module's setup fails, and what it makes is not counted: {first_line(error)}")
+
+
 NEAREST = {"ddp": "shard_ddp", "fsdp": "shard_fsdp", "deepspeed": "shard_deepspeed_stage_2"}
 """What the name of a strategy of Lightning's begins with, to the name that is advised in its place."""
 
@@ -202,8 +221,9 @@ def first_batch(inputs: Inputs) -> Any:
     """The first batch of the training data, on the CPU, after the transfer hooks."""
     owner: Any = inputs.data if inputs.data is not None else inputs.module
     try:
-        owner.prepare_data()
-        owner.setup("fit")
+        if not inputs.is_set_up:
+            owner.prepare_data()
+            owner.setup("fit")
         batch = batch_of(owner.train_dataloader())
         names = ("on_before_batch_transfer", "on_after_batch_transfer")
         hooks: Any = owner if any(is_overridden(name, owner) for name in names) else inputs.module

@@ -216,6 +216,33 @@ def test_what_a_module_asks_of_its_run(manual: str, capsys: pytest.CaptureFixtur
     assert not re.search(r"^optimizer ", out, re.MULTILINE), "SGD has no state"
 
 
+class Labelled(Rows):
+    def setup(self, stage: str) -> None:
+        self.classes = 10
+
+
+class Grown(pl.LightningModule):
+    """Makes its layers in ``setup``, as wide as the data says."""
+
+    def setup(self, stage: str) -> None:
+        self.head = nn.Linear(64, self.trainer.datamodule.classes)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_layers_that_setup_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"--model={__name__}.Grown", "--trainer.strategy=shard_ddp"]
+    out = plan(capsys, f"--data={__name__}.Labelled", *arguments)
+    assert "note:" not in out
+    assert "batch 4 per device: 650 parameters" in out
+    out = plan(capsys, f"--data={__name__}.Rows", *arguments, "--no-trace")
+    assert "note: the module's setup fails, and what it makes is not counted: AttributeError" in out
+
+
 class Several(Rows):
     """The rows by several loaders, in whichever form Lightning takes."""
 
