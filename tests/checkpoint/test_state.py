@@ -12,6 +12,7 @@ from torchmetrics import MeanMetric
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.matching import LoadReport
 from lightning_shard.checkpoint.optimizer_state import extra_state, left_out, load_extra_state
+from lightning_shard.checkpoint.state_dict import OfferedState
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.names import fqns
 from tests.checkpoint.calls import live, load_into, load_module, save_module, save_tensors, trainer_state
@@ -265,6 +266,14 @@ def test_what_state_dict_leaves_out_is_known_by_all_its_names():
     assert body
     assert found == {Net: set(), Filtered: body, Added: body, Renamed: set(), WithoutTheTied: set()}
     assert extra_state(Added(), fqns(Added()))["note"] == "mine"
+
+
+@pytest.mark.parametrize(("name", "what"), [("mine", "added"), ("embed.weight", "replaced")])
+def test_what_on_save_checkpoint_adds_or_replaces_is_refused(name, what):
+    offered = OfferedState(Net())
+    state = {**offered.offer({}), name: torch.ones(2)}
+    with pytest.raises(CheckpointError, match=f"on_save_checkpoint {what} {name} (in|to) the state_dict, but"):
+        offered.left_out(state)
 
 
 def test_what_state_dict_leaves_out_keeps_its_values_and_is_told(tmp_path):

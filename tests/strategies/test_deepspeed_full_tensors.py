@@ -41,6 +41,8 @@ def read_and_write(engine: str, precision: str) -> dict[str, Any]:
                     full_tensor(trainer, "head.wieght")
                 with pytest.raises(ConfigurationError, match=r"has shape \(2,\), but must have \(12,\)"):
                     set_full_tensor(trainer, "shift", torch.ones(2))
+                with pytest.raises(ConfigurationError, match="frozen has no exp_avg now: look with full_tensor"):
+                    set_full_tensor(trainer, "frozen", torch.ones(12), "exp_avg")
 
     module, final = TinyLM(), Final()
     quiet_trainer(
