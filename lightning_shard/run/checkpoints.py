@@ -339,7 +339,8 @@ class Checkpoints(CheckpointIO):
                 self._loading.directory.close()  # an error's frames keep it, and what is read is not removed
             self._loading = None
             self.remove_converted()
-        _warn_of(report, [*report.overridden, *schedulers] if begins else [], strict=strict, configured=configured)
+        if begins:
+            _warn_of(report, [*report.overridden, *schedulers], strict=strict, configured=configured)
         self._engine.publish()
         if self.averaging is not None:
             self.averaging.loaded(state, averages=report.averages)

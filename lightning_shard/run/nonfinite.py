@@ -155,8 +155,10 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
     module, resumed = trainer.lightning_module, path not in checkpoints.saved
     if resumed:  # As then, a hook may change what is loaded, and the configuration may win.
         module.on_load_checkpoint(checkpoint)
-    schedules, strict = trainer.lr_scheduler_configs, module.strict_loading or not resumed
-    checkpoints.load_tensors(checkpoint if resumed else None, schedules, optimizers=True, strict=strict, begins=resumed)
+    # What was thawed since a checkpoint of this fit begins anew.
+    strict, hooked = (module.strict_loading, checkpoint) if resumed else (not callbacks.thawed(trainer), None)
+    schedules = trainer.lr_scheduler_configs
+    checkpoints.load_tensors(hooked, schedules, optimizers=True, strict=strict, begins=resumed)
     checkpoints.accumulated = None  # of a step that is not gone on with
     loops.restore_steps(trainer, checkpoint)
     callbacks.recount_averages(trainer, checkpoint)

@@ -12,7 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -254,6 +260,38 @@ def test_a_fit_goes_back_ahead_of_a_stochastic_average(tmp_path: Path) -> None:
     rates = [0.1, 0.09, 0.081, 0.073, 0.066, 0.066, 0.073, 0.073] + [0.071] * 4
     expected = [-1] * 4 + [1, 1, 0, 0] + [1] * 4, [*range(6), *range(3, 9)], rates
     assert run_distributed(_goes_back_ahead_of_averages, 1, tmp_path) == [expected]
+
+
+class Thaws(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.first)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.first, optimizer, lr=0.01)
+
+
+class Thawed(ByEpoch):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        state = full_tensor(self.trainer, "first.weight", "step")
+        values = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
+        self.values[len(self.values)] = {**values, "step": state}
+
+
+def _goes_back_ahead_of_a_thaw(folder: Path) -> Any:
+    module, settings = Thawed(5), {"max_epochs": 3, "limit_train_batches": 4, "callbacks": [Thaws()]}
+    _fit("fsdp", module, "rollback", steps=-1, folder=folder, every=3, **settings)
+    steps = [each.pop("step", None) for each in module.values.values()]
+    return _same(module.values[3], module.values[6]), [None if each is None else int(each) for each in steps]
+
+
+def test_a_fit_goes_back_ahead_of_a_thaw(tmp_path: Path) -> None:
+    """What was thawed has its weights of then, and no state."""
+    expected = True, [*[None] * 5, 1, None, 1, 2, 3, 4, 5, None]
+    assert run_distributed(_goes_back_ahead_of_a_thaw, 1, tmp_path) == [expected]
 
 
 def _goes_on_as_if_resumed(name: str, folder: Path) -> tuple[bool, bool]:
