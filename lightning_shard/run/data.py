@@ -63,10 +63,18 @@ class Data:
         """Nothing was resumed yet; ``sample_seeds``: training samples' random numbers are seeded by epoch and index."""
         self._sample_seeds = sample_seeds
         self._made: int | None = None  # The epoch in which the training loaders were made.
-        self.forget()
+        self._trained = False  # In this run.
+        self._forget()
 
-    def forget(self) -> None:
-        """Go on with nothing: a run has ended, which may have had no batch left to train, or failed ahead of it."""
+    def end_of_run(self) -> None:
+        """Go on with nothing where a run had no batch left to train, or failed ahead of it. What was loaded after its
+        training is the next fit's, as by a learning rate finder.
+        """
+        if not self._trained:
+            self._forget()
+        self._trained = False
+
+    def _forget(self) -> None:
         self._resumed: Mapping[str, Any] | None = None
         self._callbacks: Mapping[str, Any] = {}  # Their states in the checkpoint.
 
@@ -147,7 +155,8 @@ class Data:
         """Go on with what a resumed run had, after all that draws from or resets it. All ranks call it."""
         resumed, module = self._resumed, trainer.lightning_module
         go_on_in_mid_epoch(trainer, self._callbacks)
-        self.forget()
+        self._forget()
+        self._trained = True
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _factors(trainer))
             frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))

@@ -179,7 +179,7 @@ class ShardStrategy(ParallelStrategy):
         refusals.refuse_trainer(trainer)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         # At the very end and however the run ends; ahead of the first thing that has to be ended.
-        ends = (self._preemption.give_signals_back, self._data.forget, self._watch.end)
+        ends = (self._preemption.give_signals_back, self._data.end_of_run, self._watch.end)
         loops.at_end_of_run(self._replacements, trainer, *ends, signals=bool(self._preemption.signals))
         parts.fit.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
         super().setup_environment()
