@@ -55,11 +55,14 @@ class Adversaries(pl.LightningModule):
                 optimizer.zero_grad()
             return
         for index, optimizer in enumerate(optimizers):
-            if self.kind == "toggled":
+            if self.kind in ("toggled", "accumulated"):
                 self.toggle_optimizer(optimizer)
             elif self.kind not in ("drops", "module", "none"):
                 optimizer.zero_grad()
             self.manual_backward(self.losses(x)[index])
+            if self.kind == "accumulated" and batch_idx % 2 == 0:
+                self.untoggle_optimizer(optimizer)
+                continue
             if self.kind == "module":
                 # Between backward and the step.
                 name = ("shift", "discriminator.2.weight")[index]
@@ -85,7 +88,7 @@ class Adversaries(pl.LightningModule):
                 self.discriminator[0].weight.data.clamp_(-0.2, 0.2)
             if self.kind == "read":
                 torch.stack([parameter.detach().norm() for parameter in self.parameters()])
-            if self.kind == "toggled":
+            if self.kind in ("toggled", "accumulated"):
                 optimizer.zero_grad()
                 self.untoggle_optimizer(optimizer)
         for schedule in self.lr_schedulers():
@@ -147,6 +150,11 @@ def _different(names: list[str], kind: str, **more: Any) -> dict[str, list[str]]
 )
 def test_engines_agree_bitwise(kind: str) -> None:
     assert run_distributed(_different, 2, [FSDP, *STAGES], kind) == [{}] * 2
+
+
+def test_gradients_of_an_optimizer_outlast_the_passes_of_others() -> None:
+    """Between its two passes the other's has left its parameters alone."""
+    assert run_distributed(_different, 2, [STAGES[2], HOST[0]], "accumulated") == [{}] * 2
 
 
 def test_weights_that_a_step_clamps_stay_clamped() -> None:

@@ -274,6 +274,29 @@ def gradient_of(zero: Any, groups: Sequence[FlatGroup], fqn: str) -> FlatTensor 
     return None
 
 
+def complete_gradients(zero: Any) -> None:
+    """Complete what stages 2 and 3 have accumulated, also of parameters that the last pass was told to leave alone
+    (``toggle_optimizer``), which DeepSpeed takes for frozen ones.
+    """
+    groups = zero.bit16_groups if kind(zero) == STAGES_1_2 else []
+    alone = [parameter for group in groups for parameter in group if not parameter.requires_grad]
+    for parameter in alone:
+        parameter.requires_grad_(True)
+    try:
+        zero.finalize_gradient_accumulation_boundary()
+    finally:
+        for parameter in alone:
+            parameter.requires_grad_(False)
+
+
+def clear_sums(zero: Any) -> None:
+    """Zero the sums on the host of stages 1 and 2, to which a pass that is not a step's first adds, whatever the first
+    ones have used.
+    """
+    for held in getattr(zero, "accumulated_grads_in_cpu", {}).values():
+        held.zero_()
+
+
 def drop_gradients(zero: Any) -> None:
     """After a step, taken or skipped, leave nothing of its gradients: DeepSpeed overwrites those that come and reads
     all, and under offload stages 1 and 2 would add to what a skipped step left.
@@ -310,7 +333,9 @@ def _gradient_parts(zero: Any, index: int) -> list[Tensor]:
         wait_for_gradients(zero)
         gradient = flats(zero)[index].grad
         return [] if gradient is None else [gradient]
-    return list(zero.averaged_gradients.get(index) or [])
+    averaged = zero.averaged_gradients.get(index) or []
+    # In stage 3 it has zeros in place of what parameters have accumulated that a pass was told to leave alone.
+    return [swapping.gradient(zero, index)] if averaged and kind(zero) == STAGE_3 else list(averaged)
 
 
 def is_offloaded(zero: Any) -> bool:

@@ -225,7 +225,7 @@ def finish_accumulation(running: Running) -> None:
     running.complete = True
     running.engine.set_gradient_accumulation_boundary(True)
     if running.stage >= 2:
-        running.zero.finalize_gradient_accumulation_boundary()
+        layout.complete_gradients(running.zero)
     else:
         running.engine.allreduce_gradients()
 

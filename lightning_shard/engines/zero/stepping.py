@@ -221,6 +221,7 @@ class SeveralOptimizers(FlatTensors):
                 gradient = gradient.to(shard.value().dtype, copy=held is None)
                 self._held[shard.fqn] = gradient if held is None else held.add_(gradient)
         running.step(self.running, skip=True)
+        layout.clear_sums(self.running.zero)
 
     def drop(self, fqn: str) -> None:
         self.collect()
