@@ -109,7 +109,10 @@ def match_keys(found: Manifest, state: StateDict, names: Names, wanted: Wanted, 
                 f"has shape {full}. Compare with shapes that do not come from there, or delete the names"
             )
     if kept is not None:
-        digested, left = ({layout.MODEL_PREFIX + fqn for fqn in fqns} for fqns in (found.facts.frozen, own | kept))
+        digested = {
+            prefix + fqn for fqn in found.facts.frozen for prefix in (layout.MODEL_PREFIX, layout.AVERAGE_PREFIX)
+        }
+        left = {layout.MODEL_PREFIX + fqn for fqn in own | kept}
         matched.kept.extend(key for key in matched.missing if key in left - digested)
         matched.missing[:] = [key for key in matched.missing if key not in left | digested]
     matched.unexpected[:] = [key for key in matched.unexpected if key.startswith(layout.MODEL_PREFIX)]

@@ -22,10 +22,24 @@ from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.gradients import keyed
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.optimizer_state import extra_state, live_tensors, optimizer_states, sharded_names
-from lightning_shard.checkpoint.plan import Plans, live_values
+from lightning_shard.checkpoint.plan import Plans, digests, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
+
+
+def digests_of_frozen(
+    module: nn.Module, masters: Mapping[str, LiveTensor], averages: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """FQN to digest of each parameter that is not trained, if its average, where it has one, is the same. All ranks
+    call it. ``masters``, ``averages``: as in `training_state`.
+    """
+    names = sharded_names(module)
+    frozen = {fqn for fqn, t in names.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+    weights = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn in frozen}
+    averaged = {fqn: average for fqn, average in (averages or {}).items() if fqn in weights}
+    found, other = (digests(tensors) if tensors else {} for tensors in (weights, averaged))
+    return {fqn: digest for fqn, digest in found.items() if other.get(fqn, digest) == digest}
 
 
 def training_state(

@@ -24,9 +24,8 @@ from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
-from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, own_values, sharded_names
-from lightning_shard.checkpoint.plan import digests
-from lightning_shard.checkpoint.save import training_state, write_portable
+from lightning_shard.checkpoint.optimizer_state import check_savable, own_values
+from lightning_shard.checkpoint.save import digests_of_frozen, training_state, write_portable
 from lightning_shard.checkpoint.schedules import settle_schedules
 from lightning_shard.checkpoint.state_dict import OfferedState, follow_names
 from lightning_shard.engines.engine import Engine
@@ -54,7 +53,7 @@ class Checkpoints(CheckpointIO):
         self, *, settle: Callable[[], None] = lambda: None, configured: bool = False, save_frozen: bool = True
     ) -> None:
         """``settle`` raises, on all ranks, what was found of the last step. ``configured``: where hyperparameters
-        differ, the configuration's win. Without ``save_frozen`` checkpoints have digests of frozen ones.
+        differ, the configuration's win. Without ``save_frozen`` checkpoints have digests of what was always frozen.
         """
         self._settle, self._configured, self._save_frozen = settle, configured, save_frozen
         self.saver = Saver()  # What writes the checkpoints of all runs of a strategy, one after the other.
@@ -67,9 +66,12 @@ class Checkpoints(CheckpointIO):
         self._training = False
         self.saved: list[str] = []
         """Paths of the checkpoints with optimizers that were saved since `attach`, the newest first."""
+        self._base: dict[str, str] | None = None
+        """FQN to digest of what was frozen when fits of `module` began, ahead of what they went on from."""
 
     def attach(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, root: str) -> None:
         """Save and load a module that ``engine`` prepared; in the folder ``root`` what others wrote is converted."""
+        self._base = self._base if module is vars(self).get("module") else None
         self.module, self._engine, self._policy, self._ledger = module, engine, policy, ledger
         self._offered = OfferedState(module)
         self._root = root
@@ -144,8 +146,9 @@ class Checkpoints(CheckpointIO):
             checkpoint = averaging.saved(checkpoint)
         checkpoint = {**checkpoint, **self._engine.notes()}
         leave_out = self._offered.left_out(checkpoint.pop("state_dict"))
-        frozen = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen(leave_out)
-        left = digests(frozen) if frozen else {}
+        left = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen()
+        base = left if self._base is None else self._base  # What was trained, and is frozen now, is in no other place.
+        left = {fqn: digest for fqn, digest in left.items() if fqn not in leave_out and digest == base.get(fqn)}
         with_optimizers = layout.OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
@@ -220,12 +223,14 @@ class Checkpoints(CheckpointIO):
         self._settle()
         broadcast_from_rank_0(dict.fromkeys(buffer for _, buffer in persistent_buffers(self.module)))
 
-    def _frozen(self, leave_out: set[str]) -> dict[str, Any]:
-        """FQN to live tensor of each parameter that is not trained."""
-        names = sharded_names(self.module)
-        live = live_tensors(names, self._engine.tensors.masters())
-        parameters = {fqn for fqn, t in names.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
-        return {fqn: tensor for fqn, tensor in live.items() if fqn in parameters - leave_out}
+    def _frozen(self) -> dict[str, str]:
+        averages = None if self.averaging is None else self.averaging.tensors()
+        return digests_of_frozen(self.module, self._engine.tensors.masters(), averages)
+
+    def _look_at_frozen(self, *, fits: bool) -> None:
+        """Ahead of what changes weights: those that a fit's module has frozen by itself need not be saved."""
+        if fits and not self._save_frozen and self._base is None:
+            self._base = self._frozen()
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Delete a checkpoint on rank 0, once another that is being written is complete. All ranks may call it."""
@@ -234,8 +239,9 @@ class Checkpoints(CheckpointIO):
     # In the background
 
     def start_of_training(self) -> None:
-        """From here on saves may go on in the background."""
+        """From here on saves may go on in the background. All ranks call it."""
         self._training = True
+        self._look_at_frozen(fits=True)
 
     def end_of_training(self) -> None:
         """Have everything saved; CheckpointError: a save in the background has failed. All ranks call it."""
@@ -309,6 +315,7 @@ class Checkpoints(CheckpointIO):
         """
         assert self._loading is not None
         self.synchronize()
+        self._look_at_frozen(fits=optimizers)
         # What a learning rate finder wrote ahead of its steps is taken as it is: no run begins with it.
         begins = begins and not self._loading.path.name.startswith(".lr_find_")
         tensors, state, configured = self._engine.tensors, self._loading.trainer_state, self._configured and begins

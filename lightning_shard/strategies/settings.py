@@ -88,7 +88,7 @@ class CommonSettings:
             while another is written waits for it; under "continuous" training goes on, and it begins after the first
             step at which that is complete: with ``every_n_train_steps: 1`` each save begins when the last one ends.
         save_frozen: whether checkpoints have the parameters that are not trained, such as the base of adapters. false:
-            digests of them, with which those of the resumed run are compared.
+            digests of those that were so when the fit began, with which those of the resumed run are compared.
         sample_seeds: seed the random numbers that a training dataset draws for a sample (augmentation) by epoch and
             sample, so that neither resuming, the number of workers nor that of processes changes them; null: under
             ``aligned``.
