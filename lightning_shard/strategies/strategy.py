@@ -218,7 +218,6 @@ class ShardStrategy(ParallelStrategy):
             parts.fit.keep_batch(trainer, self._identity)  # ahead of the engine, which is built for it
         parts.fit.lay_out_tensors(module)  # ahead of the ledger, which notes their dtypes
         run = self._begin(trainer, engine)
-        log_graphs(self._replacements, trainer)
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
         self.barrier("engine")
@@ -240,6 +239,7 @@ class ShardStrategy(ParallelStrategy):
         module, plan = self._module, self.planned_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
         self._engine, self._ledger, forward = engine, parts.RunLedger(), self._settings.forward
         check_float8(plan.policy.float8, self.root_device, launched=True)
+        log_graphs(self._replacements, trainer)
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {plan.precision!r}")
