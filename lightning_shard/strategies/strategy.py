@@ -239,13 +239,13 @@ class ShardStrategy(ParallelStrategy):
         module, plan = self._module, self.planned_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
         self._engine, self._ledger, forward = engine, parts.RunLedger(), self._settings.forward
         check_float8(plan.policy.float8, self.root_device, launched=True)
-        log_graphs(self._replacements, trainer)
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {plan.precision!r}")
             parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
             parts.fit.before_sharding(trainer, module, self._layer_sync)
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
+        log_graphs(self._replacements, trainer)
         return parts.fit.run_of(trainer, plan, self.root_device, self.device_mesh, watch=self._ledger.reduction)
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
