@@ -162,6 +162,11 @@ class InFull:
         return kind == "hook" and cls._outside()
 
     @classmethod
+    def in_a_hook(cls) -> bool:
+        """Whether what runs is the user's hook, inside of a step too."""
+        return cls._within[-1:] == ["hook"]
+
+    @classmethod
     def _outside(cls) -> bool:
         return "hook" not in cls._within and "step" not in cls._within
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines import _fsdp2
+from lightning_shard.engines._dtensors import InFull
 from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, may_stay, stay, units_of
 from lightning_shard.precision.casting import in_backward
 from lightning_shard.private_names import require
@@ -20,6 +21,7 @@ _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"
 _INSIDE = "_shard_steps"  # How many calls of `run` are past FSDP's own preparations.
 _EXPECTS = "_shard_expects_gradients"
+_CALLS = "_shard_calls"  # How many forward passes of modules with parameters below the root are running.
 
 
 def install_runner(root: nn.Module) -> None:
@@ -28,7 +30,7 @@ def install_runner(root: nn.Module) -> None:
         return
     root.__dict__[_RUN] = partial(_run_inside, root)
     register_fsdp_forward_method(root, _RUN)
-    root.__dict__[_DEPTH] = root.__dict__[_INSIDE] = 0
+    root.__dict__[_DEPTH] = root.__dict__[_INSIDE] = root.__dict__[_CALLS] = 0
     root.register_forward_pre_hook(lambda module, args: _count(module, 1), prepend=True)
     root.register_forward_hook(lambda module, args, output: _count(module, -1), always_call=True)
     assert isinstance(root, FSDPModule)
@@ -93,6 +95,8 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
         value = super().__getitem__(name)
         if value is None or name not in self._trained or vars(self._root).get(_INSIDE, 0) == 0:
             return value
+        if InFull.in_a_hook() and not vars(self._root)[_CALLS]:
+            return value  # After a backward pass in the step it is the shard, which has the gradient.
         if self._unit is not None and not vars(self._unit)[_DEPTH]:
             stay(self._unit)
         elif isinstance(value, DTensor):
@@ -123,7 +127,7 @@ def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
             _GatheredOnRead(module, root)
         if module is not root and (own or below):
             module.register_forward_pre_hook(lambda *_: _gather_outside_steps(root), prepend=True)
-            module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
+            module.register_forward_hook(lambda *_: _end_of_call(root), always_call=True)
         for child in () if below else module.children():
             visit(child)
 
@@ -179,9 +183,15 @@ def _prepare_outside_steps(root: nn.Module) -> None:
 
 
 def _gather_outside_steps(root: Any) -> None:
+    root.__dict__[_CALLS] += 1
     if _is_outside_steps(root):
         _prepare_outside_steps(root)
         gather(root)
+
+
+def _end_of_call(root: nn.Module) -> None:
+    root.__dict__[_CALLS] -= 1
+    _reshard_outside_steps(root)
 
 
 def _reshard_outside_steps(root: nn.Module) -> None:

@@ -140,3 +140,43 @@ def _gathered_ahead() -> list[dict[str, Tensor]]:
 def test_a_unit_that_was_gathered_ahead_and_did_not_run_has_its_new_values() -> None:
     for apart, ahead in run_distributed(_gathered_ahead, 2):
         assert [name for name in apart if not torch.equal(apart[name], ahead[name])] == []
+
+
+class ChangesInTheStep(Indexed):
+    """Manual optimization, whose hooks run inside of the step: they read and change gradients by the parameters' own
+    names, and call modules.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.shift = nn.Parameter(torch.zeros(3))
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(mse_loss(self.head(self.body(batch[1] + self.shift)), batch[1].sum(-1, keepdim=True)))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def on_after_backward(self) -> None:
+        for parameter in (self.shift, self.head.weight):
+            assert parameter.grad is not None
+            self.norms.append(float(parameter.grad.norm()))
+            parameter.grad.mul_(0.5)
+        self.norms.append(float(self.head(self.body(torch.ones(1, 3))).detach()))
+
+
+def _fit_in_the_step(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module = ChangesInTheStep()
+    trainer = quiet_trainer(strategy=strategy, max_steps=3)
+    trainer.fit(module, data(count=16))
+    return module.norms, {n: full_tensor(trainer, n) for n, _ in module.named_parameters()}
+
+
+def test_hooks_in_a_manual_step_see_the_gradients() -> None:
+    names = ("shard_ddp_aligned", "shard_fsdp_aligned")
+    (norms, expected), (seen, found) = (run_distributed(_fit_in_the_step, 2, name)[0] for name in names)
+    assert seen == pytest.approx(norms, rel=1e-6)  # of shards, in another order
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
