@@ -230,7 +230,8 @@ class Checkpoints(CheckpointIO):
     def _look_at_frozen(self, *, fits: bool) -> None:
         """Ahead of what changes weights: those that a fit's module has frozen by itself need not be saved."""
         if fits and not self._save_frozen and self._base is None:
-            self._base = self._frozen()
+            # Averages may be yet to begin with them.
+            self._base = digests_of_frozen(self.module, self._engine.tensors.masters(), None)
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Delete a checkpoint on rank 0, once another that is being written is complete. All ranks may call it."""
