@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard import ShardFSDPStrategy, full_tensor
+from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole
@@ -151,10 +152,12 @@ class ChangesInTheStep(Indexed):
         super().__init__()
         self.automatic_optimization = False
         self.shift = nn.Parameter(torch.zeros(3))
+        self.recurrent = nn.GRU(3, 3)  # which takes no shards
         self.norms: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(mse_loss(self.head(self.body(batch[1] + self.shift)), batch[1].sum(-1, keepdim=True)))
+        given = self.head(self.body(self.recurrent(batch[1])[0] + self.shift))
+        self.manual_backward(mse_loss(given, batch[1].sum(-1, keepdim=True)))
         if batch_idx % 2:
             self.optimizers().step()
             self.optimizers().zero_grad()
@@ -164,13 +167,13 @@ class ChangesInTheStep(Indexed):
             assert parameter.grad is not None
             self.norms.append(float(parameter.grad.norm()))
             parameter.grad.mul_(0.5)
-        self.norms.append(float(self.head(self.body(torch.ones(1, 3))).detach()))
+        self.norms.append(float(self.head(self.body(self.recurrent(torch.ones(1, 3))[0])).detach()))
 
 
 def _fit_in_the_step(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
-    module = ChangesInTheStep()
-    trainer = quiet_trainer(strategy=strategy, max_steps=3)
+    module, units = ChangesInTheStep(), {} if "ddp" in strategy else {"units": ["Sequential"]}  # others in the root's
+    trainer = quiet_trainer(strategy=build(strategy, **units), max_steps=3)
     trainer.fit(module, data(count=16))
     return module.norms, {n: full_tensor(trainer, n) for n, _ in module.named_parameters()}
 
