@@ -13,7 +13,9 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as repli
 from torch.distributed.fsdp import FSDPModule, _fully_shard, fully_shard
 from torch.utils.hooks import RemovableHandle
 
+from lightning_shard.engines import _fsdp2_before_2_15 as before_2_15
 from lightning_shard.engines.after_backward import join, mark, replaced
+from lightning_shard.precision.casting import in_backward
 from lightning_shard.private_names import require, wrap
 
 require(_fully_shard, "_fsdp_param_group _fsdp_state")
@@ -122,16 +124,8 @@ def _unless(nested: Callable[[], bool], hook: Callable[..., Any], *arguments: An
 
 def expect_gradients(root: nn.Module) -> None:
     """Tell units whose parameters were all frozen at first in which dtypes to reduce, should they be thawed."""
-    for group in _groups_of(root):
-        shards = [parameter.sharded_param for parameter in group.fsdp_params]
-        (dtype, trainable), *others = {(shard.dtype, shard.requires_grad) for shard in shards}
-        if not (trainable or others) and dtype.is_floating_point:
-            # FSDP settles it by what is trainable then.
-            for shard in shards:
-                shard.requires_grad_()
-            group.lazy_init()
-            for shard in shards:
-                shard.requires_grad_(False)
+    for group in _groups_of(root) if before_2_15.IS_NEEDED else ():
+        before_2_15.expect_gradients(group)
 
 
 def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
@@ -193,7 +187,63 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes that ``module``'s unit computes and reduces fp32 parameters in."""
     mp_policy = _state_of(module)._mp_policy
     compute = mp_policy.param_dtype or torch.float32
-    return compute, mp_policy.reduce_dtype or compute
+    return compute, mp_policy.reduce_dtype or (compute if before_2_15.IS_NEEDED else torch.float32)
+
+
+def round_each_use(root: nn.Module) -> None:
+    """Round the gradient of each use of a gathered parameter to the dtype that it computes in, and add uses of one
+    backward pass up in it, as a loop over ``parameter.to(dtype)`` and DeepSpeed do. Sums over micro-batches are in the
+    dtype of the reduction.
+
+    Before torch 2.15 autograd does so by itself, as the gathered parameter has the compute dtype. From 2.15 on FSDP
+    sets its ``grad_dtype`` to None, or to the dtype of the reduction (``FSDPParamGroup._set_unsharded_grad_dtypes``),
+    so that the gradient of a use in fp32 is not rounded. And it keeps the sum over micro-batches in ``grad``, whose
+    dtype must be ``grad_dtype``: the sum is set aside while a graph of this unit may be run backward.
+    """
+    for module in () if before_2_15.IS_NEEDED else units_of(root):
+        compute, reduce = dtypes_of(module)
+        group = _group_of(module)
+        if group is None or compute == reduce or _SUMS in vars(group):
+            continue
+        sums: dict[Any, Tensor | None] = {}
+        vars(group)[_SUMS] = sums
+        wrap(group, "wait_for_unshard", partial(_set_sums_aside, group, sums))
+        wrap(group, "pre_backward", partial(_set_sums_aside, group, sums))
+        wrap(group, "post_backward", partial(_add_to_sums, sums))
+
+
+_SUMS = "_shard_sums"
+
+
+def _set_sums_aside(
+    group: Any, sums: dict[Any, Tensor | None], call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    call(*args, **kwargs)
+    if not (torch.is_grad_enabled() or in_backward()):
+        return
+    for parameter in group.fsdp_params:
+        full = _full(parameter)
+        if full is None or not full.requires_grad or full.grad_dtype == full.dtype:
+            continue
+        if parameter not in sums:
+            sums[parameter], full.grad = full.grad, None
+        full.grad_dtype = full.dtype
+
+
+def _add_to_sums(sums: dict[Any, Tensor | None], post_backward: Callable[..., Any], *args: Any) -> Any:
+    for parameter, before in sums.items():
+        full = _full(parameter)
+        new, full.grad = full.grad, None
+        full.grad_dtype = None
+        full.grad = new if before is None else before if new is None else before.add_(new)
+    sums.clear()
+    return post_backward(*args)
+
+
+def _sum_so_far(group: Any, parameter: Any) -> Tensor | None:
+    """The full gradient of a parameter that waits to be reduced; all of it, or its sum over earlier micro-batches."""
+    aside: Tensor | None = vars(group).get(_SUMS, {}).get(parameter)
+    return parameter.unsharded_accumulated_grad if aside is None else aside
 
 
 def accumulated_gradients(
@@ -202,7 +252,7 @@ def accumulated_gradients(
     """Shard, gradient and whether it is reduced, of each gradient of ``root``'s units that waits for others: full ones
     of a gathered unit, and those in which reduced ones are added up. Of shards to ``begin`` with it is zeros at first.
     """
-    for parameter in _parameters_below(root):
+    for group, parameter in [(each, p) for each in _groups_of(root) for p in each.fsdp_params]:
         shard, full = parameter.sharded_param, _full(parameter)
         if shard in begin:
             if reduced:
@@ -211,7 +261,7 @@ def accumulated_gradients(
                 _begin_sum(parameter, full)
         if shard.grad is not None:
             yield shard, shard.grad, True
-        gradient = parameter.unsharded_accumulated_grad
+        gradient = _sum_so_far(group, parameter)
         if gradient is None and full is not None:
             gradient = full.grad
         if gradient is not None:
@@ -219,19 +269,19 @@ def accumulated_gradients(
 
 
 def begin_sums(root: nn.Module, wanted: Set[nn.Parameter]) -> None:
-    """Begin the sums over micro-batches of ``wanted`` shards' gradients with zeros in each unit that has others: torch
-    reduces a unit's gradients in one dtype, and those of the last micro-batch alone are not in that of sums.
+    """Begin the sums over micro-batches of ``wanted`` shards' gradients in each unit that has others, where torch
+    reduces gradients of one dtype only.
     """
-    for group in _groups_of(root):
-        lacking = [parameter for parameter in group.fsdp_params if parameter.unsharded_accumulated_grad is None]
-        for parameter in lacking if len(lacking) < len(group.fsdp_params) else ():
-            if (full := _full(parameter)) is not None and parameter.sharded_param in wanted:
-                _begin_sum(parameter, full)
+    for group in _groups_of(root) if before_2_15.IS_NEEDED else ():
+        before_2_15.begin_sums(group, wanted)
 
 
 def _begin_sum(parameter: Any, full: Tensor) -> None:
-    dtype = parameter.reduce_dtype or full.dtype
-    parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
+    if before_2_15.IS_NEEDED:
+        before_2_15.begin_sum(parameter)
+        return
+    full.grad_dtype = parameter.unsharded_grad_dtype
+    full.grad = torch.zeros(full.shape, dtype=full.grad_dtype, device=full.device)
 
 
 def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:

@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shard.engines import forward, refusals
-from lightning_shard.engines._fsdp2 import dtypes_of, gather_outside_inference, leave_inputs_alone, units_of
+from lightning_shard.engines._fsdp2 import (
+    dtypes_of,
+    gather_outside_inference,
+    leave_inputs_alone,
+    round_each_use,
+    units_of,
+)
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
@@ -93,6 +99,7 @@ def shard_tree(
     for module in made:
         vars(module)["__deepcopy__"] = partial(refusals.refuse_copy, strategy)
     gather_outside_inference(root)
+    round_each_use(root)
     for below_root in made[1:]:
         leave_inputs_alone(below_root)
     _set_prefetch(made[1:], options)

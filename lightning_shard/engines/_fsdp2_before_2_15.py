@@ -1,0 +1,46 @@
+"""Repairs of FSDP2 that torch makes itself from 2.15 on. The file goes when 2.14 is supported no longer.
+
+Before 2.15 a parameter group keeps the sum over micro-batches beside the gathered parameter's ``grad``, reduces
+gradients of one dtype only, and reads the dtype of its reduction from parameters that are trainable at first.
+"""
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+IS_NEEDED = not hasattr(FSDPModule, "set_manual_backward_finalization")
+"""Whether the installed torch is older than 2.15, which has this public method and the changes above."""
+
+
+def begin_sums(group: Any, wanted: Set[Tensor]) -> None:
+    """Begin the sums over micro-batches of ``wanted`` shards' gradients with zeros in a group that has other sums:
+    gradients of the last micro-batch alone would have another dtype than the sums, and torch refuses to reduce both.
+    """
+    lacking = [parameter for parameter in group.fsdp_params if parameter.unsharded_accumulated_grad is None]
+    for parameter in lacking if len(lacking) < len(group.fsdp_params) else ():
+        if parameter.sharded_param in wanted and getattr(parameter, "unsharded_param", None) is not None:
+            begin_sum(parameter)
+
+
+def begin_sum(parameter: Any) -> None:
+    """Begin the sum of one gathered parameter, an ``FSDPParam``, with zeros in the dtype of the reduction."""
+    full = parameter.unsharded_param
+    dtype = parameter.reduce_dtype or full.dtype
+    parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
+
+
+def expect_gradients(group: Any) -> None:
+    """Let a group whose parameters are all frozen know in which dtype to reduce, should they be thawed."""
+    shards = [parameter.sharded_param for parameter in group.fsdp_params]
+    (dtype, trainable), *others = {(shard.dtype, shard.requires_grad) for shard in shards}
+    if trainable or others or not dtype.is_floating_point:
+        return
+    # FSDP settles it by the parameters that are trainable at that moment.
+    for shard in shards:
+        shard.requires_grad_()
+    group.lazy_init()
+    for shard in shards:
+        shard.requires_grad_(False)
