@@ -52,6 +52,24 @@ class Holding(optim.SGD):
         self.masters = {0: params}
 
 
+class Scattering(optim.SGD):
+    """Elementwise, by an operator for which DTensors have no sharding strategy."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.masked_scatter_(parameter.isnan(), torch.zeros_like(parameter))
+        return super().step(closure)
+
+
+class ScatteringOnShards(Scattering):
+    """Uses the operator on shards and not on replicas, as Rprop's index writes were refused before torch 2.15."""
+
+    def step(self, closure: Any = None) -> Any:
+        sharded = any(each.is_shard() for p in self.param_groups[0]["params"] for each in getattr(p, "placements", ()))
+        return super().step(closure) if sharded else optim.SGD.step(self, closure)
+
+
 class Projecting(Optimizer):
     """As AdamP: without its part along the parameter where there is next to none."""
 
@@ -280,13 +298,14 @@ def _probed_on_shards() -> list[bool]:
 def _probed_apart() -> list[bool]:
     mesh = init_device_mesh("cpu", (1,))
     shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters()]
-    return [probed(make(shards)) for make in (optim.AdamW, optim.Rprop)]
+    return [probed(make(shards)) for make in (optim.AdamW, Scattering)]
 
 
 def _probed_by_placement() -> list[bool]:
     mesh, full = init_device_mesh("cpu", (1,)), []
     for placement in (Replicate(), Shard(0)):
-        full.append(probed(optim.Rprop([nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))])))
+        shards = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))]
+        full.append(probed(ScatteringOnShards(shards)))
     return full
 
 

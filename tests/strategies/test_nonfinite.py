@@ -66,7 +66,7 @@ class Model(pl.LightningModule):
         x = self.second(x.tanh())
         if bad and self.kind == "gradient":
             # The value is 0; the gradient 0 * inf.
-            return x.square().mean() + (x.detach() - x).square().sum().clamp(min=0).sqrt()
+            return x.square().mean() + (x.detach() - x).square().sum().sqrt()
         return x.square().mean()
 
     def configure_optimizers(self) -> Any:

@@ -44,7 +44,7 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
     "lamb": Lamb,
     "adafactor": torch.optim.Adafactor,
     "muon": torch.optim.Muon,
-    "rprop": torch.optim.Rprop,  # elementwise, but by an operator that DTensors refuse
+    "rprop": torch.optim.Rprop,  # elementwise, by an operator that DTensors take from torch 2.15 on
     "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
     "adamw": torch.optim.AdamW,
     "codes": Codes,
