@@ -33,7 +33,7 @@ LAYERS = (
     {"tensors"},
     {"cluster", "mesh", "memory"},
     {"ranks"},
-    {"errors", "private_names", "text", "arguments", "devices"},
+    {"errors", "private_names", "versions", "text", "arguments", "devices"},
 )
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 BELOW_LIGHTNING = set().union(*LAYERS[6:])

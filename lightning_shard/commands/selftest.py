@@ -9,10 +9,10 @@ from lightning_shard.commands.options import count, options_parser
 
 _DESCRIPTION = """\
 Train a tiny model by every engine on the processes that this is started on: alone it starts 2 on the CPU, or one for
-each GPU; under torchrun or srun it takes those. A line for each name says whether it trains as the first one does, goes
-on from its own checkpoint as if it had not stopped, and goes on from the checkpoint of the name before: bit by bit on
-up to two processes, to the order of sums on more. Then a fault is put in, which has to be found. Exit code 1 where
-anything differs.
+each GPU; under torchrun or srun it takes those. A line for each name says whether the engine's arithmetic is that of a
+plain loop over parameters, whether it trains as the first one does, goes on from its own checkpoint as if it had not
+stopped, and goes on from the checkpoint of the name before: bit by bit on up to two processes, to the order of sums on
+more. Then a fault is put in, which has to be found. Exit code 1 where anything differs.
 """
 
 

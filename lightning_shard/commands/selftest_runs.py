@@ -25,6 +25,7 @@ from lightning_shard.devices import visible
 from lightning_shard.errors import ShardError
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.full_tensors import full_tensor
+from lightning_shard.strategies.strategy import ShardStrategy
 
 STEPS, HALF = 6, 3
 # In more than two processes sums are taken in another order: 5e-7 of a tensor's largest element was seen in 20 steps,
@@ -60,6 +61,11 @@ class Run(pl.Callback):
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, dict[str, Tensor]()
         self.ranks: list[tuple[tuple[float, ...], str]] = []  # Losses, and a digest of the full tensors as seen there.
+        self.off_loop = ""  # How its engine differs from a plain loop over parameters.
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        assert isinstance(trainer.strategy, ShardStrategy)
+        self.off_loop = trainer.strategy.check_arithmetic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == HALF:
@@ -117,7 +123,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     ranks, bad = settings["num_nodes"] * settings["devices"], 0
     if is_first:
         print(f"{ranks} {settings['accelerator']} processes, {options.precision}, {STEPS} steps, saved after {HALF}")
-        print(_line(("", "trains", "resumes", "switches")), flush=True)
+        print(_line(("", "loop", "trains", "resumes", "switches")), flush=True)
     try:
         for row in _rows(names, settings, ranks):
             bad += any(cell not in ("equal", "found") for cell in row[1:])
@@ -162,7 +168,8 @@ def _rows(names: Sequence[str], settings: Mapping[str, Any], ranks: int) -> Iter
     for i, (name, own) in enumerate(runs.items()):
         resumed, switched = (fit(name, settings, ckpt_path=path) for path in (own.path, trained[i - 1].path))
         pairs = ((own, trained[0]), (resumed, own), (switched, trained[0]))
-        yield name, *(f"DIFFERS: {text}" if (text := difference(*pair)) else "equal" for pair in pairs)
+        told = (own.off_loop, *(difference(*pair) for pair in pairs))
+        yield name, *(f"DIFFERS: {text}" if text else "equal" for text in told)
     if trained:
         factor = 1.01 if ranks <= 2 else 2.0  # more than a rounding of bf16; than the order of sums
         found = difference(fit([*runs][-1], settings, fault=factor), trained[0])

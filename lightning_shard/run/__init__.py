@@ -13,3 +13,4 @@ from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite
 from lightning_shard.run.preemption import Preemption, RunIdentity
 from lightning_shard.run.processes import Processes, RunWatch, device_of, launch_of, next_run, nodes_started
+from lightning_shard.run.untested import check_untested_versions

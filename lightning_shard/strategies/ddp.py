@@ -11,6 +11,7 @@ from typing_extensions import Unpack, override
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicate import Replicate, needs_replicate
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
+from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.settings import CommonArguments, CommonSettings, with_common_arguments
@@ -92,10 +93,18 @@ class ShardDDPStrategy(ShardStrategy):
         """Torch's DDP in fp32, FSDP2's replicate where something is cast."""
         compute = self.precision_plugin.policy(aligned=self.aligned).compute
         casts = compute != torch.float32 or (module is not None and needs_replicate(module))
-        forward, at_boundary = self._settings.forward, self._settings.at_boundary
-        if not casts:
-            return TorchDDP(self._options, forward, at_boundary=at_boundary)
-        return Replicate(self._options, forward, at_boundary=at_boundary)
+        return self._engine_of(self._options, self._settings.forward, casts=casts)
+
+    @override
+    def _plain_engine(self) -> Engine:
+        casts = self.precision_plugin.policy(aligned=self.aligned).compute != torch.float32
+        # One micro-batch of the check leaves a parameter out.
+        return self._engine_of(DDPOptions(find_unused_parameters=True), ForwardOptions(), casts=casts)
+
+    def _engine_of(self, options: DDPOptions, forward: ForwardOptions, *, casts: bool) -> Engine:
+        at_boundary = self._settings.at_boundary
+        kind = Replicate if casts else TorchDDP
+        return kind(options, forward, at_boundary=at_boundary)
 
 
 def _named(value: Any) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import Unpack, override
 
 from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config import fields
 from lightning_shard.engines.zero.config.reading import get, read_config
@@ -86,6 +87,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
     @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         return Zero(self._asked, self._settings.forward, mesh=self._settings.mesh, connection=self._connection)
+
+    @override
+    def _plain_engine(self) -> Engine:
+        own = fields.DeepSpeedFields(config={"zero_optimization": {"stage": self._asked.stage}})
+        settings = read_settings(own, aligned=self.aligned, problems=[])
+        return Zero(settings, ForwardOptions(), mesh=self._settings.mesh, connection=self._connection)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing_extensions import Unpack, override
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.sharding import FORWARD_METHODS
+from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import ClassNames, UnitRule, class_names, unit_rules
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
@@ -107,3 +108,8 @@ class ShardFSDPStrategy(ShardStrategy):
     @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         return FullyShard(self._options, self._settings.forward, at_boundary=self._settings.at_boundary)
+
+    @override
+    def _plain_engine(self) -> Engine:
+        options = FSDPOptions(mesh=self._settings.mesh, reshard_after_forward=self._options.reshard_after_forward)
+        return FullyShard(options, ForwardOptions(), at_boundary=self._settings.at_boundary)

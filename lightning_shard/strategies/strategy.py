@@ -25,6 +25,7 @@ from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_op
 from lightning_shard._lightning.results import log_graphs
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm import check_launch, read_job
+from lightning_shard.engines import self_check
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
@@ -74,6 +75,10 @@ class ShardStrategy(ParallelStrategy):
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         """A new engine with this strategy's settings; the frozen parameters of ``module`` may decide which it is."""
 
+    @abstractmethod
+    def _plain_engine(self) -> Engine:
+        """A new engine of the same kind without the options that depend on a user's module."""
+
     @property  # type: ignore[explicit-override] # mypy sees none on one with a setter
     @override
     def precision_plugin(self) -> ShardPrecision:
@@ -108,6 +113,15 @@ class ShardStrategy(ParallelStrategy):
         refusals.refuse_sync_batchnorm(self._layer_sync, self.root_device)
         check_float8(run.policy.float8, self.root_device, launched=False)
         self.engine_for().check(run)
+
+    def check_arithmetic(self) -> str:
+        """Compare steps of this strategy's engine with a plain loop, for a module of its own; see `self_check`.
+
+        All ranks call it, once the processes are connected and before the Trainer's module is set up, as in a
+        callback's ``setup``. Returns the parameter that differs and by how much, or "".
+        """
+        run = Run(planned=self.planned_run(), device=self.root_device, mesh=self.device_mesh, seed=0, fitting=True)
+        return self_check.difference(self._plain_engine(), run)
 
     @property
     def engine(self) -> Engine:
@@ -241,7 +255,9 @@ class ShardStrategy(ParallelStrategy):
         check_float8(plan.policy.float8, self.root_device, launched=True)
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
-            refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {plan.precision!r}")
+            checked = f"{type(self).__name__} in precision {plan.precision!r}"
+            parts.check_untested_versions(checked, self.check_arithmetic, aligned=self.aligned)
+            refusals.refuse_callbacks(trainer, engine, checked)
             parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
             parts.fit.before_sharding(trainer, module, self._layer_sync)
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)

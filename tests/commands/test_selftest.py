@@ -72,8 +72,8 @@ def test_alone_it_starts_two_processes_and_all_engines_agree(tmp_path: Path) -> 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     head, titles, *rows, last = _lines(ended.stdout)
     assert head == ["2 cpu processes, bf16-mixed, 6 steps, saved after 3"]
-    assert titles == ["trains", "resumes", "switches"]
-    assert [row[1:] for row in rows] == [["equal"] * 3] * 6 + [["found"]]
+    assert titles == ["loop", "trains", "resumes", "switches"]
+    assert [row[1:] for row in rows] == [["equal"] * 4] * 6 + [["found"]]
     assert last == ["all is equal"]
     assert list(tmp_path.iterdir()) == []
 
@@ -104,5 +104,5 @@ def test_it_takes_the_processes_that_it_is_given(launcher: str, tmp_path: Path) 
         assert outputs[1] == ""
     head, _, *rows, last = _lines(out)
     assert (code, head) == (0, ["2 cpu processes, 32-true, 6 steps, saved after 3"])
-    assert [row[1:] for row in rows] == [["equal"] * 3] * 2 + [["found"]]
+    assert [row[1:] for row in rows] == [["equal"] * 4] * 2 + [["found"]]
     assert last == ["all is equal"]

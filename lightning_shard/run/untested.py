@@ -1,0 +1,39 @@
+"""Versions of libraries that are newer than the tested ones: an engine's arithmetic is checked before it trains."""
+
+from collections.abc import Callable
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_shard.errors import PrecisionContractError
+from lightning_shard.versions import newer_than_tested, tested
+
+_passed: set[str] = set()  # What was checked in this process, by strategy and precision.
+
+
+def check_untested_versions(checked: str, check: Callable[[], str], *, aligned: bool) -> None:
+    """Let ``check`` compare an engine with a plain loop, once in a process, where a library is newer than the tests.
+
+    ``checked`` names the strategy and its precision, and ``check`` returns the difference, "" where there is none. All
+    ranks call it at the start of a fit. PrecisionContractError, if ``aligned``, else a warning: there is a difference.
+    """
+    newer = newer_than_tested()
+    if not newer or checked in _passed:
+        return
+    found = " and ".join(f"{library} {version}" for library, version in newer.items())
+    known = ", ".join(f"{library} {tested(library)}" for library in newer)
+    difference = check()
+    if not difference:
+        _passed.add(checked)
+        rank_zero_info(
+            f"{found} is newer than the versions that lightning_shard was tested on ({known}). The numbers of "
+            f"{checked} were checked against a plain loop, and are equal."
+        )
+        return
+    problem = (
+        f"With {found}, newer than the versions that lightning_shard was tested on ({known}), {checked} differs from a "
+        f"plain loop over the same data: {difference} of its largest element."
+    )
+    cure = f"Install {known}, or a newer lightning_shard."
+    if aligned:
+        raise PrecisionContractError(f"{problem} aligned: true holds equal numbers. {cure}")
+    rank_zero_warn(f"{problem} {cure}")

@@ -1,0 +1,153 @@
+"""The check of untested versions: engines equal a plain loop, and a fault in the arithmetic is told and refused."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_shard import PrecisionContractError, versions
+from lightning_shard.engines import _fsdp2_before_2_15, self_check, sharding
+from lightning_shard.engines.engine import Engine, PlannedRun, Run
+from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
+from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
+from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.engines.zero import process
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields
+from lightning_shard.engines.zero.config.settings import read_settings
+from lightning_shard.engines.zero.engine import Zero
+from lightning_shard.mesh import build_mesh
+from lightning_shard.precision.policy import policy_from
+from tests.engines.test_engine import CPU, ENGINES, SHARDED
+from tests.harness import run_distributed
+
+
+def _difference(make: Callable[[], Engine], precision: str) -> str:
+    ranks, engine = dist.get_world_size(), make()
+    policy = policy_from(precision, aligned=True)
+    planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy, aligned=True, device_type="cpu")
+    seconds = timedelta(minutes=1)
+    connection = process.connect(CPU, backend="gloo", local_rank=dist.get_rank(), local_size=ranks, timeout=seconds)
+    shards = ranks if isinstance(engine, FullyShard | Zero) else 1
+    mesh = build_mesh((ranks // shards, shards), device_type="cpu")
+    try:
+        run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True)
+        return self_check.difference(engine, run)
+    finally:
+        connection.undo()
+
+
+CHECKED = [("torch_ddp", "32-true"), *((name, "bf16-mixed") for name in ENGINES if name not in ("torch_ddp", "zero_0"))]
+
+
+def _differences() -> list[str]:
+    return [_difference(ENGINES[name], precision) for name, precision in CHECKED]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.matrix)])
+def test_every_engine_equals_a_plain_loop(ranks: int) -> None:
+    for found in run_distributed(_differences, ranks):
+        assert dict(zip(CHECKED, found, strict=True)) == dict.fromkeys(CHECKED, "")
+
+
+def _compressed_ddp() -> Engine:
+    return TorchDDP(DDPOptions(comm_hook="fp16_compress"), ForwardOptions(), at_boundary=True)
+
+
+def _compressed_zero() -> Engine:
+    settings = read_settings(DeepSpeedFields(stage=2, communication_data_type="bf16"), aligned=False, problems=[])
+    return Zero(settings, ForwardOptions(), mesh=SHARDED)
+
+
+class Compressed(FullyShard):
+    def policy(self, base: Any, *, loss_scale_given: bool) -> Any:
+        return replace(base, reduce=torch.bfloat16, accumulate=torch.bfloat16)
+
+
+def _compressed_fsdp() -> Engine:
+    return Compressed(FSDPOptions(mesh=SHARDED), ForwardOptions(), at_boundary=True)
+
+
+FAULTS = [(_compressed_ddp, "32-true"), (_compressed_zero, "bf16-mixed"), (_compressed_fsdp, "bf16-mixed")]
+
+
+def _faults() -> list[str]:
+    return [_difference(*fault) for fault in FAULTS]
+
+
+def test_a_reduction_in_16_bits_is_told() -> None:
+    for found in run_distributed(_faults, 2):
+        assert all(text.startswith("units.") for text in found), found
+
+
+def _without_rounding() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "round_each_use", lambda root: None)
+        return _difference(ENGINES["fully_shard"], "bf16-mixed")
+
+
+@pytest.mark.skipif(_fsdp2_before_2_15.IS_NEEDED, reason="torch before 2.15 rounds each use by itself")
+def test_torch_2_15s_own_rounding_is_told() -> None:
+    assert all(text.startswith("units.") for text in run_distributed(_without_rounding, 2))
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def suppress_and_note(lines: list[str]) -> Generator[None, None, None]:
+    try:
+        yield
+    except PrecisionContractError as error:
+        lines.append(str(error))
+
+
+def _fit(strategy: str, precision: str = "bf16-mixed") -> tuple[str, int]:
+    """What was said of versions, and the steps that were made."""
+    said, logger = Said(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(said)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_steps": 1, "precision": precision}
+    trainer = pl.Trainer(strategy=strategy, **given, **dict.fromkeys(off, False))
+    with warnings.catch_warnings(record=True) as warned, suppress_and_note(said.lines):
+        warnings.simplefilter("always")
+        trainer.fit(BoringModel())
+    told = [*said.lines, *(str(warning.message) for warning in warned)]
+    return next((line for line in told if "than the versions" in line), ""), trainer.global_step
+
+
+def _fits() -> list[tuple[str, int]]:
+    made = sharding.MixedPrecisionPolicy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(versions.TESTED, "torch", ("2.0.0", "2.1.0"))
+        fine = [_fit("shard_fsdp_aligned"), _fit("shard_fsdp_aligned")]
+        reduced = {"reduce_dtype": torch.bfloat16}
+        patch.setattr(sharding, "MixedPrecisionPolicy", lambda **given: made(**{**given, **reduced}))
+        return [*fine, _fit("shard_fsdp_grad_op", "bf16-true"), _fit("shard_ddp_aligned")]
+
+
+def test_a_fit_on_an_untested_version_checks_the_numbers_once() -> None:
+    (passed, steps), (again, _), (warned, went_on), (refused, none) = run_distributed(_fits, 2)[0]
+    assert "were checked against a plain loop, and are equal" in passed
+    assert steps == went_on == 1
+    assert again == "", "once in a process"
+    assert "ShardFSDPStrategy in precision 'bf16-true' differs from a plain loop over the same data: units." in warned
+    assert f"With torch {torch.__version__.partition('+')[0]}" in refused
+    assert "aligned: true holds equal numbers. Install torch 2.0.0 to 2.1.0, or a newer lightning_shard." in refused
+    assert none == 0
