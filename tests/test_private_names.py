@@ -68,8 +68,8 @@ USES = {
         "_C _SetExcludeDispatchKeyGuard _dtensor_spec _make_wrapper_subclass",
     ),
     "engines/_fsdp2.py": (
-        "the parameters of FSDP2's units, replicate",
-        "_composable _fsdp_param_group _fsdp_state _fully_shard _modules_to_run_forward _mp_policy"
+        "the parameters of FSDP2's units",
+        "_fsdp_param_group _fsdp_state _fully_shard _modules_to_run_forward _mp_policy"
         " _post_forward_hook_handle _pre_forward_hook_handle _register_post_backward_hook _setattr_on_modules"
         " _sharded_post_forward_param _sharded_state _state_ctx _training_state",
     ),

@@ -1,6 +1,4 @@
-"""The one importer of torch's private FSDP2 parts. ``replicate`` on FSDP2's machinery, which has no public path in
-torch 2.11 to 2.13, has master weights and a reduction dtype, as torch's DistributedDataParallel has not.
-"""
+"""The one importer of torch's private FSDP2 parts, but for the repairs of versions before 2.15."""
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
@@ -9,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.fsdp import FSDPModule, _fully_shard, fully_shard
 from torch.utils.hooks import RemovableHandle
 
@@ -179,7 +176,7 @@ def stay(module: FSDPModule) -> None:
     vars(module)[_STAYS] = True
     # First, as what an integer `reshard_after_forward` keeps is gathered over that mesh.
     gather(module)
-    # As `set_reshard_after_forward`, which fails on replicas, that stay in any case.
+    # As `set_reshard_after_forward`.
     _group_of(module).post_forward_mesh_info = None
 
 
@@ -359,8 +356,7 @@ def _shard_after_forward(parameter: Any) -> Any:
 
 
 def _state_of(module: FSDPModule) -> Any:
-    made_by: tuple[Any, ...] = (fully_shard, replicate)
-    return next(state for maker in made_by if (state := maker.state(module)) is not None)
+    return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def _group_of(module: FSDPModule) -> Any:

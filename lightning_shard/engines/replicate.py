@@ -1,9 +1,11 @@
-"""FSDP2's machinery over a mesh that replicates: DDP in every precision, which torch's own can't."""
+"""FSDP2 over a mesh with one shard: DDP with master weights and a dtype of the reduction, which torch's DDP lacks."""
+
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from lightning_shard.engines._fsdp2 import replicate
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.engines.fsdp2 import FSDP2Engine
@@ -11,7 +13,7 @@ from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.torch_ddp import DDPOptions
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.mesh import REPLICATE, SHARD
+from lightning_shard.mesh import SHARD
 
 
 class Replicate(FSDP2Engine):
@@ -22,7 +24,7 @@ class Replicate(FSDP2Engine):
 
     def __init__(self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
         """Most ``options`` are refused."""
-        units = UnitOptions(find_unused_parameters=options.find_unused_parameters)
+        units = UnitOptions(reshard_after_forward=False, find_unused_parameters=options.find_unused_parameters)
         super().__init__(options, forward, at_boundary=at_boundary, units=units)
 
     def check(self, run: PlannedRun) -> None:
@@ -32,7 +34,7 @@ class Replicate(FSDP2Engine):
             fp32 = run.policy.compute == torch.float32
             reason = "frozen 16-bit parameters" if fp32 else f"precision {run.precision!r}"
             raise ConfigurationError(
-                f"{shown} can't be honoured with {reason}, which runs on torch's FSDP2-based replicate instead of "
+                f"{shown} can't be honoured with {reason}, which runs on torch's FSDP2 with one shard instead of "
                 "DistributedDataParallel. Remove it, or use precision '32-true'."
             )
 
@@ -49,8 +51,7 @@ class Replicate(FSDP2Engine):
 
     def _applier(self, run: Run) -> ApplyUnit:
         assert run.mesh[SHARD].size() == 1
-        mesh = run.mesh[REPLICATE]
-        return lambda unit, *, reshard_after_forward, **options: replicate(unit, mesh=mesh, **options)
+        return partial(fully_shard, mesh=run.mesh)
 
 
 def needs_replicate(root: nn.Module) -> bool:

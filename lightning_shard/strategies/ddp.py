@@ -22,7 +22,7 @@ class ShardDDPStrategy(ShardStrategy):
     """Data parallelism with a full replica on every rank.
 
     Precision ``32-true`` runs on torch's ``DistributedDataParallel``. Every other precision, and a model with frozen
-    16-bit parameters, runs on torch's FSDP2-based ``replicate``, which casts, reduces and accumulates exactly as
+    16-bit parameters, runs on FSDP2 with one shard, which casts, reduces and accumulates exactly as
     ``ShardFSDPStrategy`` does. The options below say which of the two honours them.
     """
 
@@ -44,14 +44,14 @@ class ShardDDPStrategy(ShardStrategy):
 
         Args:
             find_unused_parameters: ranks may use different parameters in a step; the others count as zero, and what
-                no rank used is not stepped. Honoured by both; ``replicate`` needs torch 2.13 for it.
+                no rank used is not stepped. Honoured by both.
             static_graph: the graph never changes between steps. torch's DDP only. The first step of a run, a resumed
                 one too, sums in an order of its own then, which shows in the last bit from 3 ranks on.
             gradient_as_bucket_view: gradients lie in the reduction buckets, which saves a copy. torch's DDP only.
             broadcast_buffers: give every rank the buffers of rank 0 at each step's beginning, as other engines do;
                 False needs torch's DDP. Evaluation and checkpoints use rank 0's buffers in any case.
-            bucket_cap_mb: size of the reduction buckets in MiB; default: torch's. torch's DDP only: ``replicate``
-                reduces by shard unit.
+            bucket_cap_mb: size of the reduction buckets in MiB; default: torch's. torch's DDP only: FSDP2 reduces by shard
+                unit.
             comm_hook: how a bucket of gradients is reduced: "fp16_compress" and "bf16_compress" do it in 16 bits; or
                 a function ``(state, bucket) -> future``, in YAML its import path, such as
                 ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook``. torch's DDP only, and
@@ -90,7 +90,7 @@ class ShardDDPStrategy(ShardStrategy):
 
     @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
-        """Torch's DDP in fp32, FSDP2's replicate where something is cast."""
+        """Torch's DDP in fp32, FSDP2 with one shard where something is cast."""
         compute = self.precision_plugin.policy(aligned=self.aligned).compute
         casts = compute != torch.float32 or (module is not None and needs_replicate(module))
         return self._engine_of(self._options, self._settings.forward, casts=casts)
