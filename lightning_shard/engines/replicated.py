@@ -15,7 +15,6 @@ from lightning_shard.devices import fork_rng
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks, reachable
 from lightning_shard.tensors.flat import INTEGERS, local
-from lightning_shard.tensors.names import is_persistent
 
 
 @torch.no_grad()
@@ -36,14 +35,14 @@ _COMPARED = 3  # Times that buffers are shared at which ranks tell each other th
 
 
 class SharedBuffers:
-    """Gives every rank the persistent buffers of rank 0, as torch's DDP does ahead of a step: a codebook, running
-    statistics; not those that differ in shape or dtype between ranks, or change after the first steps.
+    """Gives every rank the buffers of rank 0, persistent or not, as torch's DDP does ahead of a step: a codebook, a
+    queue of keys, running statistics. Buffers that differ in shape or dtype between ranks, or change either after the
+    first steps, are left alone.
     """
 
     def __init__(self, root: nn.Module) -> None:
         """Look where ``root`` has buffers; forward may put others into their places."""
-        named = ((module, name) for module in root.modules() for name, _ in module.named_buffers(recurse=False))
-        self._places = [(module, name) for module, name in named if is_persistent(module, name)]
+        self._places = [(module, name) for module in root.modules() for name, _ in module.named_buffers(recurse=False)]
         self._compared = 0
         self._agreed: list[tuple[nn.Module, str, Any]] = []  # With what all ranks have there.
         self._sent: Sequence[Tensor] = []  # The bytes of each.

@@ -50,8 +50,8 @@ class ShardDDPStrategy(ShardStrategy):
             gradient_as_bucket_view: gradients lie in the reduction buckets, which saves a copy. torch's DDP only.
             broadcast_buffers: give every rank the buffers of rank 0 at each step's beginning, as other engines do;
                 False needs torch's DDP. Evaluation and checkpoints use rank 0's buffers in any case.
-            bucket_cap_mb: size of the reduction buckets in MiB; default: torch's. torch's DDP only: FSDP2 reduces by shard
-                unit.
+            bucket_cap_mb: size of the reduction buckets in MiB; default: torch's. torch's DDP only: FSDP2 reduces by
+                shard unit.
             comm_hook: how a bucket of gradients is reduced: "fp16_compress" and "bf16_compress" do it in 16 bits; or
                 a function ``(state, bucket) -> future``, in YAML its import path, such as
                 ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook``. torch's DDP only, and

@@ -28,12 +28,17 @@ require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_mul_ _foreac
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Live gradients; of a sparse one, whose rows are summed for that, the rows."""
+    """Live gradients: of a sparse one, whose rows are summed first, the rows, and of a complex one its real view of
+    shape ``(*shape, 2)``, so that a norm and a limit are those of the real and imaginary parts.
+    """
     found = []
     for parameter in parameters:
         if (gradient := parameter.grad) is not None and gradient.is_sparse:
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient.values()
+        if gradient is not None and gradient.is_complex():
+            parameter.grad = gradient = gradient.resolve_conj()
+            gradient = torch.view_as_real(gradient)
         if gradient is not None:
             found.append(gradient)
     return found
