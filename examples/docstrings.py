@@ -13,7 +13,7 @@ from examples.labelled_texts import Labelled, LabelledTexts
 from examples.python_corpus import is_validation, source_files, standard_library
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
-"""Each has more than a hundred docstrings in Python 3.10 to 3.13, and a subject of its own."""
+"""Each has more than a hundred docstrings in Python 3.11 to 3.13, and a subject of its own."""
 
 MIN_WORDS = 5
 """Shorter ones ("See the base class.") could be from anywhere."""

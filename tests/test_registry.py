@@ -77,7 +77,7 @@ def test_the_equal_yaml_builds_an_equal_strategy(name: str) -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--trainer.strategy", type=str | Strategy)
     config = parser.parse_string(preset_yaml(name))
-    from_yaml = parser.instantiate_classes(config).trainer.strategy
+    from_yaml = parser.instantiate(config).trainer.strategy
     assert _settings(from_yaml) == _settings(registry.build(name))
 
 

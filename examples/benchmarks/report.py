@@ -6,7 +6,7 @@ import csv
 import platform
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from os import cpu_count
 from pathlib import Path
@@ -21,7 +21,7 @@ def environment(device: str) -> str:
     """When, on what and with which versions, in a line."""
     names = ("torch", "lightning", "deepspeed", "accelerate")
     versions = ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"{when}, {device_name(device)}, Python {platform.python_version()}, {versions}"
 
 

@@ -18,7 +18,7 @@ def leave_out_noise() -> None:
     """
     for logger in _LOGGERS:
         logger.addFilter(lambda record: not re.search(r"Tip: |Automatic Mixed Precision \(AMP\)", str(record.msg)))
-    # Lightning 2.6 says this of itself on every rank with torch 2.13.
+    # Lightning 2.6 says this of itself on every rank.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # Lightning says so wherever there is a SLURM; `check_launch` looks at what a job asked for.
     warnings.filterwarnings("ignore", message=r"The `srun` command is available on your system but is not used")

@@ -72,7 +72,7 @@ def recorded_collectives(**options: bool) -> list[bytes]:
     """This rank's last collectives, as torch's Flight Recorders have them, pickled: NCCL's first, where it is used;
     ``options`` are torch's. ``TORCH_FR_BUFFER_SIZE`` of the environment says how many are kept.
     """
-    # Private, and made for CPU backends in torch 2.11 or so; what another torch does not have is not written.
+    # Private. A torch that lacks one writes nothing of it.
     names = ["_dump_fr_trace"]
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         names.insert(0, "_dump_nccl_trace")

@@ -154,8 +154,6 @@ class ShardCLI(ConfiguredCLI):
 
     def instantiate_classes(self) -> None:
         """Lightning's; what a constructor raises is kept by the parser, and a second run saves its configuration."""
-        # After, and so behind, those of the model and the data.
-        self.parser.add_instantiator(lambda class_type, *args, **kwargs: class_type(*args, **kwargs), object)
         if not self.save_config_kwargs:
             # Lightning refuses to run twice in one folder, as happens to a run without a logger that makes a new one
             # each time: then a validation of what was just trained fails, or would replace its configuration.

@@ -165,13 +165,13 @@ def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tupl
     """GB/s of a device to others of its node and of its node to others, in all-gathers, by the formulas of plan."""
     of_node = {name: [i for i, node in enumerate(nodes) if node == name] for name in nodes}
     groups = {name: dist.new_group(ranks) for name, ranks in of_node.items()}
-    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
     speeds = []
     for group in (groups[nodes[dist.get_rank()]], dist.group.WORLD):
         size = dist.get_world_size(group)
         part = torch.zeros((megabytes << 18) // size, device=device)
         full = part.new_empty(size * part.numel())
-        seconds = [_seconds(device, partial(all_gather, full, part, group)) for _ in range(4)][1:]  # once connected
+        gather = partial(dist.all_gather_single, full, part, group)
+        seconds = [_seconds(device, gather) for _ in range(4)][1:]  # once connected
         speeds.append((size - 1) * part.nbytes / min(seconds) / 1e9)
     return speeds[0], speeds[1] if len(groups) > 1 else 0.0
 

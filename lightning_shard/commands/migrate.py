@@ -133,11 +133,10 @@ def check(content: Mapping[str, Any]) -> None:
     trainer["plugins"] = [p for p in plugins if p.get("class_path") == "lightning_shard.ShardPrecision"] or None
     parser = ShardArgumentParser()
     parser.add_lightning_class_args(Trainer, "trainer")
-    parser.add_instantiator(lambda class_type, *args, **kwargs: class_type(*args, **kwargs), object)
     try:
         parsed = parser.parse_object({"trainer": trainer})
         check_trainer(parsed.trainer, runs=False)
-        built = parser.instantiate_classes(parsed).trainer
+        built = parser.build(parsed).trainer
     except (common.UsageError, ValueError) as error:
         failure = error if isinstance(error, common.UsageError) else parser.failure or error
         raise ConfigurationError(f"the result can't be used:\n{failure}") from failure

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -23,6 +24,8 @@ class ShardArgumentParser(LightningArgumentParser):
     """Lightning's parser, which raises :class:`~lightning_shard.commands.parser.UsageError`."""
 
     failure: Exception | None = None
+    subcommands: Any = None
+    instantiators: Sequence[tuple[Callable[..., Any], type, bool]] = ()
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the explained message; parsers inside a type check (``exit_on_error=False``) stay as they are."""
@@ -33,8 +36,16 @@ class ShardArgumentParser(LightningArgumentParser):
         keys = [action.dest for action in actions(parser) if action.dest != "help"]
         raise UsageError(explain(message, keys)) from ex
 
-    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """As jsonargparse's, and keep in ``self.failure`` what a constructor raised, which it says in other words."""
+    def build(self, config: Namespace) -> Namespace:
+        """Make the objects of ``config``, and keep in ``self.failure`` the exception of a constructor, which
+        jsonargparse reports in other words.
+        """
+        chosen = self.subcommands.choices.get(config.get("subcommand")) if self.subcommands else None
+        given = [*(chosen.instantiators if chosen else []), *self.instantiators, (_construct, object, True)]
+        return self.instantiate(config, instantiators=[(self.wrap_instantiator(one), *kinds) for one, *kinds in given])
+
+    def wrap_instantiator(self, instantiator: Callable[..., Any]) -> Callable[..., Any]:
+        """``instantiator`` as `build` calls it, with the same signature, which jsonargparse reads."""
 
         @functools.wraps(instantiator)
         def keep_failure(*args: Any, **kwargs: Any) -> Any:
@@ -44,11 +55,28 @@ class ShardArgumentParser(LightningArgumentParser):
                 self.failure = error
                 raise
 
-        super().add_instantiator(keep_failure, *args, **kwargs)
+        return keep_failure
+
+    # LightningCLI calls its parser by these two names, which jsonargparse has deprecated and 5.0 removes.
+
+    def add_instantiator(
+        self, instantiator: Callable[..., Any], class_type: type, subclasses: bool = True, prepend: bool = False
+    ) -> None:
+        """Make classes of this type by ``instantiator``. The first that fits is taken."""
+        added = (instantiator, class_type, subclasses)
+        self.instantiators = [added, *self.instantiators] if prepend else [*self.instantiators, added]
+
+    def instantiate_classes(self, cfg: Namespace) -> Namespace:
+        """As `build`."""
+        return self.build(cfg)
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
+
+
+def _construct(class_type: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return class_type(*args, **kwargs)
 
 
 def explain(message: str, keys: Collection[str]) -> str:

@@ -90,7 +90,7 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         nodes=Nodes(nodes=nodes or _number(trainer, "num_nodes"), devices=devices or _number(trainer, "devices")),
         mode=mode,
         name=name,
-        config=lambda: yaml.safe_load(reader.parser.dump(reader.config, skip_none=True))["fit"],
+        config=lambda: yaml.safe_load(reader.parser.dump(reader.config))["fit"],
     )
     inputs.standin = _stand_in(trainer, inputs.nodes, inputs.data)
     inputs.module.trainer = inputs.standin
@@ -118,14 +118,14 @@ def _number(trainer: Mapping[str, Any], name: str) -> int:
 
 def _parse(arguments: Sequence[str], mode: Any) -> Any:
     class Parser(ShardArgumentParser):
-        def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        def wrap_instantiator(self, instantiator: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(instantiator)
             def without_data(class_type: Any, *args: Any, **kwargs: Any) -> Any:
                 build = partial(instantiator, class_type, *args, **kwargs)
                 is_module = isinstance(class_type, type) and issubclass(class_type, nn.Module)
                 return _without_data(build, mode) if is_module else build()
 
-            super().add_instantiator(without_data, *args, **kwargs)
+            return super().wrap_instantiator(without_data)
 
     class Reader(ShardCLI):
         def instantiate_trainer(self, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lightning_shard.engines._fsdp2 import reduce_over, units_of
 from lightning_shard.engines.engine import PlannedRun, Run
@@ -17,8 +17,6 @@ from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.units import unit_rules
 from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError
 from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh, shard_group_of_its_own
-
-_NEWER = {"separate_reduce_scatter": "set_separate_reduce_scatter_group", "symmetric_memory": "set_symm_mem_for_comm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +39,6 @@ class FullyShard(FSDP2Engine):
     _options: FSDPOptions
 
     def check(self, run: PlannedRun) -> None:
-        for option, method in _NEWER.items():
-            if getattr(self._options, option) and not hasattr(FSDPModule, method):
-                raise ConfigurationError(f"{option} is true, but torch {torch.__version__} has no {method} yet.")
         if self._options.symmetric_memory and run.device_type != "cuda":
             raise ConfigurationError(
                 f"symmetric_memory is true, but it is NCCL's, and this run is on {run.device_type}. Set it to false."

@@ -1,6 +1,5 @@
 """torch's DistributedDataParallel. It serves fp32; `lightning_shard.engines.replicate` serves every precision."""
 
-import inspect
 import re
 from collections.abc import Callable, Generator, Set
 from contextlib import contextmanager, nullcontext
@@ -31,10 +30,6 @@ from lightning_shard.text import listed
 require(DistributedDataParallel, "_build_params_for_reducer _remove_autograd_hooks")
 require(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
 require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets")
-
-# torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
-_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
-_FORWARD_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
 
 CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
 
@@ -201,7 +196,7 @@ def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> Distrib
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         # `SharedBuffers` does it as on the other engines.
-        **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]
+        forward_sync_buffers=False,
         bucket_cap_mb=options.bucket_cap_mb,
         # `prepare_replica` made the ranks equal.
         init_sync=False,

@@ -174,10 +174,8 @@ class UnitUsage:
 
     def _reduce_zeros(self, enabled: bool) -> None:
         for unit in units_of(self._root):
-            # New in torch 2.13.
-            if (switch := getattr(unit, "set_reduce_scatter_unused_params", None)) is not None:
-                switch(enabled, recurse=False)
-                self._reduces_zeros = enabled
+            unit.set_reduce_scatter_unused_params(enabled, recurse=False)
+        self._reduces_zeros = enabled
 
     def watch(self, unit: Any, *arguments: Any) -> None:
         """Look at the parameters of ``unit``, which is gathered; the root's step ends without a hook."""
@@ -197,7 +195,7 @@ class UnitUsage:
 
     def finish(self) -> None:
         """End a step whose gradients are reduced: those that no rank used are None. All ranks call it. WrappingError:
-        ranks use different parameters, and torch can't reduce them.
+        ranks use different parameters, and units are compiled.
         """
         # Units that run by another method than forward are not seen.
         self.after_backward()
@@ -205,8 +203,8 @@ class UnitUsage:
         self._reached.clear()
         if self.usage.differs and not self._reduces_zeros:
             raise WrappingError(
-                "Ranks use different parameters in a step, which needs torch 2.13 or newer and no compile here; this "
-                f"is torch {torch.__version__}. Use shard_ddp with find_unused_parameters: true."
+                "Ranks use different parameters in a step, whose gradients compiled units can't reduce. Set compile: "
+                "false, or use shard_ddp with find_unused_parameters: true."
             )
         for parameter, fqn in self._names.items():
             if fqn in unused:

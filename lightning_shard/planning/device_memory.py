@@ -4,7 +4,7 @@ The parts of a step (`Point`) say what an engine holds; the trace what its modul
 drive `Allocator` through two steps: the optimizer makes its state in the first, between blocks that backward left. It
 is a model of PyTorch's caching allocator for CUDA, after ``c10/core/AllocatorConfig.h`` (the sizes) and
 ``c10/cuda/CUDACachingAllocator.cpp`` (``round_size``, ``get_allocation_size``, ``should_split``, ``get_free_block``,
-``try_allocate_expandable_block``) of torch 2.11 to 2.13 with default settings, or with ``expandable_segments:True``,
+``try_allocate_expandable_block``) of torch 2.13 with default settings, or with ``expandable_segments:True``,
 without out of memory.
 """
 

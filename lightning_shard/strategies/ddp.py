@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicate import Replicate, needs_replicate

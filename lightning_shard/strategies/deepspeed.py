@@ -1,12 +1,12 @@
 """Lightning's adapter of DeepSpeed."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.transforms import ForwardOptions

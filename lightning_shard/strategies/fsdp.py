@@ -1,10 +1,10 @@
 """Lightning's adapter of FSDP2."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import nn
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
@@ -64,7 +64,7 @@ class ShardFSDPStrategy(ShardStrategy):
                 the first three and where those differ: for branches that are rare. A parameter that no rank used is
                 not stepped, as under DDP.
             separate_reduce_scatter: reduce gradients over a communicator of their own, so that in backward they go
-                beside the gathers (torch's ``set_separate_reduce_scatter_group``, from 2.13 on).
+                beside the gathers (torch's ``set_separate_reduce_scatter_group``).
             symmetric_memory: gather through NCCL's symmetric memory (torch's ``set_symm_mem_for_comm``). CUDA only.
             custom_all_gather: gathers in place of torch's own: an object with ``allocate`` and a call, as torch's
                 ``set_custom_all_gather`` takes it, of one class on every rank.

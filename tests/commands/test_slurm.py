@@ -316,18 +316,17 @@ def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pyt
 
 def _gathers(nodes: list[str]) -> tuple[tuple[float, float], list[tuple[int, int]]]:
     """The speeds, and of each all-gather the bytes that a rank has afterwards and the number of ranks."""
-    gathered, name = [], "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    all_gather = getattr(dist, name)
+    gathered, all_gather = [], dist.all_gather_single
 
     def recorded(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Any:
         gathered.append((full.nbytes, dist.get_world_size(group)))
         return all_gather(full, part, group)
 
-    setattr(dist, name, recorded)
+    dist.all_gather_single = recorded
     try:
         return doctor._gathers(torch.device("cpu"), 1, nodes), gathered
     finally:
-        setattr(dist, name, all_gather)
+        dist.all_gather_single = all_gather
 
 
 @pytest.mark.parametrize(("nodes", "measured"), [(["n0", "n0"], (True, False)), (["n0", "n1"], (False, True))])

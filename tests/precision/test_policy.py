@@ -149,7 +149,7 @@ def test_the_plugin_from_yaml() -> None:
     parser.add_argument("--plugins", type=Precision)
     init = {"precision": "16-mixed", "reduce": "fp32", "output": "fp32", "loss_scale": {"initial": 64, "hysteresis": 2}}
     text = yaml.safe_dump({"plugins": {"class_path": "lightning_shard.ShardPrecision", "init_args": init}})
-    plugin = parser.instantiate_classes(parser.parse_string(text)).plugins
+    plugin = parser.instantiate(parser.parse_string(text)).plugins
     assert type(plugin) is ShardPrecision
     assert plugin.policy(aligned=True) == policy_from(
         "16-mixed", aligned=True, output=FP32, loss_scale=LossScaling(initial=64.0, hysteresis=2)
