@@ -8,7 +8,7 @@ imported when it is first used:
 - their options: MeshConfig, PreemptionConfig, OptimizerOffload, ParameterOffload, ZeroBuckets, Stage3Options,
   ZeroPlusPlus, UnitRule
 - precision: ShardPrecision, PrecisionPolicy, LossScaling, Float8
-- functions: full_tensor, set_full_tensor, load_from_checkpoint, load_pretrained
+- functions: full_parameters, full_tensor, set_full_tensor, load_from_checkpoint, load_pretrained
 - the command line: ShardCLI
 - errors: ShardError and what ``lightning_shard.errors`` derives from it
 - ``lightning_shard.callbacks``: ThroughputCallback, MemoryCallback, RunPageCallback,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning_shard.precision.float8 import Float8
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
-    from lightning_shard.run.full_tensors import full_tensor, load_from_checkpoint, set_full_tensor
+    from lightning_shard.run.full_tensors import full_parameters, full_tensor, load_from_checkpoint, set_full_tensor
     from lightning_shard.strategies.ddp import ShardDDPStrategy
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
@@ -54,8 +54,8 @@ __all__ = [
     "LossScaling", "MaterializationError", "MeshConfig", "MeshError", "OptimizerOffload", "ParameterOffload",
     "PrecisionContractError", "PrecisionError", "PrecisionPolicy", "PreemptionConfig", "ShardCLI",
     "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError", "ShardFSDPStrategy", "ShardPrecision",
-    "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__", "full_tensor",
-    "load_from_checkpoint", "load_pretrained", "set_full_tensor",
+    "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__", "full_parameters",
+    "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor",
 ]  # fmt: skip
 
 # Public names, whose modules import engines or jsonargparse.
@@ -69,7 +69,7 @@ _MODULES = {
     "precision.float8": "Float8",
     "precision.loss_scale": "LossScaling",
     "precision.policy": "PrecisionPolicy",
-    "run.full_tensors": "full_tensor load_from_checkpoint set_full_tensor",
+    "run.full_tensors": "full_parameters full_tensor load_from_checkpoint set_full_tensor",
     "strategies.ddp": "ShardDDPStrategy",
     "strategies.deepspeed": "ShardDeepSpeedStrategy",
     "strategies.fsdp": "ShardFSDPStrategy",

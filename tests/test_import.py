@@ -51,6 +51,7 @@ def test_exact_public_names() -> None:
         "ZeroBuckets",
         "ZeroPlusPlus",
         "__version__",
+        "full_parameters",
         "full_tensor",
         "load_from_checkpoint",
         "load_pretrained",

@@ -212,6 +212,10 @@ class Engine(Protocol):
     def before_saving(self) -> None:
         """Let every rank know which optimizer state there is on others."""
 
+    def begin_writing(self) -> None:
+        """Values are about to be written into `tensors`, of which a rank may have no part; `publish` follows."""
+        return
+
     def publish(self) -> None:
         """Let the next forward see what was written into `tensors`."""
         return

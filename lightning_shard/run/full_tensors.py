@@ -2,9 +2,13 @@
 LightningModule from a checkpoint directory, on one process.
 """
 
+import hashlib
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,11 +22,13 @@ from lightning_shard.checkpoint.state_dict import follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.ranks import alone
+from lightning_shard.ranks import Ranks, alone
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.full import gather_full, scatter_full
-from lightning_shard.tensors.names import fqns
+from lightning_shard.tensors.names import Names, fqns, named_parameters
+from lightning_shard.tensors.tracing import version
+from lightning_shard.text import did_you_mean, listed
 
 
 def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor | None:
@@ -59,6 +65,226 @@ def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "para
     write_full(*_in_run(trainer), fqn, value, kind)
 
 
+@contextmanager
+def full_parameters(
+    trainer: Trainer, names: str | Iterable[str] | None = None, kind: str = "parameter", write: bool = False
+) -> Generator["FullTensors", None, None]:
+    """Read, and with ``write`` change, full parameters or gradients, the same on every engine and rank.
+
+    Collective: all ranks enter and leave it, take the same tensors in the same order and write the same values. It may
+    be entered in every hook and between steps, but not inside of ``training_step``, and with ``write`` not between
+    forward and backward. ::
+
+        with full_parameters(trainer, "*.weight", write=True) as tensors:
+            for name, weight in tensors.items():  # one full tensor at a time
+                weight.clamp_(-1, 1)
+
+    A tensor is gathered when it is taken. With ``write`` a tensor may be changed in place. One from a loop over
+    ``items()`` or ``values()`` is written when the loop goes on, so that memory has one full tensor, and a later change
+    of it is refused. One from ``tensors[name]`` is kept, and written on leaving. ``tensors[name] = value`` writes at
+    once. Forward sees the new values from leaving on. After an exception inside nothing more is written, and nothing
+    communicates.
+
+    Args:
+        trainer: as for `full_tensor`.
+        names: FQNs, or patterns such as "encoder.*.weight", one or several; None: all parameters, frozen ones too. A
+            tied parameter is there once, and is found by each of its names.
+        kind: "parameter" or "gradient", as for `full_tensor`; a parameter without a gradient is left out.
+        write: write back; without it the tensors are copies.
+
+    Yields:
+        A mapping from FQN to full tensor, in the dtype that it is held in, without ``requires_grad``.
+
+    Raises:
+        ConfigurationError: another strategy, no such parameter, ranks that ask for other tensors, a value of another
+            shape.
+    """
+    engine, checkpoints = _in_run(trainer)
+    if kind not in ("parameter", "gradient"):
+        raise ConfigurationError(f'kind is {kind!r}, but must be "parameter" or "gradient": full_tensor reads others.')
+    names_of = partial(fqns, checkpoints.module)
+    asked = _asked(names, names_of(), named_parameters(checkpoints.module))
+    live: Mapping[str, LiveTensor | None]
+    if kind == "gradient":
+        engine.before_reading()
+        known = names_of()
+        live = {name: engine.tensors.gradient(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
+        asked = {fqn: name for fqn, name in asked.items() if live[name] is not None}
+        _compare(asked, kind, write=write)
+    else:
+        _compare(asked, kind, write=write)
+        checkpoints.synchronize()
+        known, masters = names_of(), engine.tensors.masters()
+        live = {name: masters.get(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
+    there = {name: tensor for name, tensor in live.items() if tensor is not None}
+    begin = None if not write else engine.begin_writing if kind == "parameter" else lambda: None
+    tensors = FullTensors(there, asked, known, kind, begin_writing=begin, device=trainer.strategy.root_device)
+    try:
+        yield tensors
+        tensors.write_kept()
+    finally:
+        tensors.close()
+    if write and kind == "parameter":
+        engine.publish()
+    tensors.refuse_late_changes()
+
+
+class FullTensors(Mapping[str, Tensor]):
+    """See `full_parameters`."""
+
+    def __init__(
+        self,
+        live: Mapping[str, LiveTensor],
+        shown: Mapping[str, str],
+        names: Names,
+        kind: str,
+        *,
+        begin_writing: Callable[[], None] | None,
+        device: torch.device,
+    ) -> None:
+        """``shown``: FQN to the name that it was asked for by, which is its key in ``live`` and here. ``begin_writing``
+        is called ahead of each write; None: nothing is to be written.
+        """
+        self._live, self._shown, self._names, self._kind = live, shown, names, kind
+        self._begin_writing, self._device, self._closed = begin_writing, device, False
+        self._kept: dict[str, Tensor] = {}  # To be written on leaving.
+        self._written: list[tuple[str, Tensor, int]] = []  # Of those written so far a counter of changes and its count.
+
+    def __getitem__(self, name: str) -> Tensor:
+        key = self._key(name)
+        if key in self._kept:
+            return self._kept[key]
+        with torch.inference_mode(mode=False):  # Its tensors count no changes.
+            full = gather_full(self._live[key], device=self._device)
+        if self._begin_writing is not None:
+            self._kept[key] = full
+        return full
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        key = self._key(name)
+        if self._begin_writing is None:
+            raise ConfigurationError("full_parameters writes nothing as it was entered: give it write=True.")
+        self._write(key, value)
+        if (kept := self._kept.get(key)) is not None and kept is not value:
+            del self._kept[key]
+            self._written.append((key, *_change_counter(kept)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._find(name) is not None
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return _OneByOne(self)
+
+    def values(self) -> ValuesView[Tensor]:
+        return _ValuesOneByOne(self)
+
+    def one_by_one(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of each; one that was not taken before is written and dropped when the next is asked for."""
+        for name in self:
+            kept = name in self._kept
+            yield name, self[name]
+            if not kept:
+                self._write_passed(name)
+
+    def _write_passed(self, name: str) -> None:
+        if (full := self._kept.pop(name, None)) is not None:
+            self._write(name, full)
+            self._written.append((name, *_change_counter(full)))
+
+    def write_kept(self) -> None:
+        for name, full in self._kept.items():
+            self._write(name, full)
+
+    def _write(self, name: str, full: Tensor) -> None:
+        assert self._begin_writing is not None
+        self._begin_writing()
+        _write(self._live[name], name, full, self._kind)
+
+    def refuse_late_changes(self) -> None:
+        """ConfigurationError: a tensor was changed after it had been written."""
+        if late := [name for name, counter, count in self._written if version(counter) != count]:
+            raise ConfigurationError(
+                f"the full {self._kind} of {listed(late, most=3)} was changed after it had been written, which happens "
+                "when a loop over full_parameters goes on. Change it inside of the loop, or take tensors[name], which "
+                "is written on leaving."
+            )
+
+    def close(self) -> None:
+        self._closed = True
+        self._kept.clear()
+
+    def _find(self, name: str) -> str | None:
+        unwrapped = self._names.unwrapped(name)
+        return self._shown.get(self._names.aliases.get(unwrapped, unwrapped))
+
+    def _key(self, name: str) -> str:
+        if self._closed:
+            raise ConfigurationError(
+                "full_parameters was left: take and write its tensors inside of the with statement."
+            )
+        if (key := self._find(name)) is None:
+            raise KeyError(f"no {self._kind} {name!r} is among these.{did_you_mean(name, self._live)}")
+        return key
+
+
+class _OneByOne(ItemsView[str, Tensor]):
+    _mapping: FullTensors
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._mapping.one_by_one()
+
+
+class _ValuesOneByOne(ValuesView[Tensor]):
+    _mapping: FullTensors
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (full for _, full in self._mapping.one_by_one())
+
+
+def _change_counter(full: Tensor) -> tuple[Tensor, int]:
+    """A tensor without memory that counts the in-place changes of ``full`` as autograd does, and their number."""
+    counter = full.detach()  # It shares the counter, and keeps it when it gets other data.
+    counter.data = torch.empty(0, dtype=full.dtype, device=full.device)
+    return counter, version(counter)
+
+
+def _asked(names: str | Iterable[str] | None, known: Names, parameters: Mapping[str, Any]) -> dict[str, str]:
+    """FQN to the name that it is asked for by, each tensor once."""
+    if names is None:
+        return dict(zip(parameters, parameters, strict=True))
+    asked: dict[str, str] = {}
+    for name in [names] if isinstance(names, str) else names:
+        found = [name]
+        if {"*", "?"} & set(name):
+            found = [fqn for fqn in (*parameters, *known.aliases) if fnmatchcase(fqn, name)]
+            if not found:
+                raise ConfigurationError(f"no parameter of the module is named as {name!r} says.")
+        for fqn in found:
+            asked.setdefault(known.canonical(fqn), fqn)
+    return asked
+
+
+def _compare(asked: Mapping[str, str], kind: str, *, write: bool) -> None:
+    """Refuse, on all ranks, other tensors on some of them: each would wait for the others in another one."""
+    ranks = Ranks.of()
+    digest = hashlib.sha256("\n".join(asked).encode()).hexdigest()
+    if len(set(ranks.gather((kind, write, digest)))) == 1:
+        return
+    each = ranks.gather([f"{kind} {fqn}{' to write' if write else ''}" for fqn in asked])
+    rank = next(r for r, own in enumerate(each) if own != each[0])
+    differing = sorted(set(each[0]) ^ set(each[rank])) or ["another order"]
+    raise ConfigurationError(
+        f"full_parameters is a collective, but rank {rank} asks for other tensors than rank 0: they differ in "
+        f"{listed(differing, most=3)}. Enter it with the same ones on all ranks."
+    )
+
+
 def _in_run(trainer: Trainer) -> tuple[Engine, Checkpoints]:
     strategy = trainer.strategy
     if not isinstance(checkpoints := getattr(strategy, "checkpoints", None), Checkpoints):
@@ -80,26 +306,33 @@ def write_full(engine: Engine, checkpoints: Checkpoints, fqn: str, value: Tensor
     live = _live(engine, checkpoints, fqn, kind)
     if live is None:
         raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
+    _write(live, fqn, value, kind)
+    if kind == "parameter":
+        engine.publish()
+
+
+def _write(live: LiveTensor, fqn: str, value: Tensor, kind: str) -> None:
     if tuple(live.shape) != tuple(value.shape):
         raise ConfigurationError(
             f"the new {kind} of {fqn} has shape {tuple(value.shape)}, but must have {tuple(live.shape)}: all ranks "
             "give the full tensor."
         )
     scatter_full(value, live)
-    if kind == "parameter":
-        engine.publish()
 
 
 def _live(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) -> LiveTensor | None:
     if kind == "parameter":
         checkpoints.synchronize()
+    elif kind == "gradient":
+        engine.before_reading()
+    else:
+        engine.before_saving()
     names, tensors = fqns(checkpoints.module), engine.tensors
     name = names.canonical(fqn)
     if kind == "parameter":
         return tensors.masters().get(name, names.tensors[name])
     if kind == "gradient":
         return tensors.gradient(name, names.tensors[name])
-    engine.before_saving()
     return optimizer_slot(tensors.optimizers(), names, name, kind)
 
 

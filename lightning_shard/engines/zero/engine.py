@@ -367,6 +367,10 @@ class Zero(Engine):
     def before_reading(self) -> None:
         self._take_over()
 
+    def begin_writing(self) -> None:
+        if self._written is not None:
+            self._written.expect_writes()
+
     def publish(self) -> None:
         self._values.show(self._running, device=self._run.device)
         if self._written is not None:

@@ -73,6 +73,10 @@ class Written:
         self._masters = self._versions()
         self.note_places()
 
+    def expect_writes(self) -> None:
+        """Say that masters get values, on this rank or on others: until `note` all ranks take them for changed."""
+        self._masters = []
+
     def note_places(self) -> None:
         """Say that the engine has put parameters where they are now."""
         self._noted = {fqn: (version(p), _memory(p)) for fqn, p in self._parameters.items()}
