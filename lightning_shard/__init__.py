@@ -1,23 +1,25 @@
 """Sharded training strategies for PyTorch Lightning.
 
-Importing this package registers its strategy names, so that ``Trainer(strategy="shard_fsdp_aligned")`` and
-``trainer.strategy: shard_fsdp_aligned`` in YAML work; ``lightning-shard strategies`` lists them. Everything else is
-imported when it is first used:
+Importing this package imports Lightning and registers the strategy names there, so that
+``Trainer(strategy="shard_fsdp_aligned")`` and ``trainer.strategy: shard_fsdp_aligned`` in YAML work;
+``lightning-shard strategies`` lists them. Everything else is imported when it is first used:
 
 - strategies: ShardDDPStrategy, ShardFSDPStrategy, ShardDeepSpeedStrategy
 - their options: MeshConfig, PreemptionConfig, OptimizerOffload, ParameterOffload, ZeroBuckets, Stage3Options,
   ZeroPlusPlus, UnitRule
 - precision: ShardPrecision, PrecisionPolicy, LossScaling, Float8
+- an average of the weights: EMACallback
 - functions: full_parameters, full_tensor, set_full_tensor, load_from_checkpoint, load_pretrained
 - the command line: ShardCLI
 - errors: ShardError and what ``lightning_shard.errors`` derives from it
 - ``lightning_shard.callbacks``: ThroughputCallback, MemoryCallback, RunPageCallback,
-  ProfilerCallback, PretrainedWeights
+  ProfilerCallback, PretrainedWeights, BatchSizeCallback
 - ``lightning_shard.tools``: the commands as functions: plan, migrate, verify, convert, export
 """
 
 import importlib
-import inspect
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_shard.errors import *
@@ -25,6 +27,7 @@ from lightning_shard.registry import register
 from lightning_shard.text import did_you_mean
 
 if TYPE_CHECKING:
+    from lightning_shard.callbacks.ema import EMACallback
     from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
     from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.commands.cli import ShardCLI
@@ -50,16 +53,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointCorruptError", "CheckpointError", "CheckpointMismatchError", "CheckpointNotFoundError",
-    "CheckpointReplacedError", "CheckpointUnreachableError", "ConfigurationError", "DataError", "Float8",
-    "LossScaling", "MaterializationError", "MeshConfig", "MeshError", "OptimizerOffload", "ParameterOffload",
-    "PrecisionContractError", "PrecisionError", "PrecisionPolicy", "PreemptionConfig", "ShardCLI",
-    "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError", "ShardFSDPStrategy", "ShardPrecision",
-    "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__", "full_parameters",
-    "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor",
+    "CheckpointReplacedError", "CheckpointUnreachableError", "ConfigurationError", "DataError", "EMACallback",
+    "Float8", "LossScaling", "MaterializationError", "MeshConfig", "MeshError", "OptimizerOffload",
+    "ParameterOffload", "PrecisionContractError", "PrecisionError", "PrecisionPolicy", "PreemptionConfig",
+    "ShardCLI", "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError", "ShardFSDPStrategy",
+    "ShardPrecision", "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__",
+    "full_parameters", "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor",
 ]  # fmt: skip
 
 # Public names, whose modules import engines or jsonargparse.
 _MODULES = {
+    "callbacks.ema": "EMACallback",
     "checkpoint.foreign.pretrained": "load_pretrained",
     "cluster.preemption": "PreemptionConfig",
     "commands.cli": "ShardCLI",
@@ -90,11 +94,16 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """All names; but for ``help()``, which would print thousands of lines of Lightning's own, what is no class."""
-    callers = inspect.stack(0)[1:4]
-    if any(caller.frame.f_globals.get("__name__") == "pydoc" for caller in callers):
-        return ["__all__", "__version__"]
     return sorted({*globals(), *_LAZY})
 
 
-register()
+def _is_the_program() -> bool:
+    """Whether this process runs ``lightning-shard`` or ``python -m lightning_shard``, which register the names later:
+    help and tables need no Lightning, whose import takes seconds, and ``fit`` holds signals back ahead of it.
+    """
+    name = os.path.basename((sys.argv or [""])[0])  # Python calls it "-m" while it looks for the module
+    return name == "lightning-shard" or (name == "-m" and __name__ in sys.orig_argv)
+
+
+if not _is_the_program():
+    register()

@@ -4,7 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-from lightning_shard import commands
+from lightning_shard import commands, registry
 
 
 def main() -> None:
@@ -17,6 +17,7 @@ def main() -> None:
     code = commands.quick(program, sys.argv[1:])
     if code is not None:
         raise SystemExit(code)
+    registry.register()
     from lightning_shard.commands.cli import ShardCLI
 
     ShardCLI(parser_kwargs={"prog": program, "description": "Train with sharded strategies."})

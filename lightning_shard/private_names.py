@@ -1,37 +1,47 @@
-"""That the private names of other libraries which a module uses are still there, asked when it is imported."""
+"""Ask on import whether the undocumented names of other libraries that a module uses are there and can be assigned."""
 
 import dis
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-TESTED = {
-    "torch": "2.11 to 2.13",
-    "lightning": "2.6.4 to 2.6.6",
-    "deepspeed": "0.19",
-    "torchmetrics": "1.5 to 1.9",
-    "argparse": "of Python 3.10 to 3.13",
-}
-"""The versions whose private names this package knows, by the library that ``import`` names."""
+from lightning_shard.versions import tested
 
 
-def require(owner: type | ModuleType, names: str) -> None:
-    """ImportError, which names the versions of `TESTED`, where ``owner``, a class, or a module with the classes that it
-    defines, lacks one of ``names`` (separated by blanks); of a class also what is set on ``self`` in a method.
+def require(owner: type | ModuleType, names: str = "", *, assigned: str = "") -> None:
+    """ImportError, which names the tested versions, where ``owner``, a class, or a module with the classes that it
+    defines, lacks one of ``names`` and ``assigned`` (separated by blanks), or where one of ``assigned`` can't be set on
+    an instance of a class. Of a class all names count that its methods set on ``self`` or on other objects.
     """
-    if missing := [name for name in names.split() if not hasattr(owner, name)]:
+    if missing := [name for name in (*names.split(), *assigned.split()) if not hasattr(owner, name)]:
         inside = [owner] if isinstance(owner, type) else [c for c in vars(owner).values() if isinstance(c, type)]
         for cls in (cls for cls in inside if cls is owner or cls.__module__ == owner.__name__):
             found = {*dir(cls), *_set_on_instances(cls)}
             missing = [name for name in missing if name not in found]
     if missing:
-        library = (owner.__module__ if isinstance(owner, type) else owner.__name__).partition(".")[0]
-        raise ImportError(
-            f"{owner.__name__} has no {', '.join(missing)}, which lightning_shard uses. Install a version that it was "
-            f"tested on: {library} {TESTED[library]}."
-        )
+        raise _untested(owner, f"has no {', '.join(missing)}, which lightning_shard uses")
+    if isinstance(owner, type) and (fixed := [name for name in assigned.split() if not _can_be_set(owner, name)]):
+        raise _untested(owner, f"lets nobody assign {', '.join(fixed)}, as lightning_shard does")
+
+
+def _untested(owner: type | ModuleType, problem: str) -> ImportError:
+    library = (owner.__module__ if isinstance(owner, type) else owner.__name__).partition(".")[0]
+    library = "python" if library in sys.stdlib_module_names else library
+    return ImportError(
+        f"{owner.__name__} {problem}. Install a version that it was tested on: {library} {tested(library)}."
+    )
+
+
+def _can_be_set(owner: type, name: str) -> bool:
+    held = inspect.getattr_static(owner, name, None)
+    if isinstance(held, property):
+        return held.fset is not None
+    frozen = getattr(getattr(owner, "__dataclass_params__", None), "frozen", False)
+    # An instance without a dict takes what its slots have.
+    return not frozen and (owner.__dictoffset__ != 0 or inspect.isdatadescriptor(held))
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -44,7 +54,14 @@ def _set_on_instances(owner: type) -> set[str]:
     for cls in owner.__mro__:
         found.update(vars(cls).get("__annotations__", ()))
         for value in vars(cls).values():
-            code: Any = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
-            if code is not None:
+            for code in _codes(value):
                 found.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
     return found
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    """The code of a function and of those that it wraps, also without ``functools.wraps``."""
+    if isinstance(function, FunctionType):
+        yield function.__code__
+        for cell in function.__closure__ or ():
+            yield from _codes(cell.cell_contents)

@@ -1,21 +1,15 @@
 """The strategy names: one table of presets, each a class and a few of its constructor arguments, and its way into
-Lightning's registry; and the way of this package's checkpoints into Lightning's ``load_from_checkpoint``.
+Lightning's registry.
 """
 
 import importlib
-import importlib.util
-import inspect
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from functools import partial
 from typing import Any
 
-from lightning_shard.errors import CheckpointError, ConfigurationError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
 ALIGNED_SUFFIX = "_aligned"
@@ -53,7 +47,8 @@ _TABLE: list[tuple[str, str, dict[str, Any], str]] = [
      "FSDP2 shard inside a node, replicate across nodes"),
     ("shard_fsdp_offload", _FSDP, {"cpu_offload": True},
      "FSDP2 full shard with parameters, gradients and optimizer state in host memory"),
-    ("shard_deepspeed_stage_0", _ZERO, {"stage": 0}, "DeepSpeed without ZeRO: everything replicated (as shard_ddp)"),
+    ("shard_deepspeed_stage_0", _DDP, {"accumulate_sync": "boundary", "find_unused_parameters": True},
+     "as ZeRO's stage 0, on the DDP engine: everything replicated, accumulated gradients reduced once"),
     ("shard_deepspeed_stage_1", _ZERO, {"stage": 1},
      "DeepSpeed ZeRO-1: optimizer state and master weights are sharded"),
     ("shard_deepspeed_stage_2", _ZERO, {"stage": 2}, "DeepSpeed ZeRO-2: gradients are sharded too"),
@@ -89,132 +84,21 @@ _OTHERS = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "Fabric; use the Trainer, or Fabric's own strategies"),
 }
 """Modules with registries in which a name says why it is of no use there."""
-_READERS = {
-    "lightning.pytorch.core.module": ("LightningModule", "load_from_checkpoint"),
-    "lightning.pytorch.core.datamodule": ("LightningDataModule", "load_from_checkpoint"),
-    "lightning.fabric.plugins.io.torch_io": ("TorchCheckpointIO", "load_checkpoint"),
-}
-"""Modules with classes and what of them reads a checkpoint, which they take for one file."""
 
 
 def register() -> None:
-    """Put factories for all names into Lightning's ``StrategyRegistry``, once it is imported, and `_Reader` into its
-    classes; may be repeated.
-    """
-    waiting = set()
-    for module in (_STRATEGIES, *_OTHERS, *_READERS):
-        if module in sys.modules:
-            _register_in(sys.modules[module])
-        else:
-            waiting.add(module)
-    if waiting and not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterOnImport(waiting))
-
-
-class _RegisterOnImport(MetaPathFinder):
-    """Waits for the first import of Lightning's strategies, which takes seconds that a command may not need."""
-
-    def __init__(self, waiting: set[str]) -> None:
-        self._waiting = waiting
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self._waiting:
-            return None
-        self._waiting.remove(name)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            _register_in(module)
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
-def _register_in(module: ModuleType) -> None:
-    if module.__name__ in _OTHERS:
-        registry, where = _OTHERS[module.__name__]
-        for name in PRESETS:
-            getattr(module, registry).register(name, partial(_refuse, name, where), description="", override=True)
-        return
-    if module.__name__ in _READERS:
-        name, method = _READERS[module.__name__]
-        owner = getattr(module, name)
-        if not isinstance(stock := vars(owner)[method], _Reader):
-            setattr(owner, method, _Reader(stock))
-        return
-    strategies: Any = module.StrategyRegistry
+    """Import Lightning and put factories for all names into its ``StrategyRegistry``. It may be repeated."""
+    registry = importlib.import_module(_STRATEGIES).StrategyRegistry
     for preset in PRESETS.values():
-        strategies.register(preset.name, partial(build, preset.name), description=preset.description, override=True)
-    strategies.available_strategies = partial(_available, strategies)
+        registry.register(preset.name, partial(build, preset.name), description=preset.description, override=True)
+    for other, (name, where) in _OTHERS.items():
+        for preset in PRESETS.values() if other in sys.modules else ():
+            refuse = partial(_refuse, preset.name, where)
+            getattr(sys.modules[other], name).register(preset.name, refuse, description="", override=True)
 
 
 def _refuse(name: str, where: str) -> None:
     raise ConfigurationError(f"{name} is a strategy of lightning.pytorch's Trainer, and this is {where}.")
-
-
-class _Reader:
-    """A method of Lightning's that reads a checkpoint, and knows a directory of this package."""
-
-    def __init__(self, stock: Any) -> None:
-        self._stock = stock
-
-    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
-        stock = self._stock.__get__(instance, owner)
-
-        @wraps(stock)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(("path", "map_location", "hparams_file", "strict", "weights_only"), args, strict=False))
-            path = given.pop("path", kwargs.get("checkpoint_path", kwargs.get("path")))
-            if not _is_directory(path) or (instance is not None and hasattr(owner, "forward")):
-                return stock(*args, **kwargs)
-            if not hasattr(owner, "forward"):
-                raise CheckpointError(
-                    f"{path} is a directory, and stock strategies and data modules read one file. Write it with "
-                    f"`lightning-shard checkpoint convert {path} FILE`, or run with a strategy of this package."
-                )
-            given |= {name: value for name, value in kwargs.items() if name != "checkpoint_path"}
-            given.pop("weights_only", None)  # no code of it is run in any case
-            location = given.pop("map_location", None)
-            ours = importlib.import_module("lightning_shard.run.full_tensors").load_from_checkpoint
-            module = ours(owner, path, **given)
-            return (
-                module if location is None or callable(location) or isinstance(location, dict) else module.to(location)
-            )
-
-        return read
-
-
-def _is_directory(path: Any) -> bool:
-    """Whether Lightning, which reads one file, can't read what is at ``path``."""
-    if not isinstance(path, str | os.PathLike) or str(path).startswith("http"):
-        return False
-    if "://" not in str(path):
-        return os.path.isdir(path)
-    from lightning_shard.checkpoint.files import layout, location
-
-    return (location.location(path) / layout.MANIFEST).is_file()
-
-
-def _available(strategies: Any) -> list[str]:
-    """Lightning's list of names; to the Trainer it explains a name that is not there."""
-    names: list[str] = type(strategies).available_strategies(strategies)
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back  # Its own frame in a variable would be a cycle, which keeps the Trainer.
-    if frame is None or frame.f_globals["__name__"] != "lightning.pytorch.trainer.connectors.accelerator_connector":
-        return names
-    return _Names(names)
-
-
-class _Names(list[str]):
-    def __contains__(self, name: object) -> bool:
-        found = super().__contains__(name)
-        if isinstance(name, str) and not found:
-            raise ConfigurationError(unknown_name(name))
-        return found
 
 
 def build(name: str, **more: Any) -> Any:

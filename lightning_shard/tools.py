@@ -120,7 +120,7 @@ def export(
         folder: where to write; it is made where there is none.
         dtype: of floating-point tensors; None: as stored.
         module: FQN of a submodule to export alone, under its own names; "": all.
-        ema: write the averages of ``EMAWeightAveraging`` and its kin in the place of the weights that they are of.
+        ema: write the average of `EMACallback` in the place of the weights.
         max_shard_size: bytes of tensors in a file, such as "5GB".
 
     Raises:

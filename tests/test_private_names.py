@@ -7,16 +7,19 @@ name. What an object of this package keeps for itself is not read from outside, 
 
 from __future__ import annotations
 
+import argparse
 import ast
-import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lightning_shard
-from lightning_shard.private_names import TESTED, require
+from lightning_shard.private_names import require
+from lightning_shard.versions import TESTED
 
 PACKAGE = Path(lightning_shard.__file__).parent
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -24,10 +27,9 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 # Modules, why they need them, and all the private names that they use.
 USES = {
     "_lightning/callbacks.py": (
-        "callbacks that average weights, what a run resumes from, links, saves that wait",
-        "_average_model _checkpoint_connector _copy_average_to_current _device _every_n_train_steps"
-        " _link_checkpoint _monitor_candidates _save_last_checkpoint _save_topk_checkpoint"
-        " _should_skip_saving_checkpoint _swap_models",
+        "what a run resumes from, links, saves that wait",
+        "_checkpoint_connector _every_n_train_steps _link_checkpoint _monitor_candidates _save_last_checkpoint"
+        " _save_topk_checkpoint _should_skip_saving_checkpoint",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers, a fit's way back to a checkpoint",
@@ -260,7 +262,10 @@ def test_a_use_is_found(source: str, found: list[str]) -> None:
 
 
 def test_a_name_that_vanished_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TESTED, "tests", "0.1")
+    monkeypatch.setitem(TESTED, "tests", ("0.1", "0.2"))
+
+    def plain(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: method(*args)
 
     class Library:
         _declared: int
@@ -268,13 +273,20 @@ def test_a_name_that_vanished_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self) -> None:
             self._set_here = 1
 
-        def _method(self) -> None: ...
+        @plain
+        def _method(self, other: Any) -> None:
+            other.on_another = 1
 
-    require(Library, "_declared _set_here _method")
-    with pytest.raises(ImportError, match=r"Library has no _gone, which .* tested on: tests 0\.1"):
-        require(Library, "_method _gone")
+    names = "_declared _set_here _method on_another"
+    require(Library, names, assigned=names)
+    with pytest.raises(ImportError, match=r"Library has no gone, which .* tested on: tests 0\.1 to 0\.2"):
+        require(Library, "_method gone")
+    with pytest.raises(ImportError, match=r"Library has no gone, which"):
+        require(Library, assigned="_method gone")
     with pytest.raises(ImportError, match="_pytree"):
         require(types.ModuleType("torch.utils"), "_pytree")
+    with pytest.raises(ImportError, match=r"argparse has no gone, .* python 3\.11 to 3\."):
+        require(argparse, "gone")
     module = types.ModuleType(__name__)
     vars(module).update(Library=Library, Path=Path)
     require(module, "_declared _set_here _method")
@@ -282,16 +294,34 @@ def test_a_name_that_vanished_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         require(module, "_method _gone glob")
 
 
-@pytest.mark.parametrize("name", ["torch", "Lightning", "DeepSpeed"])
-def test_the_versions_are_those_that_are_installed(name: str) -> None:
-    library, project, readme = (
-        name.lower(),
-        *((PACKAGE.parent / f).read_text() for f in ("pyproject.toml", "README.md")),
-    )
-    first, _, last = TESTED[library].partition(" to ")
-    admitted = re.search(rf'"{library}>=([\d.]+),<([\d.]+)', project)
-    major, minor = (last or first).split(".")[:2]
-    assert admitted is not None
-    assert admitted[1].startswith(first)
-    assert admitted[2] == f"{major}.{int(minor) + 1}"
-    assert re.search(rf"^\| {name} \| {re.escape(admitted[1])} ", readme, re.MULTILINE)
+def test_a_name_that_can_not_be_assigned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TESTED, "tests", ("0.1", "0.1"))
+
+    class Library:
+        @property
+        def computed(self) -> int:
+            return 1
+
+        @property
+        def kept(self) -> int:
+            return 1
+
+        @kept.setter
+        def kept(self, value: int) -> None: ...
+
+    class Slots:
+        __slots__ = ("own",)
+
+        def method(self) -> None: ...
+
+    @dataclass(frozen=True)
+    class Frozen:
+        value: int = 1
+
+    require(Library, "computed", assigned="kept")
+    require(Slots, "method", assigned="own")
+    require(Frozen, "value")
+    for owner, name in ((Library, "computed"), (Slots, "method"), (Frozen, "value")):
+        message = rf"{owner.__name__} lets nobody assign {name}, as lightning_shard does.* tested on: tests 0\.1\."
+        with pytest.raises(ImportError, match=message):
+            require(owner, assigned=name)

@@ -70,7 +70,6 @@ RACES = {
             f"shard_deepspeed_{form}_aligned",
         ]
         for form, others in {
-            "stage_0": [],
             "stage_1": ["lightning_deepspeed_stage_1"],
             "stage_2": ["lightning_deepspeed_stage_2"],
             "stage_3": ["lightning_deepspeed_stage_3"],

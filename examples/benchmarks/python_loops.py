@@ -109,7 +109,7 @@ def deepspeed_config(work: Workload, stage: int, *, offload: str | None = None) 
         zero["offload_optimizer"] = dict(place)
         if stage == 3:
             zero["offload_param"] = {**place, **({"buffer_size": bucket} if offload == "nvme" else {})}
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": work.batch_size,
         "gradient_accumulation_steps": 1,
         # DeepSpeed clips at 1.0 where nothing is said.
@@ -119,10 +119,8 @@ def deepspeed_config(work: Workload, stage: int, *, offload: str | None = None) 
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": work.precision == "bf16-mixed"},
         "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
     }
-    if stage > 0:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
 
 
 def connect_deepspeed(work: Workload, place: Place) -> None:
@@ -139,8 +137,6 @@ def raw_deepspeed(work: Workload, place: Place, *, stage: int, offload: str | No
     import deepspeed
 
     connect_deepspeed(work, place)
-    if stage == 0 and work.precision != "32-true":
-        raise Unavailable("stage 0 sums gradients in 16 bits")
     config = deepspeed_config(work, stage, offload=offload)
     box = [config]
     dist.broadcast_object_list(box)
@@ -193,8 +189,6 @@ def accelerate_deepspeed(work: Workload, place: Place, *, stage: int, offload: s
     from accelerate import Accelerator, DeepSpeedPlugin
 
     connect_deepspeed(work, place)
-    if stage == 0 and work.precision != "32-true":
-        raise Unavailable("stage 0 sums gradients in 16 bits")
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(work, stage, offload=offload))
     accelerator = Accelerator(
@@ -221,7 +215,6 @@ def _accelerated(accelerator: Any, work: Workload, place: Place) -> Loop:
 Builder = Callable[[Workload, Place], Loop]
 
 _STAGES: dict[str, dict[str, Any]] = {
-    "stage_0": {"stage": 0},
     "stage_1": {"stage": 1},
     "stage_2": {"stage": 2},
     "stage_3": {"stage": 3},

@@ -1,9 +1,7 @@
 """Everything that this package uses of Lightning's private names, and all that it replaces on live Lightning objects.
 
 All names are required here, so that a version of Lightning that lacks one fails on import of any of the modules. What
-is replaced, on what and why is the table `REPLACED`; the run's `Replacements` put it back when the run ends. Beside
-these, `registry` answers for ``StrategyRegistry.available_strategies`` and ``load_from_checkpoint`` as long as the
-process lives.
+is replaced, on what and why is the table `REPLACED`; the run's `Replacements` put it back when the run ends.
 """
 
 from collections.abc import Callable
@@ -28,8 +26,6 @@ _REQUIRED = (
     (LightningModule, "_current_fx_name _device_mesh"),
     (stock.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _monitor_candidates"),
     (stock.ModelCheckpoint, "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint"),
-    (stock.StochasticWeightAveraging, "_average_model _device _scheduler_state"),
-    (stock.WeightAveraging, "_average_model _copy_average_to_current _device _swap_models"),
     (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
     # Modules, for the private classes in them.
@@ -41,9 +37,9 @@ _REQUIRED = (
     (fit_loop, "_combined_loader _last_train_dl_reload_epoch"),
     (logger_connector, "_callback_metrics _first_loop_iter"),
     (loop, "_restarting"),
-    (signal_connector, "register_signal_handlers teardown"),
+    (signal_connector, "register_signal_handlers"),
     (training_epoch_loop, "_batches_that_stepped _broadcast_sigterm_tensor _results _skip_next_val"),
-    (training_epoch_loop, "_should_check_val_fx on_advance_end update_lr_schedulers"),
+    (training_epoch_loop, "_should_check_val_fx on_advance_end"),
 )
 for _owner, _names in _REQUIRED:
     require(_owner, _names)
@@ -52,7 +48,7 @@ for _owner, _names in _REQUIRED:
 REPLACED = {
     "Checkpoint.on_exception": "a save after an error must not wait for other ranks, nor hide the error",
     "LightningModule.log": "values of sharded tensors are logged in full",
-    "LightningModule.lr_scheduler_step": "schedules that monitor a value get the same one on all ranks",
+    "LightningModule.lr_scheduler_step": "schedules that monitor a value get rank 0's; skipped steps step none",
     "LightningModule.on_train_batch_end": "saves come after it",
     "LightningModule.on_validation_end": "saves come after it",
     "Logger.log_graph": "the graph is drawn before the model is sharded",
@@ -63,31 +59,16 @@ REPLACED = {
     "ModelCheckpoint.on_validation_end": "saves come after an optimizer step",
     "Profiler.start": "what the main thread does is noted, and a meter sums up the seconds of some actions",
     "Profiler.stop": "what the main thread does is noted, and a meter sums up the seconds of some actions",
-    "StochasticWeightAveraging._average_model": "averages lie in shards",
-    "StochasticWeightAveraging.load_state_dict": "a learning rate schedule of another kind goes on after a resume",
-    "StochasticWeightAveraging.setup": "it would copy the module",
-    "StochasticWeightAveraging.transfer_weights": "averages lie in shards",
-    "StochasticWeightAveraging.update_parameters": "averages lie in shards",
-    "WeightAveraging._average_model": "averages lie in shards",
-    "WeightAveraging._copy_average_to_current": "averages lie in shards",
-    "WeightAveraging._swap_models": "averages lie in shards",
-    "WeightAveraging.on_load_checkpoint": "averages are read with the weights",
-    "WeightAveraging.setup": "it would copy the module",
     "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",
     "_DataConnector._resolve_sampler": "training dataloaders keep their order",
-    "_EvaluationLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
-    "_PredictionLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
+    "_Loop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
     "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",
-    "_SignalConnector.teardown": "the run's own end comes with it, however the run ends",
     "_TrainingEpochLoop._broadcast_sigterm_tensor": "nothing reads what Lightning's handlers would have noted",
     "_TrainingEpochLoop._should_check_val_fx": "a validation that is due by the clock is due by that of rank 0",
     "_TrainingEpochLoop._results": "values logged before a checkpoint count in the resumed epoch",
     "_TrainingEpochLoop.max_steps": "a validation that was interrupted runs although the last step is done",
     "_TrainingEpochLoop.on_advance_end": "a run is stopped between a batch and the validation after it",
     "_TrainingEpochLoop.reset": "a run that goes on at an epoch's end runs no batch before it",
-    "_TrainingEpochLoop.update_lr_schedulers": "schedulers stay where they are after a step that was skipped",
-    "function.__code__": "grad_norm reads gradients that are sharded, or that DeepSpeed keeps",
-    "function.shard_run": "the module and the gradients that grad_norm reads",
 }
 """Class and attribute, and why. `Replacements` refuses anything else."""
 
@@ -104,10 +85,6 @@ class Replacements:
         """Set ``owner.name``, an entry of `REPLACED`, on the instance."""
         listed = [f"{cls.__name__}.{name}" in REPLACED for cls in type(owner).__mro__]
         assert any(listed), f"{type(owner).__name__}.{name} is not in REPLACED"
-        if name == "__code__":
-            self._before.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, value)
-            return
         self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
         vars(owner)[name] = value
 
@@ -121,8 +98,6 @@ class Replacements:
         for entry in reversed(before):
             if owner is not None and not (entry[0] is owner and entry[1] == name):
                 self._before.insert(0, entry)
-            elif entry[1] == "__code__":
-                setattr(*entry)
             elif entry[2] is _NOTHING:
                 vars(entry[0]).pop(entry[1], None)
             elif entry[1] in vars(entry[0]):  # else it was put back by one that replaced it before

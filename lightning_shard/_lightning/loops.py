@@ -114,27 +114,18 @@ def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Tol
     replacements.wrap(profiler, "stop", on_stop)
 
 
-def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable[[], None], signals: bool) -> None:
-    """Call each hook at the end of this run, after the strategy's teardown, then restore all. Call this before anything
-    else is replaced; what an earlier run left is restored first. ``signals``: keep out Lightning's handlers, which save
-    in whatever line a signal comes; what they note is waited for by all ranks and the device before every batch.
+def keep_out_signal_handlers(replacements: Replacements, trainer: Trainer) -> None:
+    """Keep out Lightning's signal handlers, which save in whatever line a signal comes. All ranks and the device would
+    wait before every batch for the signals that they note.
     """
-    replacements.restore()
+    # Nothing is installed, and so the connector's own teardown has nothing to put back.
+    replacements.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
+    replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
-    def teardown_and_restore(teardown: Callable[[], None]) -> None:
-        try:
-            for end in (teardown, *hooks):
-                end()
-        finally:
-            replacements.restore()
-            # Of a resume that failed: the trainer's next run would go on with it.
-            trainer._checkpoint_connector._loaded_checkpoint = {}
 
-    replacements.wrap(connector := trainer._signal_connector, "teardown", teardown_and_restore)
-    if signals:
-        # Nothing is installed, and so the connector's own teardown has nothing to put back.
-        replacements.replace(connector, "register_signal_handlers", lambda: None)
-        replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+def forget_loaded_checkpoint(trainer: Trainer) -> None:
+    """Forget the checkpoint of a resume that failed, from which the Trainer's next run would go on."""
+    trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
 # When a run stops
@@ -334,7 +325,7 @@ def _stopped_in_validation(trainer: Trainer) -> bool:
 def restore_steps(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Restore schedulers, the precision plugin and the count of optimizer steps, not the loops' place in the data."""
     kinds = kinds_of(trainer.lr_scheduler_configs)
-    if checkpoint[RUN_STATE].get(SCHEDULES, kinds) == kinds:  # else StochasticWeightAveraging's own began since then
+    if checkpoint[RUN_STATE].get(SCHEDULES, kinds) == kinds:  # else a callback has put its own in their place
         for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
             config.scheduler.load_state_dict(state)
     plugin = trainer.precision_plugin

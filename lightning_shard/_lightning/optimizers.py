@@ -1,16 +1,13 @@
-"""Optimizers and schedulers as Lightning wraps and steps them, and the norms of gradients, which may be sharded."""
+"""Optimizers and schedulers as Lightning wraps and steps them."""
 
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import Replacements
@@ -43,11 +40,9 @@ def hold_schedulers(replacements: Replacements, trainer: Trainer, when: Callable
     Those that monitor a value get rank 0's: shards of a parameter are stepped with one learning rate.
     """
 
-    def update_unless_held(update: Callable[..., None], interval: str, update_plateau_schedulers: bool) -> None:
-        if interval != "step" or not when():
-            update(interval, update_plateau_schedulers)
-
     def step_by_rank_0(step: Callable[..., None], scheduler: Any, metric: Any) -> None:
+        if when() and scheduler in [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step"]:
+            return
         values = [None] if metric is None else Ranks.of().gather(float(metric))
         if any(value != values[0] == values[0] for value in values):
             if scheduler not in told:
@@ -61,35 +56,4 @@ def hold_schedulers(replacements: Replacements, trainer: Trainer, when: Callable
         step(scheduler, metric)
 
     told = list[Any]()
-    replacements.wrap(trainer.fit_loop.epoch_loop, "update_lr_schedulers", update_unless_held)
     replacements.wrap(trainer.lightning_module, "lr_scheduler_step", step_by_rank_0)
-
-
-_own = FunctionType(grad_norm.__code__, grad_norm.__globals__, argdefs=grad_norm.__defaults__)
-
-
-def full_gradient_norms(replacements: Replacements, module: nn.Module, read: Callable[[str], Tensor | None]) -> None:
-    """Let ``grad_norm(module, norm_type)`` read the gradients of ``module`` through ``read``, as a collective. The
-    function itself is patched, since users import it by name.
-    """
-    replacements.replace(grad_norm, "shard_run", (module, read))
-    replacements.replace(grad_norm, "__code__", _asks.__code__)
-
-
-def _asks(module: nn.Module, norm_type: Any, group_separator: str = "/") -> Any:
-    # It has the global names of Lightning's own.
-    from lightning_shard._lightning.optimizers import norms
-
-    return norms(module, norm_type, group_separator)
-
-
-def norms(module: nn.Module, norm_type: Any, group_separator: str) -> dict[str, float]:
-    """What Lightning's function gives for full gradients."""
-    whole, read = vars(grad_norm)["shard_run"]
-    names = {id(parameter): fqn for fqn, parameter in whole.named_parameters()}
-    gradients = [
-        (name, SimpleNamespace(grad=read(names[id(p)]) if id(p) in names else p.grad))
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    ]
-    return _own(SimpleNamespace(named_parameters=lambda: gradients), norm_type, group_separator)

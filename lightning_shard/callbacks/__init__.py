@@ -1,6 +1,7 @@
 """What users add to a Trainer's callbacks."""
 
 from lightning_shard.callbacks.batch_size import BatchSizeCallback
+from lightning_shard.callbacks.ema import EMACallback
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.callbacks.pretrained import PretrainedWeights
 from lightning_shard.callbacks.profiler import ProfilerCallback
@@ -9,6 +10,7 @@ from lightning_shard.callbacks.throughput import ThroughputCallback
 
 __all__ = [
     "BatchSizeCallback",
+    "EMACallback",
     "MemoryCallback",
     "PretrainedWeights",
     "ProfilerCallback",

@@ -26,6 +26,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.traffic import Links, links_text
 from lightning_shard.ranks import Ranks, set_timeout
 from lightning_shard.text import columns
+from lightning_shard.versions import newer_than_tested, tested
 
 _DESCRIPTION = """\
 Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
@@ -284,6 +285,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     found = [*warnings, *odd(ranks)]
     if at.rank == 0:
         print(table(ranks))
+        for library, version in newer_than_tested().items():
+            print(f"untested: {library} {version} is newer than {tested(library)}; selftest compares its numbers")
         links = slowest(ranks)
         shown = {"of a device inside its node": links.intra_node, "of a node to others": links.inter_node}
         print("".join(f"all-gather: {speed / 1e9:.2f} GB/s {what}\n" for what, speed in shown.items() if speed), end="")

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lightning_shard import registry
-from lightning_shard._lightning import callbacks
+from lightning_shard.callbacks.ema import memory_of_averages
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace, write_output
 from lightning_shard.commands.plan_inputs import Inputs
@@ -237,7 +237,7 @@ def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None
         nodes=inputs.nodes,
         memory=options.device_memory,
         rates=None if device is None else Rates(device=device, nodes=inputs.nodes, inside=inside, between=between),
-        averages=callbacks.averages_place(inputs.trainer.get("callbacks")),
+        averages=memory_of_averages(inputs.trainer.get("callbacks")),
         cpu=inputs.on_cpu,
         notes=inputs.notes,
     )

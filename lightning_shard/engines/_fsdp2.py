@@ -19,10 +19,20 @@ require(_fully_shard, "_fsdp_param_group _fsdp_state")
 _groups, _states = _fully_shard._fsdp_param_group, _fully_shard._fsdp_state
 TrainingState, ShardedState = _groups.TrainingState, _groups.ShardedState
 
-require(_states.FSDPState, "_fsdp_param_group _mp_policy _modules_to_run_forward _training_state _state_ctx")
-require(_states.FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle")
-require(_groups.FSDPParamGroup, "_register_post_backward_hook _sharded_state")
-require(_groups.FSDPParam, "_setattr_on_modules _sharded_post_forward_param")
+require(_states.FSDPState, "_fsdp_param_group _mp_policy _modules_to_run_forward _state_ctx")
+require(_states.FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle", assigned="_training_state")
+require(_states.FSDPStateContext, assigned="iter_forward_root")
+require(_groups.FSDPMeshInfo, assigned="reduce_scatter_process_group")
+require(_groups.FSDPParamGroup, "device fsdp_params is_sharded mesh_info modules")
+require(_groups.FSDPParamGroup, assigned="_register_post_backward_hook _sharded_state _training_state post_backward")
+require(_groups.FSDPParamGroup, assigned="post_forward post_forward_mesh_info pre_backward unshard wait_for_unshard")
+require(_groups.FSDPParam, "all_gather_outputs offload_to_cpu sharded_param unsharded_accumulated_grad unsharded_param")
+require(_groups.FSDPParam, "_setattr_on_modules _sharded_post_forward_param", assigned="sharded_state")
+if before_2_15.IS_NEEDED:
+    require(_groups.FSDPParamGroup, "lazy_init")
+    require(_groups.FSDPParam, "reduce_dtype", assigned="unsharded_accumulated_grad")
+else:
+    require(_groups.FSDPParam, "unsharded_grad_dtype")
 require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")
 
 

@@ -108,6 +108,7 @@ class Engine(Protocol):
     replicates: bool  # Whether parameters are plain tensors, full on every rank, in a fit.
     gathers_in_forward: bool  # Whether a forward pass of one rank needs a forward pass of all others.
     follows_freezing: bool  # Whether what is trainable may change during a fit.
+    shows_gradients: bool = True  # Whether parameters have their gradients between backward and the step.
     shares_buffers: bool = True  # Whether all ranks compute with rank 0's buffers, as of an optimizer step's beginning.
     # Told of each hook that begins and ends in a fit, by Lightning's name of the action.
     hooks: tuple[Callable[[str], None], Callable[[str], None]] | None = None

@@ -113,7 +113,7 @@ class DeepSpeedFacts:
     def sharded(self) -> frozenset[str]:
         """Kinds of which a rank keeps a shard: each stage shards one more."""
         kinds = ["masters", "optimizer", "gradients", "parameters"]
-        return frozenset(kinds[: self.stage + 1] if self.stage else [])
+        return frozenset(kinds[: self.stage + 1])
 
     @property
     def shards(self) -> int:

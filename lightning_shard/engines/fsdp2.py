@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,6 +16,7 @@ from lightning_shard.engines._dtensors import InFull
 from lightning_shard.engines._fsdp2 import finish_gathers, hook_gathered, hooks_of, put_hooks, show_shards
 from lightning_shard.engines._parts import placed
 from lightning_shard.engines.engine import Run
+from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.replicated import average_gradients, step_apart_from_shards
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions, shard_tree
@@ -22,7 +24,6 @@ from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import Unit, find_units, ignored_parameters
 from lightning_shard.engines.usage import SameUnits, UnitUsage
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
-from lightning_shard.engines.written import WrittenInSteps, assigned_in_place
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
@@ -52,6 +53,7 @@ class FSDP2Engine(StepsOwnParameters):
         super().__init__(options, forward, at_boundary=at_boundary)
         self._units: UnitOptions = units or options
         self._usage: UnitUsage | None = None
+        self._writes: ExternalWriteCheck | None = None
         self.hooks = self._begins, self._ends
         self._gathered = self._in_graph = False  # Whether modules may be, and whether a backward pass is to come.
         self._put_back: Callable[[bool], None] | None = None  # What a hook in between sees as shards.
@@ -97,8 +99,9 @@ class FSDP2Engine(StepsOwnParameters):
         module.__dict__[_STATE] = made_for, self._ignored
         forward.reshard(module)
         self._shards = {p: fqn for p, fqn in parameter_names(module).items() if isinstance(p, DTensor)}
-        self._written = WrittenInSteps(module, self._shards)
-        self._closing.callback(self._written.close)
+        if run.fitting:
+            self._writes = check_gathered(self.strategy, module, self._shards)
+            self._closing.callback(self._writes.close)
         self._begun = False
         self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
         self._closing.callback(self._same_units.close)
@@ -176,7 +179,10 @@ class FSDP2Engine(StepsOwnParameters):
             # Ranks that run different units learn it before they meet in anything else.
             with self._same_units.step(), casting.scalars_rounded(self._module, self._run.policy.compute):
                 output = step(*args, **kwargs)
-            self._written.take_over()
+            # While what the step gathered is there.
+            if self._writes is not None and torch.is_grad_enabled():
+                self._writes.refuse_writes(together=True)
+                self._writes.end_step()
             if self._usage is not None:
                 self._usage.watch(self._module)
             return output

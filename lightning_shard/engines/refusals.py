@@ -133,7 +133,7 @@ def refuse_copy(strategy: str, memo: object) -> NoReturn:
     """What ``copy.deepcopy`` calls of a module whose parameters ``strategy`` has sharded."""
     raise ConfigurationError(
         f"A module is copied whose parameters {strategy} has sharded, and torch copies no such modules. Copy it "
-        "before, in __init__, setup or configure_model, or let EMAWeightAveraging keep averages."
+        "before, in __init__, setup or configure_model, or let EMACallback keep averages."
     )
 
 

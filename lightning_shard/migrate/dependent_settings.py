@@ -51,7 +51,7 @@ _AS_TOLD = "as --to says"
 
 def _engine(target: Target, asked: Line) -> None:
     other = not target.told and target.engine != target.reading.engine
-    note = "DeepSpeed stage 0 would reduce gradients in 16 bits, which is refused here" * other
+    note = "ZeRO's stage 0 shards nothing, which is the DDP engine" * other
     target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2], note)
 
 
@@ -62,7 +62,7 @@ def _shard(target: Target, asked: Line) -> None:
         done, shown = {
             "ddp": (0, "everything on every process"),
             "fsdp": (2, "parameters kept gathered after forward") if kept else (3, "parameters sharded"),
-            "deepspeed": (stage, f"stage {stage}: {LEVELS[stage] if stage else 'nothing'} sharded"),
+            "deepspeed": (stage, f"stage {stage}: {LEVELS[stage]} sharded"),
         }[target.engine]
         target.note(asked, "strategy", shown, _AS_TOLD * (done != level))
     elif target.engine == "deepspeed":
@@ -182,7 +182,7 @@ def _accumulate_sync(target: Target, asked: Line) -> None:
     elif asked.value == own:
         target.hold(asked, f"so it is in stage {target.stage}")
     else:
-        stages = "stages 0 and 1" if asked.value == "boundary" else "stages 2 and 3"
+        stages = "stage 1" if asked.value == "boundary" else "stages 2 and 3"
         target.lose(asked, f"stage {target.stage} reduces accumulated gradients by {own}", stages)
 
 
@@ -208,11 +208,6 @@ def _accumulate(target: Target, asked: Line) -> None:
 
 
 def _precision(target: Target, asked: Line) -> None:
-    if target.engine == "deepspeed" and target.stage == 0 and asked.value != "32-true":
-        target.problems.append(
-            f"{asked.field} is {asked.given}, but DeepSpeed stage 0 sums and reduces gradients in 16 bits then, and is "
-            "refused: use --to shard_ddp, which replicates everything as well"
-        )
     target.set(asked, "trainer.precision", asked.value)
 
 

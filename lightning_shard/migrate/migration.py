@@ -32,8 +32,7 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple
     raise_problems(reading.problems)
     assert reading.engine is not None  # what leaves it open is among the problems
     if to is None:
-        in_fp32 = reading.value("precision", "32-true") == "32-true"
-        replicates = reading.engine == "deepspeed" and reading.value("shard") == "none" and not in_fp32
+        replicates = reading.engine == "deepspeed" and reading.value("shard") == "none"
         target = build(reading, "ddp" if replicates else reading.engine, None)
     else:
         class_path, arguments = known.presets[to]

@@ -18,9 +18,6 @@ from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.step_memory import START, Point, ZeroMemory, compute_bytes, gradient_elements, on_device
 from lightning_shard.planning.traffic import Collective
 
-ALLREDUCE_BUCKET = 500_000_000
-"""Elements of gradients that stage 0 reduces at a time (``runtime/engine.py``, MEMORY_OPT_ALLREDUCE_SIZE)."""
-
 
 def _stepped(training: Training) -> Training:
     """To DeepSpeed's optimizers parameters that no optimizer has are frozen ones."""
@@ -32,8 +29,6 @@ def step_memory(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     # Full gradients of what no optimizer has stay, as nobody drops them.
     kept = compute_bytes(training.model.outside, training.policy.compute)
     gradients, training = MemoryAccount(device=KindBytes(gradients=kept)), _stepped(training)
-    if engine.stage == 0:
-        return _beside(_stage_0(training), gradients)
     memory = (stages_1_2 if engine.stage < 3 else stage_3)(training, engine)
     if training.optimizer.share < 1:
         # Several take the gradients out of DeepSpeed, whose own step does nothing (`engines.zero.stepping`).
@@ -62,27 +57,6 @@ def _beside(memory: ZeroMemory, other: MemoryAccount) -> ZeroMemory:
     return replace(memory, forward=memory.forward + other, backward=memory.backward + other, step=memory.step + other)
 
 
-def _stage_0(training: Training) -> ZeroMemory:
-    """Nothing is sharded; gradients are flattened into buckets at the accumulation boundary."""
-    model, policy = training.model, training.policy
-    sizes = [p.numel for p in model.trainable]
-    gradients = sum(sizes) * policy.compute.itemsize
-    resident = KindBytes(
-        parameters=compute_bytes(model.parameters, policy.compute),
-        optimizer=training.optimizer.state_bytes(sizes, policy.master),
-        buffers=model.buffer_bytes,
-    )
-    bucket = min(sum(sizes), ALLREDUCE_BUCKET) * policy.reduce.itemsize
-    waiting = gradients if training.micro_batches > 1 else 0
-    return ZeroMemory(
-        forward=on_device(resident, gradients=waiting),
-        backward=on_device(resident, gradients=gradients),
-        step=on_device(resident, gradients=gradients),
-        copies_after_backward=bucket,
-        waiting=waiting,
-    )
-
-
 def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, trace: Trace) -> Iterator[Point]:
     """See `predict.step_points`. Gradients are taken one by one: those kept are resident beside activations."""
     elements = gradient_elements(training.model, lambda p: p.numel)
@@ -97,13 +71,13 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
         base, gradients = backward if segment.has_gradients else forward, before
         # Where activations are not known, of backward's gradients the newest.
         activations = segment.activations or memory.newest_gradient * segment.has_gradients
-        if segment.has_gradients and engine.stage <= 1:
+        if segment.has_gradients and engine.stage == 1:
             gradients += int((after - before) * sum(elements[name] for name in done) / total)
         elif segment.has_gradients:
             # Stage 2 allocates its partition when the first bucket is full, stage 3 for the whole run.
             reached = sum(elements[name] for name in {*done, segment.unit})
             gradients += (after - before) * (reached > engine.reduce_bucket_size)
-        if engine.stage <= 1 and not memory.waiting:
+        if engine.stage == 1 and not memory.waiting:
             # Gradients stay as backward made them, also in a unit of which some are missing.
             activations, gradients = segment.peak - segment.peak_gradients, gradients + segment.peak_gradients
         # Stage 3 gathers on a stream of its own (``partitioned_param_coordinator.py``, ``__allgather_stream``).
@@ -134,8 +108,8 @@ def collectives(training: Training, engine: DeepSpeedFacts) -> list[Collective]:
     gradients = numel * training.policy.reduce.itemsize * (micro_batches if engine.stage >= 2 else 1)
     if engine.stage < 3:
         # Buckets are all-reduced, and each rank keeps its part (``use_multi_rank_bucket_allreduce``, the default).
-        updated = [sent("all-gather", "updated parameters", numel * compute.itemsize)] if engine.stage > 0 else []
-        return [sent("all-reduce", "gradients", gradients), *updated]
+        updated = sent("all-gather", "updated parameters", numel * compute.itemsize)
+        return [sent("all-reduce", "gradients", gradients), updated]
     persistent = persistent_parameters(model.parameters, engine)
     names = {p.fqn for p in persistent}
     gathered = compute_bytes((p for p in model.parameters if p.fqn not in names), compute) * micro_batches

@@ -337,7 +337,7 @@ class Checkpoints(CheckpointIO):
                 averages=None if self.averaging is None else self.averaging.tensors(),
                 strict=strict,
                 configured=configured,
-                averaged=averaged,
+                averaged=averaged and bool(state.get(layout.AVERAGING_STATE, {}).get("n_averaged", 1)),
                 state=edited,
             )
             has_gradients = optimizers and begins and stored_gradients(self._loading.manifest.tensors)

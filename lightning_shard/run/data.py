@@ -76,7 +76,6 @@ class Data:
 
     def _forget(self) -> None:
         self._resumed: Mapping[str, Any] | None = None
-        self._callbacks: Mapping[str, Any] = {}  # Their states in the checkpoint.
 
     def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make a training loader, which Lightning gives on all ranks, resumable, and check it for ``coordinates``."""
@@ -125,9 +124,7 @@ class Data:
         kept = {"seed": torch.initial_seed(), "epoch_ends": follows == "end of the epoch", "batch": _factors(trainer)}
         made = self._made if vars(trainer)["reload_dataloaders_every_n_epochs"] else None
         kept |= {"reloaded": made, "stop": loops.stop_is_due(trainer)}
-        schedules = kinds_of(trainer.strategy.lr_scheduler_configs)
-        # Lightning's averaging of weights puts its own in their place, and makes it again.
-        kept |= {} if "SWALR" in schedules else {SCHEDULES: schedules}
+        kept[SCHEDULES] = kinds_of(trainer.strategy.lr_scheduler_configs)
         kept["frozen"] = [name for name, frozen in _frozen(trainer).items() if frozen]
         return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, own
 
@@ -141,7 +138,7 @@ class Data:
 
     def resume(self, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
         """Remember what a fit goes on with, ahead of its tensors, and thaw what the saved run had thawed."""
-        self._resumed, self._callbacks = checkpoint.get(RUN_STATE), checkpoint.get("callbacks", {})
+        self._resumed = checkpoint.get(RUN_STATE)
         thaw_again(trainer, checkpoint)
 
     def loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
@@ -154,7 +151,7 @@ class Data:
     def start_of_training(self, replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
         """Go on with what a resumed run had, after all that draws from or resets it. All ranks call it."""
         resumed, module = self._resumed, trainer.lightning_module
-        go_on_in_mid_epoch(trainer, self._callbacks)
+        go_on_in_mid_epoch(trainer)
         self._forget()
         self._trained = True
         if resumed is not None:

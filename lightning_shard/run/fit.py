@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import Replacements, callbacks, loaders, loops, results
-from lightning_shard._lightning.optimizers import full_gradient_norms
+from lightning_shard.callbacks.ema import EMACallback
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine, PlannedRun, Run, TrainerFacts
 from lightning_shard.engines.replicated import SharedBuffers
@@ -31,7 +31,6 @@ from lightning_shard.precision.casting import widen_statistics
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.full_tensors import read_full
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import roll_back
 from lightning_shard.run.preemption import Preemption, RunIdentity, checkpoint_folders
@@ -102,7 +101,7 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
     """
     if layer_sync is not None:
         layer_sync.apply(module)
-    for callback in callbacks.callbacks(trainer):
+    for callback in callbacks.callbacks_of(trainer):
         if (hook := getattr(callback, "before_sharding", None)) is not None:
             hook(trainer, module)
 
@@ -172,7 +171,6 @@ def take_over(
 ) -> None:
     """Keep the order of data that the loaders say, and choose checkpoints and take signals in Lightning's place."""
     loaders.keep_order(replacements, trainer)
-    callbacks.leave_out_copies(replacements, trainer)
     fitting = trainer.state.fn == TrainerFn.FITTING
 
     def choose(asked: Any) -> Any:
@@ -198,7 +196,7 @@ def after_batches(
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
     """Change ``accumulate_grad_batches`` to keep the newest checkpoint's micro-batches in a step. All ranks call it."""
-    if callbacks.callbacks(trainer, GradientAccumulationScheduler):
+    if callbacks.callbacks_of(trainer, GradientAccumulationScheduler):
         return  # It alone says how many.
     folders = checkpoint_folders(trainer)
     before = Ranks.of().first("reading the batches of a step", lambda: identity.micro_batches(folders))
@@ -211,34 +209,28 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
         trainer.accumulate_grad_batches = keeps
 
 
-def settle_fit(
-    replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, async_save: bool | str
-) -> None:
+def settle_fit(replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints, async_save: bool | str) -> None:
     """In a fit let errors through, log sharded tensors in full, validate at one time, save between steps."""
-    module, device = trainer.lightning_module, trainer.strategy.root_device
-    full_gradient_norms(replacements, module, partial(read_full, engine, checkpoints, kind="gradient", device=device))
     callbacks.let_errors_through(replacements, trainer)
     saver = checkpoints.saver
     if async_save:
         callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)
     callbacks.save_between_steps(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
-    results.log_full_values(replacements, module)
+    results.log_full_values(replacements, trainer.lightning_module)
     loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 
 
-def begin_averaging(
-    replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None
-) -> None:
-    """Let a callback that averages weights, if any, average what is engaged; ConfigurationError: that lies in files."""
-    for callback in callbacks.averaging_callbacks(trainer):
+def begin_averaging(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None) -> None:
+    """Let an `EMACallback`, if any, average what is engaged; ConfigurationError: that lies in files."""
+    for callback in callbacks.callbacks_of(trainer, EMACallback):
         if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):
             raise ConfigurationError(
-                f"{type(callback).__name__} averages what is stepped in every step, but with the optimizer offloaded "
-                "to NVMe that lies in files. Use offload_optimizer with device: cpu."
+                "EMACallback averages the masters in every step, but with the optimizer offloaded to NVMe they lie in "
+                "files. Use offload_optimizer with device: cpu."
             )
         assert memory is not None, "it is made before the engine engages"
-        averaging = Averaging(trainer.lightning_module, engine, device=trainer.strategy.root_device)
-        averaging.begin(replacements, trainer)
+        averaging = Averaging(trainer.lightning_module, engine, callback, device=trainer.strategy.root_device)
+        callback.begin(averaging)
         checkpoints.averaging = memory.averaging = averaging
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_shard._lightning import callbacks, loops
 from lightning_shard.arguments import checked_fields
+from lightning_shard.callbacks.ema import EMACallback
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.checkpoint.files.location import location
 from lightning_shard.engines.engine import Engine
@@ -161,7 +162,7 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
     checkpoints.load_tensors(hooked, schedules, optimizers=True, strict=strict, begins=resumed)
     checkpoints.accumulated = None  # of a step that is not gone on with
     loops.restore_steps(trainer, checkpoint)
-    callbacks.recount_averages(trainer, checkpoint)
+    callbacks.restore_states(trainer, checkpoint, EMACallback)  # how far its updates are
     states = checkpoint[RUN_STATE]["ranks"]
     if trainer.global_rank < len(states):
         set_rng_state(states[trainer.global_rank]["rng"])

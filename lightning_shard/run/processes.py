@@ -1,18 +1,14 @@
 """The processes of a run: launch, meeting point, process group, mesh, and their watch over each other."""
 
 import atexit
-import logging
 import os
 import re
 import socket
 import sys
 import time
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,7 +28,7 @@ from lightning_shard.cluster.preflight import Rendezvous, attempt_of, compare, c
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
-from lightning_shard.errors import ConfigurationError, chain
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.ranks import beside_default, forget_made_groups, set_timeout
 
@@ -184,13 +180,6 @@ class RunWatch:
         self._exit_process = exit_process
         self._watch: Watch | None = None
         self._failed: Watch | None = None  # has its last words to say
-        self._marked = ExitStack()
-
-    def mark_messages(self, rank: int, size: int) -> None:
-        """Have this process' log lines and warnings say which rank they are of, until the run ends."""
-        self._marked.close()
-        if size > 1 and rank > 0:  # The lines of rank 0 are those of the run.
-            self._marked.enter_context(prefixed(f"[rank {rank} on {socket.gethostname()}] "))
 
     def record_into(self, folder: Path | None) -> None:
         """Have torch write its own record of collectives there, should NCCL end this process, beside those of
@@ -231,45 +220,9 @@ class RunWatch:
             return
         self._watch, self._failed = None, watch
         if watch.failed(exception) is not None:
-            _say_nothing_of(exception)
+            exception.said = True  # type: ignore[attr-defined] # by the rank that owns the failure
 
     def end(self) -> None:
-        self._marked.close()
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
-
-
-def _say_nothing_of(outcome: BaseException) -> None:
-    """Print nothing more where ``outcome`` ends this process: its cause is on another rank, and was said in a line."""
-    outcome.said = True  # type: ignore[attr-defined]
-    print_traceback = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if all(link is not outcome for link in chain(error)):
-            print_traceback(kind, error, trace)
-
-    sys.excepthook = hook
-
-
-@contextmanager
-def prefixed(prefix: str) -> Generator[None, None, None]:
-    """In it ``prefix`` stands before this process' log messages and warnings, not before prints."""
-    make, show = logging.getLogRecordFactory(), warnings.formatwarning
-
-    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        made = make(*args, **kwargs)
-        made.msg = prefix + str(made.msg)
-        return made
-
-    def text(*args: Any, **kwargs: Any) -> str:
-        return prefix + show(*args, **kwargs)
-
-    logging.setLogRecordFactory(record)
-    warnings.formatwarning = text
-    yield
-    # Whoever wrapped them later goes on.
-    if logging.getLogRecordFactory() is record:
-        logging.setLogRecordFactory(make)
-    if warnings.formatwarning is text:
-        warnings.formatwarning = show

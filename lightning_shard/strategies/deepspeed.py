@@ -23,7 +23,7 @@ from lightning_shard.strategies.strategy import ShardStrategy
 
 
 class ShardDeepSpeedStrategy(ShardStrategy):
-    """ZeRO stages 0 to 3 on DeepSpeed's engine, with offload to the host or to NVMe, on CPU and on CUDA."""
+    """ZeRO stages 1 to 3 on DeepSpeed's engine, with offload to the host or to NVMe, on CPU and on CUDA."""
 
     @with_common_arguments
     def __init__(
@@ -43,8 +43,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """Set up DeepSpeed.
 
         Args:
-            stage: what is sharded over the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-                Default: what ``config`` says, and else 2.
+            stage: what is sharded over the processes: 1 optimizer state, 2 gradients too, 3 parameters too; 0, nothing,
+                is refused, as that is ``shard_deepspeed_stage_0``. Default: what ``config`` says, and else 2.
             offload_optimizer: keep optimizer state and masters on the host or on NVMe, and step on the host.
             offload_parameters: keep parameters on the host or on NVMe; stage 3 only.
             buckets: sizes and forms of the collectives.
@@ -58,7 +58,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
         """
-        process.require_tested_version()
+        process.refuse_older_version()
         given = fields.DeepSpeedFields(
             stage=stage,
             offload_optimizer=offload_optimizer,
@@ -75,6 +75,11 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._asked = read_settings(given, aligned=settings.aligned, problems=problems)
         raise_problems(problems, RULE)
         stage_number = self._asked.stage
+        if stage_number == 0:
+            raise ConfigurationError(
+                "stage is 0, which shards nothing and is the DDP engine here. Use strategy: shard_deepspeed_stage_0, "
+                "or ShardDDPStrategy, or stage: 1."
+            )
         if settings.compile and stage_number == 3:
             raise ConfigurationError(
                 "compile is true with stage 3, but there DeepSpeed gathers parameters in hooks inside of each block, "
@@ -135,10 +140,10 @@ def _accumulation(asked: AccumulateSync, stage: int) -> AccumulateSync:
     """When a stage reduces accumulated gradients; ConfigurationError: ``asked`` is the other way."""
     own: AccumulateSync = "boundary" if stage < 2 else "micro_batch"
     if asked in ("boundary", "micro_batch") and asked != own:
-        stages = "0 and 1" if asked == "boundary" else "2 and 3"
+        stages = "stage 1" if asked == "boundary" else "stage 2 or 3"
         raise ConfigurationError(
             f"accumulate_sync is {asked!r}, but ZeRO stage {stage} reduces accumulated gradients "
-            f"{'at the boundary' if own == 'boundary' else 'after each micro-batch'}. Use stages {stages}, or "
+            f"{'at the boundary' if own == 'boundary' else 'after each micro-batch'}. Use {stages}, or "
             "accumulate_sync: auto."
         )
     return own if asked == "auto" else asked

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_shard._lightning import callbacks, loops
+from lightning_shard._lightning import loops
 from lightning_shard.arguments import checked
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.refusals import refuse_second_pass
@@ -213,8 +213,6 @@ class ShardPrecision(Precision):
         """Run the closure, unscale, clip, and step, or skip it on every rank: after an overflow, with weights of 0, or
         as ``nonfinite`` says. Hooks run, and ``global_step`` counts, as under Lightning's AMP. All ranks call it.
         """
-        if callbacks.collects_statistics(model.trainer):
-            return closure()  # there is nothing to step with
         engine, weights = self._engine, self._weights
         needs = engine.needs(optimizer)
         _refuse_own(kwargs, optimizer)

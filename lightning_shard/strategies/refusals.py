@@ -9,7 +9,15 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    EMAWeightAveraging,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,7 +26,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
-from lightning_shard._lightning.callbacks import averaging_callbacks, own_averaging_hooks
 from lightning_shard.checkpoint.files.location import location
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED
@@ -88,22 +95,10 @@ def _is_default(scaler: Any) -> bool:
 
 
 _BATCH_SIZE_FINDER = (
-    "BatchSizeFinder, which Tuner.scale_batch_size uses too, doubles the batch until memory runs out; where one rank's "
+    "BatchSizeFinder doubles the batch until memory runs out; where one rank's "
     "does the others wait in a collective. Use lightning_shard.callbacks.BatchSizeCallback in the Trainer's callbacks, "
     "which measures small batches."
 )
-
-
-def is_distributed(strategy: object) -> bool:
-    """True, else Lightning gives a custom strategy no distributed sampler. ConfigurationError: it is asked by
-    ``Tuner.scale_batch_size``, which would refuse without saying what to use.
-    """
-    frame = inspect.currentframe()
-    for _ in range(2):  # the connector's property, and who asks that
-        frame = frame and frame.f_back
-    if frame is not None and frame.f_globals.get("__name__") == "lightning.pytorch.tuner.tuning":
-        raise ConfigurationError(_BATCH_SIZE_FINDER)
-    return True
 
 
 def refuse_early(strategy: str) -> NoReturn:
@@ -118,8 +113,15 @@ def refuse_trainer(trainer: Trainer) -> None:
     """Refuse, with a ConfigurationError on every rank, what a Trainer can't do here, and a local folder for a fit's
     checkpoints that can't be made or written, before a run is lost by it.
     """
-    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks(trainer)):
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks_of(trainer)):
         raise ConfigurationError(_BATCH_SIZE_FINDER)
+    for callback in callbacks.callbacks_of(trainer, (WeightAveraging, StochasticWeightAveraging)):
+        name = type(callback).__name__
+        equal = "" if isinstance(callback, EMAWeightAveraging) else " (decay: equal takes the mean)"
+        raise ConfigurationError(
+            f"{name} copies the whole module, while weights lie in shards here: use lightning_shard.EMACallback, whose "
+            f"average lies in shards too{equal}."
+        )
     for folder, callback in _folders(trainer).items():
         path = Path(folder).absolute()
         there = next(above for above in (path, *path.parents) if os.path.exists(above))
@@ -152,7 +154,7 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
     """Refuse the callbacks of a fit that would fail, or save something else than the user thinks: a ConfigurationError
     on every rank, which names the ``run``.
     """
-    for callback in callbacks.callbacks(trainer):
+    for callback in callbacks.callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning) and not engine.follows_freezing:
             raise ConfigurationError(
                 f"{type(callback).__name__} freezes and thaws parameters, but {run} steps those that are trainable "
@@ -172,17 +174,44 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
                 "checkpoint has no place for. Set enable_checkpointing: false and save the result after the fit, or "
                 "remove the callback."
             )
-    averaging = averaging_callbacks(trainer)
-    if len(averaging) > 1:
-        names = " and ".join(type(callback).__name__ for callback in averaging)
-        raise ConfigurationError(f"{names} average the same weights, but a checkpoint has one average. Keep one.")
-    for callback in averaging:
-        if own := own_averaging_hooks(callback):
-            raise ConfigurationError(
-                f"{type(callback).__name__} has its own {' and '.join(own)}, which would not be called: Lightning's "
-                "copies the whole module, and averages lie in shards here. Put it into another hook, such as "
-                "on_fit_start."
-            )
+
+
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+"""Hooks that Lightning calls between a backward pass and the step (`Precision.post_backward` and ``_after_closure``),
+and the module's ``configure_gradient_clipping``. It drops gradients ahead of backward (``on_before_zero_grad``), and
+``optimizer_step`` and ``backward`` have the pass itself inside of them.
+"""
+
+
+def refuse_gradient_hooks(trainer: Trainer, strategy: str, *, aligned: bool) -> None:
+    """Refuse hooks of users between backward and the step, under a strategy whose parameters do not have their
+    gradients then: a ConfigurationError on every rank if ``aligned``, else a warning, as of a step by hand.
+    """
+    module = trainer.lightning_module
+    found = [(module, hook) for hook in (*_GRADIENT_HOOKS, "configure_gradient_clipping")]
+    found += [(callback, hook) for callback in callbacks.callbacks_of(trainer) for hook in _GRADIENT_HOOKS]
+    names = [f"{type(owner).__name__}.{hook}" for owner, hook in found if _is_users(hook, owner)]
+    refused = aligned and bool(names)
+    if not module.automatic_optimization:
+        names.append(f"{type(module).__name__}.training_step, which steps by hand")
+    if not names:
+        return
+    text = (
+        f"Between backward and the optimizer's step runs {listed(names)}, but under {strategy} .grad of a "
+        "parameter is not its reduced gradient there. Read and write that with "
+        'lightning_shard.full_parameters(trainer, kind="gradient") or full_tensor, clip with self.clip_gradients, and '
+        "set hooks_use_accessor: true (examples/guides/contract.md)"
+    )
+    if refused:
+        raise ConfigurationError(f"{text}, or use shard_ddp_aligned or shard_fsdp_aligned.")
+    rank_zero_warn(f"{text}.")
+
+
+def _is_users(hook: str, owner: Any) -> bool:
+    """Whether ``owner``, a module or a callback, has its own ``hook``, neither Lightning's nor this package's."""
+    parent = LightningModule if isinstance(owner, LightningModule) else Callback
+    where = str(getattr(getattr(owner, hook), "__module__", "")).partition(".")[0]
+    return is_overridden(hook, owner, parent=parent) and where not in ("lightning", "lightning_shard")
 
 
 def refuse_sync_batchnorm(layer_sync: object | None, device: torch.device) -> None:

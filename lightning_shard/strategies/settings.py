@@ -47,6 +47,7 @@ class CommonArguments(TypedDict, total=False):
     save_frozen: bool
     sample_seeds: bool | None
     resume_hyperparameters: ResumeHyperparameters
+    hooks_use_accessor: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class CommonSettings:
         accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch" (engines
             that shard keep sharded gradients only), or once at the "boundary" (less communication, full gradients on
             every rank). "auto" is "micro_batch" for FSDP and for DDP under ``aligned``, "boundary" for DDP else; with
-            DeepSpeed the stage decides: "boundary" in 0 and 1, "micro_batch" in 2 and 3.
+            DeepSpeed the stage decides: "boundary" in 1, "micro_batch" in 2 and 3.
         log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
         error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
         loss_weight_key: what of a batch is the weight of its loss, by which losses are averaged over ranks and
@@ -94,6 +95,10 @@ class CommonSettings:
             ``aligned``.
         resume_hyperparameters: where those of optimizers and of torch's learning rate schedulers differ on resume,
             whose win: the "checkpoint"'s, or the "configuration"'s, of which a schedule goes on from where it is.
+        hooks_use_accessor: say that the module's and callbacks' own hooks between backward and the step, and a
+            ``training_step`` that steps by hand, read and write gradients with ``full_parameters`` or ``full_tensor``
+            alone, or not at all. Under ZeRO, where ``.grad`` of a parameter is not the reduced gradient, such hooks are
+            refused under ``aligned``, and all else is warned of.
     """
 
     mesh: MeshConfig
@@ -115,6 +120,7 @@ class CommonSettings:
     save_frozen: bool = True
     sample_seeds: bool | None = None
     resume_hyperparameters: ResumeHyperparameters = "checkpoint"
+    hooks_use_accessor: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "preemption", self.preemption or PreemptionConfig())

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard import run as parts
-from lightning_shard._lightning import Replacements, callbacks, loops, messages, processes
+from lightning_shard._lightning import Replacements, loops, messages, processes
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, settle_wrappers, step_scheduler
 from lightning_shard._lightning.results import log_graphs
+from lightning_shard.callbacks.ema import evaluates_average
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm import check_launch, read_job
 from lightning_shard.engines import self_check
@@ -68,7 +69,7 @@ class ShardStrategy(ParallelStrategy):
         self._engine: Engine | None = None
 
     _start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
-    is_distributed = property(refusals.is_distributed)
+    is_distributed = True  # else Lightning gives a custom strategy no distributed sampler
     restore_checkpoint_after_setup = True  # into the parameters that the engine left
 
     @abstractmethod
@@ -192,15 +193,13 @@ class ShardStrategy(ParallelStrategy):
         trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
         refusals.refuse_trainer(trainer)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
-        # At the very end and however the run ends; ahead of the first thing that has to be ended.
-        ends = (self._preemption.give_signals_back, self._data.end_of_run, self._watch.end)
-        loops.at_end_of_run(self._replacements, trainer, *ends, signals=bool(self._preemption.signals))
+        if self._preemption.signals:
+            loops.keep_out_signal_handlers(self._replacements, trainer)
         parts.fit.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
         super().setup_environment()
         processes.share_cores(self.num_processes)
         reset_seed()
         self.set_world_ranks()
-        self._watch.mark_messages(self.global_rank, self.world_size)
         own = {**plain_settings(self._settings), **self.engine_for().settings()}
         compared, written = parts.fit.compared_settings(self, own, trainer), root if self._fits else None
         self._watch.record_into(self._identity.failure_folder)
@@ -258,7 +257,9 @@ class ShardStrategy(ParallelStrategy):
             checked = f"{type(self).__name__} in precision {plan.precision!r}"
             parts.check_untested_versions(checked, self.check_arithmetic, aligned=self.aligned)
             refusals.refuse_callbacks(trainer, engine, checked)
-            parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
+            if not (engine.shows_gradients or self._settings.hooks_use_accessor):
+                refusals.refuse_gradient_hooks(trainer, type(self).__name__, aligned=self.aligned)
+            parts.fit.settle_fit(self._replacements, trainer, self.checkpoints, self.async_save)
             parts.fit.before_sharding(trainer, module, self._layer_sync)
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
         log_graphs(self._replacements, trainer)
@@ -272,7 +273,7 @@ class ShardStrategy(ParallelStrategy):
         if schedule is not None:
             self.lr_scheduler_configs.append(step_scheduler(schedule))
         self.checkpoints.check(trainer)
-        parts.fit.begin_averaging(self._replacements, trainer, engine, self.checkpoints, self.memory)
+        parts.fit.begin_averaging(trainer, engine, self.checkpoints, self.memory)
         self._ledger.start_of_fit(self.optimizers)
         refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast, self.optimizers)
         hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
@@ -414,14 +415,21 @@ class ShardStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         assert self.accelerator is not None
-        self._ledger.stop()
-        self.checkpoints.end()
-        self.model = self.lightning_module
-        if self._engine is not None:
-            self._engine.close(failed=self._failed)
-        self._environment.teardown()  # not the parents' teardown, which moves the module to the host: it may be sharded
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        try:
+            self._ledger.stop()
+            self.checkpoints.end()
+            self.model = self.lightning_module
+            if self._engine is not None:
+                self._engine.close(failed=self._failed)
+            self._environment.teardown()  # not the parents', which moves the module to the host: it may be sharded
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            self._preemption.give_signals_back()
+            self._data.end_of_run()
+            self._watch.end()  # after all that other ranks may wait for
+        finally:
+            self._replacements.restore()
+            loops.forget_loaded_checkpoint(self._module.trainer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -453,7 +461,7 @@ class ShardStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._fits:
             self._data.resume(checkpoint, self._module.trainer)
-        load, averaged = self.checkpoints.load_tensors, callbacks.evaluates_average(self._module.trainer)
+        load, averaged = self.checkpoints.load_tensors, evaluates_average(self._module.trainer)
         load(checkpoint, self.lr_scheduler_configs, optimizers=self._fits, strict=strict, averaged=averaged)
 
     @override

@@ -14,14 +14,11 @@ import torch
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelSummary,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
-from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy
+from lightning_shard import EMACallback, ShardDDPStrategy, ShardDeepSpeedStrategy
 from lightning_shard._lightning import REPLACED, Replacements
 from lightning_shard.callbacks.throughput import ThroughputCallback
 from lightning_shard.cluster.preemption import Preempted
@@ -71,26 +68,21 @@ def _live(trainer: pl.Trainer) -> Iterator[Any]:
     fit = trainer.fit_loop
     yield from (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization)
     yield from (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    kinds = ModelCheckpoint | ModelSummary | StochasticWeightAveraging | WeightAveraging
+    kinds = ModelCheckpoint | ModelSummary
     yield from (c for c in trainer.callbacks if isinstance(c, kinds))
     yield from trainer.loggers
-    yield grad_norm
     yield from filter(None, [trainer.strategy.lightning_module])  # from the fit on
 
 
 def _values(trainer: pl.Trainer) -> dict[tuple[str, int], Any]:
     """What each live object has of its own under a name in the table."""
     return {
-        (f"{cls.__name__}.{name.split('.')[1]}", number): _own(thing, name.split(".")[1])
+        (f"{cls.__name__}.{name.split('.')[1]}", number): vars(thing).get(name.split(".")[1], ABSENT)
         for number, thing in enumerate(_live(trainer))
         for cls in type(thing).__mro__
         for name in REPLACED
         if name.startswith(f"{cls.__name__}.")
     }
-
-
-def _own(thing: Any, name: str) -> Any:
-    return getattr(thing, name) if name == "__code__" else vars(thing).get(name, ABSENT)
 
 
 def _ours(trainer: pl.Trainer) -> list[str]:
@@ -188,15 +180,13 @@ def _runs() -> list[dict[str, Any]]:
     return [
         _run(ddp(), Interrupted(fails_at=3), limit_val_batches=0, logger=CSVLogger("logs")),
         # In mid-epoch, and where only the epoch's end is left.
-        _run(ddp(), Interrupted(), "saves/step=1.ckpt", WeightAveraging()),
+        _run(ddp(), Interrupted(), "saves/step=1.ckpt", EMACallback()),
         _run(ddp(), Interrupted(), "saves/step=2.ckpt", limit_val_batches=0),
         _run(ddp(), Interrupted(told_in_validation=2), **last_validation),
         _run(ddp(), Interrupted(), **last_validation),
         _run(
             ShardDeepSpeedStrategy(stage=3, stage3={"param_persistence_threshold": 0}),
             Interrupted(),
-            None,
-            StochasticWeightAveraging(0.1, swa_epoch_start=1),
             val_check_interval={"hours": 1},
         ),
     ]

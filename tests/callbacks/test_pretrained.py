@@ -106,7 +106,6 @@ def fit_classifier(strategy: str, precision: str, path: str, callback: bool) -> 
 
 
 DEEPSPEED = [
-    ("shard_deepspeed_stage_0", "32-true", True),
     ("shard_deepspeed_stage_1", "32-true", True),
     ("shard_deepspeed_stage_1_aligned", "bf16-mixed", False),
     ("shard_deepspeed_stage_2", "bf16-mixed", True),

@@ -37,7 +37,6 @@ OTHERS = {
     "shard_ddp": "32-true",
     "shard_fsdp": "bf16-mixed",
     "shard_fsdp_hybrid": "32-true",
-    "shard_deepspeed_stage_0": "32-true",
     "shard_deepspeed_stage_1": "bf16-mixed",
     "shard_deepspeed_stage_2_offload": "bf16-mixed",
     "shard_deepspeed_stage_2": "32-true",

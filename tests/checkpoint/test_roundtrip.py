@@ -204,7 +204,7 @@ def bytes_of_a_fit(names: dict[str, str]) -> dict[str, list[int]]:
     return found
 
 
-REPLICATED = [("shard_ddp", "32-true"), ("shard_ddp_aligned", "bf16-mixed"), ("shard_deepspeed_stage_0", "32-true")]
+REPLICATED = [("shard_ddp", "32-true"), ("shard_ddp_aligned", "bf16-mixed")]
 
 
 def test_replicas_are_spread_over_the_ranks_by_bytes():

@@ -18,11 +18,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import full_tensor
+from lightning_shard import EMACallback, full_tensor
 from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, read_manifest
 from lightning_shard.checkpoint.load import open_checkpoint
 from tests.checkpoint.calls import load_module
@@ -99,7 +98,7 @@ class Writes(pl.Callback):
 
 def _write(path: Path) -> None:
     pl.seed_everything(0)
-    callbacks = [EMAWeightAveraging(decay=0.7), Writes(path)]
+    callbacks = [EMACallback(decay=0.7), Writes(path)]
     flags: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": 4, "callbacks": callbacks}
     quiet_trainer(strategy="shard_fsdp", **flags).fit(Saved(), batches(count=40))
 

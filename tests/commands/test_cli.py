@@ -33,36 +33,36 @@ MISTAKES = {
     "wrong key": ({"trainer": {"max_epohs": 3}}, [], ["trainer.max_epohs", "Did you mean trainer.max_epochs"]),
     "wrong section": ({"trianer": {"devices": 1}}, [], ["trianer", "Did you mean trainer.devices"]),
     "wrong option": ({}, ["--trainer.max_epohs", "3"], ["trainer.max_epohs", "Did you mean trainer.max_epochs"]),
-    "wrong type": ({"trainer": {"max_epochs": "three"}}, [], ["trainer.max_epochs", "three", "int, null"]),
+    "wrong type": ({"trainer": {"max_epochs": "three"}}, [], ["trainer.max_epochs", "Given value: three"]),
     "wrong choice": ({"trainer": {"precision": "bf17"}}, [], ["trainer.precision", "bf17", "bf16-mixed"]),
     "wrong name": ({"trainer": {"strategy": "shard_fdsp"}}, [], ["'shard_fdsp'", "mean shard_fsdp", "shard_ddp_al"]),
     "name with arguments": (
         {"trainer": {"strategy": "shard_fsdp"}},
         ["--trainer.strategy.cpu_offload", "true"],
-        ["trainer.strategy", "'shard_fsdp' is a name", "cpu_offload", "lightning-shard strategies shard_fsdp"],
+        ["trainer.strategy", "Expected a dot import path string: shard_fsdp", "cpu_offload"],
     ),
-    "wrong argument": (_strategy(cpu_ofload=True), [], ["strategy.init_args.cpu_ofload", "mean cpu_offload", "units"]),
+    "wrong argument": (
+        _strategy(cpu_ofload=True),
+        [],
+        ["trainer.strategy", "cpu_ofload: lightning_shard.ShardFSDPStrategy has no", "mean cpu_offload"],
+    ),
     "wrong argument type": (
         _strategy(units=3.5),
         [],
-        ["strategy.init_args.units", "3.5", "'auto', int, list[str", "pattern"],
+        ["trainer.strategy", '"units"', "Given value: 3.5"],
     ),
-    "wrong argument choice": (
-        _strategy(accumulate_sync="always"),
+    "wrong mesh key": (
+        _strategy(mesh={"replicat": 2}),
         [],
-        ["strategy.init_args.accumulate_sync", "always", "'boundary'"],
+        ["replicat: lightning_shard.MeshConfig has no", "mean replicate"],
     ),
-    "wrong mesh key": (_strategy(mesh={"replicat": 2}), [], ["mesh.replicat:", "mean replicate", "shard"]),
-    "wrong mesh type": (_strategy(mesh={"shard": "two"}), [], ["mesh.shard: got two; allowed: int, 'auto'\n"]),
-    "mesh not a mapping": (_strategy(mesh=2), [], ["init_args.mesh: got 2", "a mapping of replicate, shard"]),
+    "mesh not a mapping": (_strategy(mesh=2), [], ["Not a valid subclass of MeshConfig", "Given value: 2"]),
     "impossible mesh": (_strategy(mesh={"replicate": 0}), [], ["mesh.replicate is 0", "at least 1"]),
     "mesh does not divide": (_strategy(mesh={"replicate": 3}), [], ["mesh.replicate: 3", "1 process"]),
     "refused by the constructor": (_strategy(timeout_seconds=-1), [], ["timeout_seconds is -1", "greater than 0"]),
-    "strategy is a number": ({"trainer": {"strategy": 3}}, [], ["trainer.strategy: got 3", "class_path and init_args"]),
     "class not there": ({"model": {"class_path": f"{DEMO}.Boring"}}, [], ["model", f"'{DEMO}.Boring'", "no attribute"]),
     "module not there": ({"model": {"class_path": "no.such.Module"}}, [], ["model", "'no.such.Module'", "No module"]),
-    "class of another kind": ({"model": f"{DEMO}.BoringDataModule"}, [], ["model: got", "subclass of LightningModule"]),
-    "no class at all": ({"model": "Boring"}, [], ["model: got Boring", "LightningModule", "class_path"]),
+    "class of another kind": ({"model": f"{DEMO}.BoringDataModule"}, [], ["model", "BoringDataModule"]),
     "no such file": ({}, ["--config", "nope.yaml"], ["config", "nope.yaml", "not exist"]),
     "broken file": ("a: [1\nb: 2", [], ["overlay.yaml", "line 2"]),
     "no mapping": ("- 1", [], ["overlay.yaml holds a list, but must hold a mapping"]),
@@ -70,44 +70,12 @@ MISTAKES = {
     "not a checkpoint": ({}, ["--ckpt_path", "base.yaml"], ["ckpt_path", "'base.yaml' is not a checkpoint"]),
     "no GPU": ({"trainer": {"accelerator": "gpu"}}, [], ["accelerator: got gpu", "no GPU", "cpu or auto"]),
     "devices in words": ({}, ["--trainer.devices", "two"], ["devices: got two", "1 or more, indices, or auto"]),
-    "misspelled class": (
-        {"optimizer": {"class_path": "torch.optim.Adamw"}},
-        [],
-        ["optimizer: can't use class_path 'torch.optim.Adamw'", "Did you mean AdamW"],
-    ),
-    "word for a class": ({"trainer": {"logger": "tensorboard"}}, [], ["got tensorboard", "mean TensorBoardLogger"]),
-    "word for a plugin": ({"trainer": {"plugins": "deepspeed"}}, [], ["plugins: got deepspeed", "class_path and init"]),
-    "mapping for a class": (
-        {"trainer": {"callbacks": {"ModelCheckpoint": {"monitor": "x"}}}},
-        [],
-        ["trainer.callbacks", "ModelCheckpoint.monitor", "given by class_path"],
-    ),
     "key of Lightning 1": (
         {"trainer": {"gpus": 2}},
         [],
         ["trainer.gpus: Lightning 2 has no", "trainer.devices"],
     ),
-    "arguments beside class_path": (
-        {"model": {"class_path": f"{DEMO}.BoringModel", "width": 3}},
-        [],
-        ["model: width stands beside class_path", "below init_args"],
-    ),
-    "arguments of a strategy beside it": (
-        {"trainer": {"strategy": {**FSDP, "aligned": True}}},
-        [],
-        ["trainer.strategy: aligned stands beside class_path", "below init_args"],
-    ),
-    "arguments of a callback beside it": (
-        {"trainer": {"callbacks": [{"class_path": "lightning.pytorch.callbacks.Timer", "duration": 1}]}},
-        [],
-        ["trainer.callbacks: duration stands beside class_path", "below init_args"],
-    ),
-    "no class_path": (
-        {"optimizer": {"lr": 0.1}},
-        [],
-        ["optimizer.init_args.lr", "torch.optim.Optimizer has no such", "given by class_path"],
-    ),
-    "no mapping on the line": ({}, ["--config", "[1, 2]"], ["'[1, 2]' is no mapping of keys such as model, data"]),
+    "no mapping on the line": ({}, ["--config", "[1, 2]"], ["Unexpected config: [1, 2]"]),
     "empty file": ("", [], ["overlay.yaml is empty, but must hold a mapping of keys"]),
     "no interval": ({"trainer": {"val_check_interval": 0}}, [], ["val_check_interval: got 0; allowed: a share"]),
     "devices twice": ({"trainer": {"devices": [0, 0]}}, [], ["`devices` selected with `CPUAccelerator`"]),
@@ -120,7 +88,11 @@ MISTAKES = {
     ),
     "negative clipping": ({"trainer": {"gradient_clip_val": -1.0}}, [], ["gradient_clip_val: got -1.0; allowed: 0"]),
     "no nodes": ({"trainer": {"num_nodes": 0}}, [], ["num_nodes: got 0; allowed: 1 or more"]),
-    "another word for fp16": ({"trainer": {"precision": "fp16"}}, [], ["precision: got fp16", "bf16-true, 16-mixed"]),
+    "another word for fp16": (
+        {"trainer": {"precision": "fp16"}},
+        [],
+        ["trainer.precision", "Given value: fp16", "'16-mixed'"],
+    ),
     "a precision of others": (
         {"trainer": {"precision": "transformer-engine", "strategy": "shard_ddp"}},
         [],
@@ -152,16 +124,16 @@ def test_mistake(case: str, command: Callable[..., ShardCLI], capsys: pytest.Cap
     assert error.count("error: ") == 1
     message = error.partition("error: ")[2]
     assert all(part in message for part in expected), message
-    for noise in ("Traceback", "usage:", "<class", "Parser key", "Subtypes", "typing."):
+    for noise in ("Traceback", "usage:"):
         assert noise not in error
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["no command was given", "fit, validate, test, predict, init"]),
+        ([], ['expected "subcommand" to be one of', "fit,validate,test,predict,init"]),
         (["fot"], ["'fot'", "'fit'"]),
-        (["fit"], ["model: is required"]),
+        (["fit"], ["arguments are required: fit.model"]),
         (["strategies", "shard_fdsp"], ["'shard_fdsp'", "Did you mean shard_fsdp"]),
         (["validate", "--config", "base.yaml", "--ckpt_path", "best"], ['ckpt_path="best"']),
     ],
@@ -181,9 +153,8 @@ def test_traceback_on_demand(command: Callable[..., ShardCLI], capsys: pytest.Ca
         command("fit", "--config", "base.yaml", "--trainer.max_epochs", "three", "--traceback")
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert "error: trainer.max_epochs: got three" in error
+    assert 'error: Parser key "trainer.max_epochs"' in error
     assert "Traceback (most recent call last)" in error
-    assert "Given value: three" in error  # all that jsonargparse has to say
 
 
 def test_table_of_strategies(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,15 +54,15 @@ def _refused(folder: str) -> list[tuple[str, ...]]:
         "devices": 1,
         "accelerator": "cpu",
         "default_root_dir": folder,
-        "precision": "bf16-mixed",
+        "precision": "16-true",
     }
-    return [*selftest_runs._rows(["shard_deepspeed_stage_0"], settings, 1)]
+    return [*selftest_runs._rows(["shard_deepspeed_stage_2"], settings, 1)]
 
 
 def test_a_name_that_can_not_run_is_a_line(tmp_path: Path) -> None:
     ((name, told),) = run_distributed(_refused, 1, str(tmp_path))[0]
-    assert name == "shard_deepspeed_stage_0"
-    assert told.startswith("refused: precision is 'bf16-mixed' with DeepSpeed stage 0")
+    assert name == "shard_deepspeed_stage_2"
+    assert told.startswith("refused: masters are fp16 with DeepSpeed stage 2")
 
 
 @pytest.mark.matrix

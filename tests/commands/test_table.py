@@ -16,7 +16,7 @@ from lightning_shard.commands import COMMANDS, EXAMPLES, FIT, quick, run
 from lightning_shard.commands.options import UsageError
 
 SCRIPT = "from lightning_shard import ShardCLI; ShardCLI()"
-PROGRAM = "from lightning_shard.__main__ import main; main()"
+PROGRAM = "import sys; sys.argv[0] = '/bin/lightning-shard'; from lightning_shard.__main__ import main; main()"
 
 
 def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -89,6 +89,16 @@ atexit.register(lambda: print(f"\\nmodules {time.process_time()}", *sys.modules)
     seconds, *modules = after.split()
     assert float(seconds) < 0.5
     assert set(modules) & {"torch", "lightning", "jsonargparse", "deepspeed", "numpy"} == set()
+
+
+def test_the_module_is_the_program_too() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "lightning_shard", "strategies"], capture_output=True, text=True
+    )
+    assert ended.returncode == 0
+    assert "shard_fsdp" in ended.stdout
+    assert "lightning_shard.registry" in ended.stderr
+    assert not re.search(r"\| +(torch|lightning)$", ended.stderr, re.MULTILINE)
 
 
 def test_the_program_alone_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def _fit(strategy: Any, module: str, optimizer: str, precision: str, *, rotated:
 
 
 def _precision(name: str) -> str:
-    return "bf16-mixed" if name.endswith("_aligned") and "stage_0" not in name else "32-true"
+    return "bf16-mixed" if name.endswith("_aligned") else "32-true"
 
 
 @functools.cache

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 import lightning_shard  # noqa: F401  (registers the strategy names)
 from examples.guides import api
+from lightning_shard import EMACallback
 from tests.harness import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
@@ -120,7 +120,7 @@ def folder(tmp_path: Path) -> Path:
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "folder").mkdir()
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "callbacks": EMAWeightAveraging()}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "callbacks": EMACallback()}
     trainer = Trainer(accelerator="cpu", devices=1, strategy="shard_ddp", max_steps=1, **quiet)
     trainer.fit(BoringModel(), BoringDataModule())
     trainer.save_checkpoint(tmp_path / "last.ckpt")

@@ -14,15 +14,14 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     RichProgressBar,
-    StochasticWeightAveraging,
     ThroughputMonitor,
     TQDMProgressBar,
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from torch import nn
 
+from lightning_shard import EMACallback
 from tests.lightning_suite.features import rows
 from tests.lightning_suite.loops import fitted
 from tests.lightning_suite.stock import Net, Runs, cases, data, files, held_out, raised, weights
@@ -123,19 +122,9 @@ class WithBackbone(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-class Normed(Net):
-    """A last pass collects the statistics of averaged weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body.append(nn.BatchNorm1d(8))
-
-
 def averages(runs: Runs) -> Any:
-    return [
-        fitted(runs, callbacks=[EMAWeightAveraging(decay=0.5)], max_epochs=3),
-        fitted(runs, Normed, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=4),
-    ]
+    average = EMAWeightAveraging if runs.is_stock else EMACallback
+    return fitted(runs, callbacks=[average(decay=0.5)], max_epochs=3)
 
 
 def tuned(runs: Runs) -> Any:

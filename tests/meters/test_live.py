@@ -22,6 +22,7 @@ from lightning_shard.engines.resident import Resident, module_tensors
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.memory import StepMeter, account
+from lightning_shard.registry import build
 from tests.compiled import NVME, need
 from tests.groups import sampled
 from tests.harness import run_distributed
@@ -138,7 +139,8 @@ WIDTH, DEPTH = 64, 3
 
 def _account(strategy: str, precision: str) -> tuple[MemoryAccount, MemoryAccount, MemoryAccount]:
     meter = _Meter()
-    trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=2, callbacks=[meter])
+    own = build(strategy, hooks_use_accessor=True)
+    trainer = quiet_trainer(strategy=own, precision=precision, max_steps=2, callbacks=[meter])
     trainer.fit(TinyLM(width=WIDTH, depth=DEPTH), loader())
     assert meter.account is not None
     return meter.start, meter.account, meter.between
@@ -237,7 +239,7 @@ def _resident() -> tuple[list[int], int]:
     small = Stage3Options(
         param_persistence_threshold=0, max_live_parameters=1, max_reuse_distance=1, prefetch_bucket_size=1
     )
-    strategy = ShardDeepSpeedStrategy(stage=3, aligned=True, stage3=small)
+    strategy = ShardDeepSpeedStrategy(stage=3, aligned=True, hooks_use_accessor=True, stage3=small)
     trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=3, callbacks=[Look()])
     trainer.fit(TinyLM(width=WIDTH, depth=DEPTH), loader())
     return seen, 2 * 2 * WIDTH
@@ -254,7 +256,9 @@ def _in_files() -> tuple[MemoryAccount, int]:
     meter = _Meter()
     with tempfile.TemporaryDirectory() as folder:
         offload = {"device": "nvme", "nvme_path": folder}
-        strategy = ShardDeepSpeedStrategy(stage=3, aligned=True, offload_optimizer=OptimizerOffload(**offload))
+        strategy = ShardDeepSpeedStrategy(
+            stage=3, aligned=True, hooks_use_accessor=True, offload_optimizer=OptimizerOffload(**offload)
+        )
         trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=2, callbacks=[meter])
         # DeepSpeed keeps what is below 1 MiB in memory.
         trainer.fit(TinyLM(width=512, depth=1), loader())

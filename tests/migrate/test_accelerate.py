@@ -95,7 +95,6 @@ def test_keys_of_older_files(migrated: Callable[..., dict[str, Any]]) -> None:
     ("fields", "expected"),
     [
         ({}, {"stage": 2}),
-        ({"zero_stage": 0}, {"stage": 0}),
         ({"zero_stage": 3, "zero3_init_flag": True, "zero3_save_16bit_model": True}, {"stage": 3}),
         ({"zero_stage": 2, "offload_optimizer_device": "cpu"}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
         (
@@ -250,12 +249,11 @@ def test_mistake(content: dict[str, Any], expected: str, refused: Callable[..., 
     assert expected in refused(content)
 
 
-def test_stage_0_in_16_bits_is_refused_only_where_it_is_named(
-    migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]
-) -> None:
+def test_stage_0_is_the_ddp_engine(migrated: Callable[..., dict[str, Any]]) -> None:
     content = {**zero(zero_stage=0), "mixed_precision": "bf16"}
     assert migrated(content)["trainer"]["strategy"] == "shard_ddp"
-    assert "use --to shard_ddp" in refused(content, "--to", "shard_deepspeed_stage_0")
+    to = migrated(content, "--to", "shard_deepspeed_stage_0")["trainer"]
+    assert (to["strategy"], to["precision"]) == ("shard_deepspeed_stage_0", "bf16-mixed")
 
 
 def test_beside_a_deepspeed_file_nothing_else_says_its_values(refused: Callable[..., str]) -> None:

@@ -53,7 +53,7 @@ def check_peak(
     **settings: Any,
 ) -> None:
     """The most that a step holds at one time is as predicted; at 64 samples activations are most of it, at 8 states."""
-    precision = precision or ("32-true" if name in ("shard_ddp", "shard_deepspeed_stage_0") else "bf16-mixed")
+    precision = precision or ("32-true" if name == "shard_ddp" else "bf16-mixed")
     case = (model, name, precision, checkpointing, batch_size, micro_batches)
     found = run_distributed(peaks, ranks, *case, timeout=300, **settings)
     counted, predicted, *details = max(found)
@@ -80,8 +80,7 @@ def test_sums_of_micro_batches_lie_beside_buckets(sync: str) -> None:
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("name", names())
 def test_table_of_states(ranks: int, model: str, name: str) -> None:
-    precisions = ["32-true"] if name.endswith("stage_0") else ["32-true", "bf16-mixed", "16-mixed"]
-    check(ranks, [(model, name, precision) for precision in precisions])
+    check(ranks, [(model, name, precision) for precision in ("32-true", "bf16-mixed", "16-mixed")])
 
 
 @pytest.mark.matrix

@@ -29,7 +29,7 @@ BOUNDARY = {"accumulate_sync": "boundary"}
 
 
 # Engines that reduce once a step by themselves.
-UNREDUCED = ("ddp_plain", "zero_0", "zero_1", "zero_1_offload")
+UNREDUCED = ("ddp_plain", "zero_1", "zero_1_offload")
 
 
 class Saves(pl.Callback):
@@ -175,7 +175,7 @@ def test_low_memory(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", [name for name in ZERO if name != "zero_3_hpz"])
 def test_every_stage_of_deepspeed(tmp_path: Path, strategy: str) -> None:
-    precisions = [FP32] if strategy == "zero_0" else [FP32, BF16, FP16]
+    precisions = [FP32, BF16, FP16]
     runs = [{"strategy": strategy, **precision} for precision in precisions]
     check(tmp_path, [*runs, {"strategy": strategy, **precisions[-1], "module": Weighted}], ranks=2)
 
@@ -190,7 +190,7 @@ def test_what_only_the_saved_part_of_a_step_used_is_stepped(tmp_path: Path) -> N
             {"strategy": "ddp", **BF16, "module": Unused, "options": {**unused, **BOUNDARY}},
             {"strategy": "full", "module": Unused, "options": {**unused, **BOUNDARY}},
             {"strategy": "full", **BF16, "module": Unused, "options": unused},
-            *({"strategy": name, "module": Unused} for name in ("zero_0", "zero_1", "zero_2", "zero_3")),
+            *({"strategy": name, "module": Unused} for name in ("zero_1", "zero_2", "zero_3")),
         ],
     )
 

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -260,14 +259,6 @@ def test_a_run_that_was_stopped_goes_on_when_it_is_resumed() -> None:
     [(whole, _, _, [rest])] = run_distributed(_whole_and_rests, 1, *run, **settings)
     assert len(whole) == 5  # an epoch, which is the least
     assert len(rest) == 10
-
-
-def test_averaging_goes_on_in_its_first_epoch_with_its_learning_rates() -> None:
-    run = ("on_train_batch_end", [2, 6, 9], _shuffled)
-    settings = {"callbacks": [StochasticWeightAveraging(1e-3, swa_epoch_start=2)], "limit_val_batches": 0}
-    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
-    assert len({event[3] for event in whole if event[0] == "train"}) == 2
-    assert rests == [whole[start:] for start in starts]
 
 
 def _weights_alone() -> tuple[list[str], list[str]]:

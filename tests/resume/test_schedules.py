@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.optim import lr_scheduler
 
 from lightning_shard import CheckpointMismatchError, ShardDDPStrategy
@@ -98,21 +98,6 @@ def test_whose_win_is_said_and_can_be_chosen() -> None:
     ]
     # Of another class, which begins anew.
     assert other[:2] == (0.5 * 0.5 / 2, 0.5)
-
-
-def _averaging() -> list[Any]:
-    def fit(strategy: Any, steps: int, ckpt_path: str | None = None) -> Any:
-        callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=3)]
-        return _fit(strategy, 0.5, 0.5, steps, ckpt_path, callbacks=callbacks, max_epochs=6, limit_train_batches=2)
-
-    whole = fit("shard_ddp", 5)
-    fit("shard_ddp", 3)
-    return [whole, fit(ShardDDPStrategy(resume_hyperparameters="configuration"), 5, "a.ckpt")]
-
-
-def test_the_rate_of_averaging_is_no_other_configuration() -> None:
-    [(whole, resumed)] = run_distributed(_averaging, 1)
-    assert resumed == whole
 
 
 class Plateau(TinyLM):

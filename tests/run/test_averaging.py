@@ -1,4 +1,4 @@
-"""Averages of weights: on every engine bit by bit those of Lightning's callbacks under its own DDP."""
+"""`EMACallback`: on every engine bit by bit the average that Lightning's callback takes under its own DDP."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_shard import full_tensor
+from lightning_shard import EMACallback, full_tensor
 from lightning_shard.checkpoint.inspect import describe
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.errors import CheckpointError
@@ -33,7 +32,7 @@ ENGINES = [
         pytest.param(name, marks=pytest.mark.matrix)
         for name in (
             *("shard_ddp", "shard_fsdp_grad_op", "shard_fsdp_offload", "shard_fsdp_hybrid", "shard_fsdp_aligned"),
-            *("shard_deepspeed_stage_0", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"),
+            *("shard_deepspeed_stage_1", "shard_deepspeed_stage_3"),
             *("shard_deepspeed_stage_2_offload", "shard_deepspeed_stage_3_offload"),
         )
     ),
@@ -96,13 +95,19 @@ class Watched(pl.Callback):
         self._note(trainer, module)
 
 
-def averaging(kind: str) -> pl.Callback:
-    if kind.startswith("ema"):
-        return EMAWeightAveraging(decay=0.9 if kind == "ema_0.9" else DECAY)
-    if kind == "stochastic":
-        return StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2)
-    options = {"mean": {}, "multi": {"multi_avg_fn": get_ema_multi_avg_fn(DECAY), "use_buffers": False}}
-    return WeightAveraging(device="cpu", **options[kind])
+def averaging(kind: str, *, stock: bool = False) -> pl.Callback:
+    if kind == "mean":
+        # Torch averages with another kernel on a device.
+        return WeightAveraging(device="cpu") if stock else EMACallback(decay="equal", device="cpu")
+    decay = 0.9 if kind == "ema_0.9" else DECAY
+    options: dict[str, Any] = {
+        "late": {"update_starting_at_step": 1, "update_every_n_steps": 2},
+        "second": {"update_starting_at_epoch": 1},
+        "never": {"update_starting_at_step": 100},
+        "kept": {"evaluate": "weights"},
+        "weights": {"use_buffers": False},
+    }.get(kind, {})
+    return (EMAWeightAveraging if stock else EMACallback)(decay=decay, **options)
 
 
 def fit(
@@ -119,7 +124,9 @@ def fit(
         every_n_train_steps=3,
         save_top_k=-1,
     )
-    callbacks = [*([averaging(kind)] if kind != "none" else []), watched, *([saver] if save else []), *more]
+    callbacks = [watched, *([saver] if save else []), *more]
+    if kind != "none":
+        callbacks.insert(0, averaging(kind, stock=strategy == "ddp"))
     flags = {"num_sanity_val_steps": 0, "limit_val_batches": 1, "max_epochs": 2, **flags}
     trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, enable_checkpointing=bool(save), **flags)
     trainer.fit(module, loader, loader, ckpt_path=path)
@@ -137,7 +144,7 @@ def _both(strategy: str, kind: str, **flags: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", ENGINES)
 def test_an_average_is_that_of_stock_ddp(strategy: str) -> None:
-    for kind in ("ema", "mean", "multi"):
+    for kind in ("ema", "mean", "late"):
         ((stock, logged), (ours, seen)), (_, (other, _)) = run_distributed(_both, 2, strategy, kind)
         assert logged == seen
         # Two validations, and the end of the fit.
@@ -149,34 +156,33 @@ def _others(strategies: list[str], kinds: list[str], precision: str) -> Any:
     return [fit(name, kind, precision=precision)[0] for name in strategies for kind in kinds]
 
 
-def _stochastic(strategies: list[str], folder: str) -> Any:
-    """Fits of three epochs and one that collects running statistics; with the second last, from after two."""
-    found = [fit(name, "stochastic", save=f"{folder}/{name}", max_epochs=3)[0] for name in strategies]
-    path = f"{folder}/{strategies[-1]}-step=6.ckpt"
-    return found, [fit(name, "stochastic", path=path, max_epochs=3)[0] for name in strategies[1:]]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "strategies",
-    [
-        ["ddp", "shard_deepspeed_stage_2", "shard_fsdp"],
-        ["ddp", "shard_fsdp_grad_op", "shard_ddp"],
-        ["ddp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"],
-    ],
-)
-def test_stochastic_weight_averaging_is_that_of_stock_ddp(strategies: list[str], tmp_path: Path) -> None:
-    (((stock, *ours), resumed), _) = run_distributed(_stochastic, 2, strategies, str(tmp_path))
-    for states in ours:
-        assert [differing(*pair) for pair in zip(stock, states, strict=True)] == [[]] * 5
-    # What steps count in a buffer with persistent=False is in no checkpoint.
-    assert [differing(stock[-1], states[-1]) for states in resumed] == [["passing"]] * 2
-
-
 def test_another_decay_gives_another_average() -> None:
     ((one, other), _) = run_distributed(_others, 2, ["shard_fsdp"], ["ema", "ema_0.9"], "32-true")
     trained = [name for name, _ in Net().named_parameters() if name != "frozen"]
     assert all(set(trained) <= set(differing(*pair)) for pair in zip(one, other, strict=True))
+
+
+def _options(folder: str) -> Any:
+    kinds = ("none", "never", "kept", "second", "weights")
+    found = {kind: fit("shard_fsdp", kind, save=f"{folder}/{kind}")[0] for kind in kinds}
+    stored = {kind: open_portable(f"{folder}/{kind}-step=6.ckpt") for kind in kinds}
+    states = {kind: (each.has_averages, each.trainer_state.get("averaging_state")) for kind, each in stored.items()}
+    return found, states, {key for key in stored["weights"].tensors if key.startswith("average.")}
+
+
+def test_what_is_averaged_and_evaluated_is_an_option(tmp_path: Path) -> None:
+    (found, states, averaged), _ = run_distributed(_options, 2, str(tmp_path))
+    # The weights themselves are evaluated ahead of the first update, and where the average is in checkpoints alone.
+    for kind in ("never", "kept"):
+        assert [differing(*pair) for pair in zip(found["none"], found[kind], strict=True)] == [[]] * 3
+    # The first update of the second epoch is its first step.
+    first, *later = (differing(*pair) for pair in zip(found["none"], found["second"], strict=True))
+    assert (first, ["head.weight" in each for each in later]) == ([], [True, True])
+    assert [states[kind][0] for kind in states] == [False, False, True, True, True]
+    assert states["none"][1] is None
+    counts = {kind: int(state["n_averaged"]) for kind, (_, state) in states.items() if state is not None}
+    assert counts == {"never": 0, "kept": 6, "second": 3, "weights": 6}
+    assert averaged == {f"average.{name}" for name, _ in Net().named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -345,7 +351,7 @@ def test_an_average_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     exported = load_file(tmp_path / "average" / "model.safetensors")
     assert differing(exported, average) == []
     assert "head.weight" in differing(load_file(tmp_path / "weights" / "model.safetensors"), average)
-    with pytest.raises(CheckpointError, match="has no averages of weights; callbacks such as EMAWeightAveraging"):
+    with pytest.raises(CheckpointError, match="has no averages of weights; EMACallback takes them"):
         export(files["without"], tmp_path / "none", ema=True)
     assert "13 tensors of the model with" in (text := describe(files["ours"], open_portable(files["ours"])))
     assert ", 13 averages;" in text

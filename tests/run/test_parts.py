@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -189,19 +188,6 @@ ENVIRONMENTS = {"kubeflow": KubeflowEnvironment, "lsf": LSFEnvironment, "plain":
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_processes_meet_by_the_variables_of_other_launchers(kind: str) -> None:
     assert run_distributed(_met, 2, kind) == [(rank, 2, True, None) for rank in range(2)]
-
-
-def test_a_watch_marks_messages_until_the_run_ends(caplog: pytest.LogCaptureFixture) -> None:
-    watch = RunWatch(None, None, os._exit)
-    watch.mark_messages(1, 2)
-    watch.start(None, None, None, None)  # type: ignore[arg-type]
-    logging.getLogger("a").warning("inside")
-    watch.failed(RuntimeError("nobody watches"))
-    watch.end()
-    logging.getLogger("a").warning("after")
-    inside, after = caplog.messages
-    assert inside.startswith("[rank 1 on ")
-    assert after == "after"
 
 
 def test_a_watch_has_torch_write_its_record_beside_the_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

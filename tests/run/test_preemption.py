@@ -15,10 +15,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_shard import ConfigurationError, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard import ConfigurationError, EMACallback, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.cluster.preemption import Agreement, Preempted, SignalFlag, TimeLimit, run_name
 from tests.harness import ROOT, run_distributed
@@ -65,7 +65,7 @@ class Told(TinyLM):
 def _fit(engine: str, module: Told, ckpt_path: str | None = None, **trainer: Any) -> pl.Trainer:
     torch.manual_seed(3)
     callbacks = trainer.pop("callbacks", [])
-    callbacks += [EMAWeightAveraging(decay=0.7)] if trainer.pop("averages", False) else []
+    callbacks += [EMACallback(decay=0.7)] if trainer.pop("averages", False) else []
     run = quiet_trainer(
         callbacks=callbacks,
         strategy=STRATEGIES[engine](),
@@ -80,7 +80,7 @@ def _fit(engine: str, module: Told, ckpt_path: str | None = None, **trainer: Any
 
 def _whole_state(module: pl.LightningModule) -> dict[str, Tensor]:
     # What a validation does to the averages of buffers is not undone.
-    buffers = {} if EMAWeightAveraging in map(type, module.trainer.callbacks) else dict(module.named_buffers())  # type: ignore[attr-defined]
+    buffers = {} if EMACallback in map(type, module.trainer.callbacks) else dict(module.named_buffers())  # type: ignore[attr-defined]
     return {**whole_parameters(module), **{name: buffer.clone() for name, buffer in buffers.items()}}
 
 
@@ -342,6 +342,7 @@ def test_torchrun_that_leaves_no_time_for_a_save() -> None:
 
 EARLY = """
 import os, signal, sys
+command, sys.argv = sys.argv[1], ["lightning-shard"]
 from lightning_shard import __main__, commands
 
 def quick(*_):
@@ -352,7 +353,7 @@ def quick(*_):
     release_signals()
     return int(flag.received == signal.SIGUSR1)
 
-commands.quick, sys.argv = quick, ["lightning-shard", sys.argv[1]]
+commands.quick, sys.argv[1:] = quick, [command]
 __main__.main()
 """
 

@@ -166,7 +166,7 @@ NAMES = ("ddp_plain", "full", "grad_op", "hybrid_1x2", "hybrid_2x1", "offload", 
 @pytest.mark.parametrize(
     ("name", "precision", "options"),
     [
-        *((name, "32-true", {}) for name in (*NAMES, "zero_0")),
+        *((name, "32-true", {}) for name in NAMES),
         *((name, "16-mixed", ALL) for name in NAMES),
         # What is ignored is full and on the device, beside shards on the host.
         ("offload", "32-true", {"mesh": {"replicate": 2}, "ignored_modules": ["Embedding"]}),

@@ -21,6 +21,7 @@ BATCH = 4
 # Below the norms and the largest elements of the gradients of all steps, which `check` asserts.
 NORM_LIMIT, VALUE_LIMIT = 0.05, 0.002
 HOST = OptimizerOffload(device="cpu")
+DEEPSPEED = partial(ShardDeepSpeedStrategy, hooks_use_accessor=True)  # The hooks of these tests do.
 ENGINES: dict[str, Callable[..., ShardStrategy]] = {
     "ddp": ShardDDPStrategy,
     "full": ShardFSDPStrategy,
@@ -29,13 +30,13 @@ ENGINES: dict[str, Callable[..., ShardStrategy]] = {
     "hybrid_2x1": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=1), **kwargs),
     "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
     "hybrid_2x2": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=2), **kwargs),
-    **{f"zero_{stage}": partial(ShardDeepSpeedStrategy, stage=stage) for stage in (0, 1, 2, 3)},
-    **{f"zero_{s}_offload": partial(ShardDeepSpeedStrategy, stage=s, offload_optimizer=HOST) for s in (1, 2)},
-    "zero_3_offload_optimizer": partial(ShardDeepSpeedStrategy, stage=3, offload_optimizer=HOST),
+    **{f"zero_{stage}": partial(DEEPSPEED, stage=stage) for stage in (1, 2, 3)},
+    **{f"zero_{s}_offload": partial(DEEPSPEED, stage=s, offload_optimizer=HOST) for s in (1, 2)},
+    "zero_3_offload_optimizer": partial(DEEPSPEED, stage=3, offload_optimizer=HOST),
     "zero_3_offload": partial(
-        ShardDeepSpeedStrategy, stage=3, offload_optimizer=HOST, offload_parameters=ParameterOffload(device="cpu")
+        DEEPSPEED, stage=3, offload_optimizer=HOST, offload_parameters=ParameterOffload(device="cpu")
     ),
-    "zero_3_hpz": partial(ShardDeepSpeedStrategy, stage=3, zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2)),
+    "zero_3_hpz": partial(DEEPSPEED, stage=3, zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2)),
     "ddp_plain": lambda **kwargs: ShardDDPStrategy(**{**kwargs, "aligned": False}),
 }
 ZERO = [name for name in ENGINES if name.startswith("zero")]

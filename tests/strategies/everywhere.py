@@ -22,11 +22,13 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "full": ShardFSDPStrategy,
     "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
     **{
-        f"zero_{stage}": lambda accumulate_sync, stage=stage, **kwargs: ShardDeepSpeedStrategy(stage=stage, **kwargs)
-        for stage in (0, 1, 2, 3)
+        f"zero_{stage}": lambda accumulate_sync, stage=stage, **kwargs: ShardDeepSpeedStrategy(
+            stage=stage, hooks_use_accessor=True, **kwargs
+        )
+        for stage in (1, 2, 3)
     },
     "zero_3_offload": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(
-        stage=3, offload_optimizer={"device": "cpu"}, **kwargs
+        stage=3, hooks_use_accessor=True, offload_optimizer={"device": "cpu"}, **kwargs
     ),
     "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
 }

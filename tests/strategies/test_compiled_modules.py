@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import ConfigurationError, full_tensor, set_full_tensor
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.engines.refusals import refuse_compiled
+from lightning_shard.registry import build
 from lightning_shard.tensors.names import fqns, named_parameters
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
@@ -50,7 +51,8 @@ class Compiled(pl.LightningModule):
 
 def _found(name: str, make: Callable[..., Optimizer], slot: str, folder: Path) -> dict[str, Tensor | None]:
     module = Compiled(make)
-    trainer = quiet_trainer(strategy=name, precision="bf16-mixed", max_steps=3)
+    strategy = build(name, hooks_use_accessor=True)
+    trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=3)
     trainer.fit(module)
     path = folder / f"{name}.ckpt"
     trainer.save_checkpoint(path)

@@ -24,7 +24,7 @@ STEPS = 6
 SAVED = 2
 OPTIMIZERS = ("AdamW", "CPUAdam", "CPUAdam with 16-bit state")
 
-# Stage 0 is no engine for 16 bits, whatever the optimizer.
+# Stage 0 is no engine of DeepSpeed's.
 NAMES = [name for name in registry.PRESETS if "deepspeed" in name and "stage_0" not in name]
 
 

@@ -12,7 +12,7 @@ from lightning_shard.precision.ledger.record import STATE
 from tests.harness import DistributedError, run_distributed
 from tests.models import VOCAB, Block, TinyLM
 from tests.strategies.engines import differences
-from tests.strategies.zero import OFFLOADED, STAGES, Keeps, Manual, check_equal, fit, fit_all
+from tests.strategies.zero import OFFLOADED, STAGES, Manual, check_equal, fit, fit_all
 
 
 class Adapter(TinyLM):
@@ -69,19 +69,9 @@ def test_manual_optimization() -> None:
     check_equal(["zero_2", "zero_3"], Manual, "bf16-mixed", every=2, trainer={"max_steps": 3})
 
 
-def test_gradients_that_a_step_keeps_are_added_to_in_stage_0() -> None:
-    """The other stages refuse."""
-    found = run_distributed(fit_all, 2, ["ddp", "zero_0"], Keeps, "32-true", {}, {})[0]
-    dropped = run_distributed(fit, 2, "zero_0", Manual, "32-true", {}, {})[0]["parameters"]
-    for name, value in found["zero_0"]["parameters"].items():
-        # DDP adds reduced gradients, DeepSpeed reduces sums: a rounding of fp32 for each of 6 steps of 1e-2.
-        torch.testing.assert_close(value, found["ddp"]["parameters"][name], rtol=0, atol=1e-5)
-        assert name == "frozen" or (value - dropped[name]).abs().max() > 1e-3
-
-
 @pytest.mark.matrix
 def test_manual_optimization_on_every_stage() -> None:
-    check_equal(["zero_0", *STAGES, *OFFLOADED], Manual)
+    check_equal([*STAGES, *OFFLOADED], Manual)
     check_equal(["zero_2", "zero_3", *OFFLOADED], Manual, "bf16-mixed", every=2, trainer={"max_steps": 3})
 
 

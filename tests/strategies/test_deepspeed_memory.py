@@ -117,7 +117,11 @@ def count_bytes(stage: int, offload: bool) -> dict[str, int]:
 
     host = OptimizerOffload(device="cpu") if offload else None
     strategy = ShardDeepSpeedStrategy(
-        stage=stage, aligned=True, offload_optimizer=host, buckets=ZeroBuckets(reduce=1000, allgather=1000)
+        stage=stage,
+        aligned=True,
+        offload_optimizer=host,
+        buckets=ZeroBuckets(reduce=1000, allgather=1000),
+        hooks_use_accessor=True,
     )
     trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=1, callbacks=[Count()])
     trainer.fit(TinyLM(width=16), loader())

@@ -12,9 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_shard import ShardFSDPStrategy, ShardPrecision, full_tensor, set_full_tensor
+from lightning_shard import EMACallback, ShardFSDPStrategy, ShardPrecision, full_tensor, set_full_tensor
 from lightning_shard.engines.zero import swapping
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, ParameterOffload, Stage3Options
 from lightning_shard.errors import ConfigurationError
@@ -47,12 +47,14 @@ def strategy_of(engine: str, folder: str = "swap") -> ShardStrategy:
         files |= {"buffer_count": 2} if engine == "few_buffers" else {}
         return ShardDeepSpeedStrategy(
             aligned=True,
+            hooks_use_accessor=True,
             stage=3,
             offload_optimizer=OptimizerOffload(**files),
             stage3=Stage3Options(sub_group_size=270_000),
         )
     return ShardDeepSpeedStrategy(
         aligned=True,
+        hooks_use_accessor=True,
         stage=3,
         offload_optimizer=OptimizerOffload(**files),
         offload_parameters=ParameterOffload(max_in_cpu=0, **files),
@@ -357,11 +359,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks() -> None:
 
 
 def averaged() -> str:
-    trainer = quiet_trainer(strategy=strategy_of("state"), max_steps=1, callbacks=[EMAWeightAveraging()])
+    trainer = quiet_trainer(strategy=strategy_of("state"), max_steps=1, callbacks=[EMACallback()])
     with pytest.raises(ConfigurationError) as caught:
         trainer.fit(TinyLM(**DEEP), loader())
     return str(caught.value)
 
 
 def test_averages_of_what_lies_in_files_are_refused() -> None:
-    assert all("EMAWeightAveraging averages what is stepped" in told for told in run_distributed(averaged, 2))
+    assert all("EMACallback averages the masters in every step" in told for told in run_distributed(averaged, 2))

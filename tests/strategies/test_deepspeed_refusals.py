@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
+from lightning_shard.callbacks import MemoryCallback, ThroughputCallback
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
+from lightning_shard.strategies import refusals
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -38,22 +43,19 @@ class DropsGradients(TinyLM):
         self.trainer.optimizers[0].zero_grad()
 
 
-class DropsByModule(TinyLM):
-    def on_after_backward(self) -> None:
-        self.head.zero_grad()
+class DropsByModule(Manual):
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        optimizer: Any = super().optimizers(use_pl_optimizer)
+        vars(optimizer)["zero_grad"] = self.zero_grad
+        return optimizer
 
 
-class ScalesLate(Manual):
-    """Changes gradients from the tenth batch on."""
+class StepsByAdagrad(TinyLM):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
 
-    def on_after_backward(self) -> None:
-        if self.global_step >= 9:
-            self.scale()
 
-    def scale(self) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= 2
+ADAGRAD = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}}
 
 
 class WithoutSchedule(TinyLM):
@@ -76,7 +78,15 @@ def refused(kind: type[TinyLM], settings: dict[str, Any], trainer: dict[str, Any
 
 
 REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
-    (TwoOptimizers, {"stage": 0}, {}, "returns 2 optimizers, but DeepSpeed's engine steps one in stage 0"),
+    (
+        TinyLM,
+        {"stage": 0},
+        {},
+        "stage is 0, which shards nothing and is the DDP engine here. Use strategy: shard_deepspeed_stage_0, or Shard",
+    ),
+    (TinyLM, {"config": {"zero_optimization": {"stage": 0}}}, {}, "stage is 0, which shards nothing and is the DDP"),
+    (StepsByAdagrad, {"stage": 1}, {}, "Adagrad, in whose place DeepSpeed puts one of its own with default"),
+    (WithoutOptimizer, {"config": ADAGRAD}, {}, "Use shard_fsdp or shard_ddp, or DeepSpeedCPUAdagrad with offload"),
     (
         TwoOptimizers,
         {"config": {"scheduler": {"type": "WarmupLR"}}},
@@ -84,18 +94,17 @@ REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
         "a scheduler section, which does not say whose",
     ),
     (Lbfgs, {}, {}, "LBFGS couples parameters"),
-    (Lbfgs, {"stage": 0}, {}, "LBFGS needs a closure that computes the loss again, but DeepSpeed steps after backward"),
     (Thaws, {}, {}, "frozen or thawed after the fit began"),
     (Thaws, {"stage": 1}, {"precision": "bf16-mixed"}, "frozen or thawed after the fit began"),
-    (DropsGradients, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),
-    (DropsByModule, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),
-    *((Keeps, {"stage": stage}, {}, "zero_grad was not called since the last step (of ") for stage in (1, 2, 3)),
+    (DropsGradients, {}, {}, "zero_grad was called between a backward pass and the optimizer's step"),
     (
-        ScalesLate,
-        {"stage": 1},
-        {"max_steps": 12},
-        "uses .grad of shift, but under ShardDeepSpeedStrategy(stage=1)",
+        DropsGradients,
+        {"aligned": True},
+        {},
+        "the optimizer's step runs DropsGradients.on_after_backward, but",
     ),
+    *((Keeps, {"stage": stage}, {}, "zero_grad of AdamW was not called since its last step") for stage in (1, 2, 3)),
+    (DropsByModule, {"stage": 1}, {}, "sees neither module.zero_grad() nor parameter.grad = None. Call"),
     (WithoutOptimizer, {}, {}, "the DeepSpeed configuration has no optimizer section"),
     (
         TinyLM,
@@ -103,11 +112,67 @@ REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
         {},
         "mesh asks for 2 replicas, but DeepSpeed shards over all processes",
     ),
-    (TinyLM, {"stage": 0, "aligned": True}, {"precision": "bf16-mixed"}, "shard_ddp_aligned"),
-    (TinyLM, {"stage": 0}, {"precision": "bf16-mixed"}, "shard_ddp"),
     (TinyLM, {"stage": 3, "accumulate_sync": "boundary"}, {}, "ZeRO stage 3 reduces accumulated gradients after each"),
     (TinyLM, {"stage": 2, "config": {"gradient_clipping": 1.0}}, {}, "gradient_clipping is 1, but the Trainer's"),
 ]
+
+
+def warned(kind: type[TinyLM], **settings: Any) -> list[str]:
+    """What is said of gradients as a fit begins."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(strategy=ShardDeepSpeedStrategy(**settings), max_steps=1, callbacks=[Inspects()]).fit(
+            kind(), loader()
+        )
+    return [str(each.message) for each in caught if "Between backward" in str(each.message)]
+
+
+class Inspects(pl.Callback):
+    """Overrides a hook ahead of backward, and reads the gradient of a tensor that is no parameter."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        x = torch.ones(2, requires_grad=True)
+        x.sum().backward()
+        assert x.grad is not None
+
+
+class Commented(TinyLM):
+    def on_after_backward(self) -> None:
+        """Where p.grad *= 0.5 stands in a text."""
+
+
+class Untouched(MemoryCallback):
+    """Its hooks are this package's own."""
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_hooks_that_are_not_between_and_those_that_use_the_accessor_run(aligned: bool) -> None:
+    assert run_distributed(warned, 1, TinyLM, aligned=aligned) == [[]]
+    assert run_distributed(warned, 1, Commented, aligned=aligned, hooks_use_accessor=True) == [[]]
+    [[said]] = run_distributed(warned, 1, Manual, aligned=aligned)
+    assert "step runs Manual.training_step, which steps by hand, but under ShardDeepSpeedStrategy .grad" in said
+
+
+def test_hooks_between_are_warned_of_under_plain_names() -> None:
+    [[said]] = run_distributed(warned, 1, Commented)
+    assert "step runs Commented.on_after_backward, but under ShardDeepSpeedStrategy .grad of a parameter is not" in said
+    assert 'full_parameters(trainer, kind="gradient") or full_tensor' in said
+    assert "set hooks_use_accessor: true (examples/guides/contract.md)" in said
+
+
+@pytest.mark.parametrize(
+    ("owner", "hook", "users"),
+    [
+        (Commented(), "on_after_backward", True),
+        (Commented(), "on_before_optimizer_step", False),
+        (LambdaCallback(on_after_backward=lambda *_: None), "on_after_backward", True),
+        (LambdaCallback(), "on_after_backward", False),
+        (Untouched(), "on_before_optimizer_step", False),
+        (ThroughputCallback(), "on_after_backward", False),
+    ],
+)
+def test_whose_hook_it_is(owner: Any, hook: str, users: bool) -> None:
+    assert refusals._is_users(hook, owner) == users
 
 
 def section(kind: str, name: str = "optimizer", **params: Any) -> dict[str, Any]:
@@ -118,7 +183,6 @@ UNKNOWN: list[tuple[type[TinyLM], dict[str, Any], str]] = [
     (WithoutOptimizer, section("AdamW", lr=0.1, momentum=0.9), "FusedAdam takes lr, bias_correction, betas, eps, adam"),
     (WithoutOptimizer, section("AdamW", lr=0.1, torch_adam=True, rho=1), "AdamW takes lr, betas, eps, weight_decay"),
     (WithoutOptimizer, section("SGD", lr=0.1, betas=[0.9, 0.99]), "unexpected keyword argument 'betas'"),
-    (WithoutOptimizer, section("Adagrad", lr=0.1, rho=1), "Adagrad takes lr, lr_decay, weight_decay"),
     (WithoutOptimizer, section("MuAdam", lr=0.1), "needs the package mup: pip install mup"),
     (
         WithoutSchedule,

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.tuner import Tuner
 
 import lightning_shard
 from lightning_shard import ConfigurationError, ShardFSDPStrategy, full_tensor
@@ -108,12 +107,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(given: str, 
     with pytest.raises(ConfigurationError, match=f"ModelCheckpoint saves into .*runs, but {taken} is no folder"):
         trainer.fit(BoringModel())
     assert trainer.global_step == 0
-
-
-def test_the_tuner_is_told_what_finds_a_batch_size() -> None:
-    trainer = Trainer(strategy="shard_fsdp", accelerator="cpu", devices=1, logger=False)
-    with pytest.raises(ConfigurationError, match=r"Use lightning_shard\.callbacks\.BatchSizeCallback"):
-        Tuner(trainer).scale_batch_size(BoringModel())
 
 
 def test_full_tensors_are_asked_for_in_a_run() -> None:

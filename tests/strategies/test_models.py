@@ -20,7 +20,7 @@ from lightning_shard.registry import PRESETS
 from tests.harness import run_distributed
 from tests.models import Final, all_parameters, llama, quiet_trainer
 
-# Without stage 0, which runs fp32 alone, and NVMe, which needs compiled kernels.
+# Without stage 0, which is DDP, and NVMe, which needs compiled kernels.
 NAMES = [name for name in PRESETS if "stage_0" not in name and "nvme" not in name]
 FEW = [
     "shard_ddp_aligned",

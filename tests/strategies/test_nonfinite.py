@@ -14,15 +14,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    EMAWeightAveraging,
-    LambdaCallback,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_shard import ConfigurationError, DataError, ShardPrecision, full_tensor
+from lightning_shard import ConfigurationError, DataError, EMACallback, ShardPrecision, full_tensor
 from lightning_shard.engines.resident import Resident
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.registry import build
@@ -35,7 +32,6 @@ ENGINES = [
     "ddp",
     "ddp_aligned",
     "fsdp",
-    "deepspeed_stage_0",
     "deepspeed_stage_1",
     "deepspeed_stage_2_offload",
     "deepspeed_stage_3",
@@ -239,27 +235,10 @@ def test_a_fit_goes_back_to_what_it_resumed_from_as_it_resumed(tmp_path: Path) -
 
 
 class ByEpoch(Model):
-    """The averages' schedule begins with the second epoch, ahead of the loss of NaN, and behind the checkpoint."""
+    """What is thawed is thawed with the second epoch, ahead of the loss of NaN, and behind the checkpoint."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return super().training_step(batch, self.trainer.fit_loop.total_batch_idx)
-
-
-def _goes_back_ahead_of_averages(folder: Path) -> Any:
-    swa, module, counts = StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=9), ByEpoch(5), []
-    note = LambdaCallback(
-        on_train_batch_start=lambda *_: counts.append(int(-1 if swa.n_averaged is None else swa.n_averaged))
-    )
-    settings = {"max_epochs": 3, "limit_train_batches": 4, "callbacks": [swa, note]}
-    _fit("fsdp", module, "rollback", steps=-1, folder=folder, every=3, **settings)
-    return counts, [step for _, step in module.seen], [round(rate, 3) for rate in module.rates]
-
-
-def test_a_fit_goes_back_ahead_of_a_stochastic_average(tmp_path: Path) -> None:
-    """Whose schedule goes on."""
-    rates = [0.1, 0.09, 0.081, 0.073, 0.066, 0.066, 0.073, 0.073] + [0.071] * 4
-    expected = [-1] * 4 + [1, 1, 0, 0] + [1] * 4, [*range(6), *range(3, 9)], rates
-    assert run_distributed(_goes_back_ahead_of_averages, 1, tmp_path) == [expected]
 
 
 class Thaws(BaseFinetuning):
@@ -297,10 +276,10 @@ def test_a_fit_goes_back_ahead_of_a_thaw(tmp_path: Path) -> None:
 def _goes_on_as_if_resumed(name: str, folder: Path) -> tuple[bool, bool]:
     """What a fit that went back does next is what a fit does that resumes from that checkpoint with that batch."""
     went_back = Model(2)
-    _fit(name, went_back, "rollback", steps=4, folder=folder, callbacks=[EMAWeightAveraging(decay=0.5)])
+    _fit(name, went_back, "rollback", steps=4, folder=folder, callbacks=[EMACallback(decay=0.5)])
     plain = Model(None)
     # The module has the averages at the end of the fit.
-    trainer = quiet_trainer(strategy=build(f"shard_{name}"), max_steps=4, callbacks=[EMAWeightAveraging(decay=0.5)])
+    trainer = quiet_trainer(strategy=build(f"shard_{name}"), max_steps=4, callbacks=[EMACallback(decay=0.5)])
     data = torch.Generator().manual_seed(0)
     pl.seed_everything(3, verbose=False)
     data = torch.randn(64, 4)

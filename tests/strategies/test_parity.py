@@ -228,10 +228,9 @@ def test_engines_agree_bitwise_in_every_combination(
     check_case(precision, model=model, strategy=strategy or {}, trainer={**clip, **(TWICE if strategy else {})})
 
 
-def zero_stages(precision: str, kwargs: Mapping[str, Any]) -> list[str]:
+def zero_stages(kwargs: Mapping[str, Any]) -> list[str]:
     """Those that reduce accumulated gradients when the case does; without accumulation all do the same."""
     early, late = (["zero_2", "zero_3", *OFFLOADED[1:]], ["zero_1", OFFLOADED[0]])
-    late = ["zero_0", *late] if precision == "32-true" else late
     if "accumulate_grad_batches" not in kwargs.get("trainer", {}):
         return late + early
     return late if kwargs.get("strategy") == BOUNDARY else early
@@ -239,7 +238,7 @@ def zero_stages(precision: str, kwargs: Mapping[str, Any]) -> list[str]:
 
 def check_case(precision: str, **kwargs: Any) -> None:
     at_boundary = kwargs.get("strategy") == BOUNDARY
-    engines = [*AT_2, *zero_stages(precision, kwargs)]
+    engines = [*AT_2, *zero_stages(kwargs)]
     # The plain name reduces at the boundary; without a low-memory precision nothing else differs from the aligned one.
     engines += ["ddp_plain"] if at_boundary and precision != "bf16-true" else []
     for runs in compare(2, engines, precision, **kwargs):

@@ -207,9 +207,9 @@ def _check_checkpointed_replicas() -> None:
             found = fit(ShardDDPStrategy(activation_checkpointing=setting), precision=precision)
             check_same(found, expected, setting)
             check_runs(found, setting, setting)
-    expected = fit(ShardDeepSpeedStrategy(stage=0))
+    expected = fit(ShardDeepSpeedStrategy(stage=1))
     for setting in ("units", "selective"):
-        found = fit(ShardDeepSpeedStrategy(stage=0, activation_checkpointing=setting))
+        found = fit(ShardDeepSpeedStrategy(stage=1, activation_checkpointing=setting))
         check_same(found, expected, setting)
         check_runs(found, setting, setting)
 

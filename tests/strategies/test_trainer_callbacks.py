@@ -14,7 +14,6 @@ import torchmetrics
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
-    EMAWeightAveraging,
     LearningRateFinder,
     LearningRateMonitor,
     ModelPruning,
@@ -22,7 +21,6 @@ from lightning.pytorch.callbacks import (
     RichModelSummary,
     RichProgressBar,
     TQDMProgressBar,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_summary import summarize
@@ -218,7 +216,6 @@ def _batch_size(strategy: str) -> None:
 def test_batch_size_finder_is_refused(strategy: str) -> None:
     for kind, message in run_distributed(refusal, 2, _batch_size, strategy):
         assert kind == "ConfigurationError"
-        assert "Tuner.scale_batch_size" in message
         assert "Use lightning_shard.callbacks.BatchSizeCallback" in message
 
 
@@ -272,26 +269,3 @@ def test_pruning_is_refused_where_it_rewrites_checkpoints() -> None:
     for error, message in run_distributed(refusal, 2, _pruned, "shard_ddp", "32-true", enable_checkpointing=True):
         assert error == "ConfigurationError"
         assert "writes other tensors than the module's own into the checkpoint" in message
-
-
-class Loading(EMAWeightAveraging):
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-
-
-def _averaged(kind: str) -> None:
-    callbacks = {"two": [EMAWeightAveraging(), WeightAveraging()], "own": [Loading()]}[kind]
-    quiet_trainer(strategy="shard_fsdp", callbacks=callbacks, max_epochs=1).fit(build(), data())
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("two", "EMAWeightAveraging and WeightAveraging average the same weights"),
-        ("own", "Loading has its own setup, which would not be called"),
-    ],
-)
-def test_averages_that_cannot_be_had_are_refused(kind: str, said: str) -> None:
-    for error, message in run_distributed(refusal, 2, _averaged, kind):
-        assert error == "ConfigurationError"
-        assert said in message

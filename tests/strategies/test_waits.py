@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_shard import EMACallback
 from lightning_shard.strategies.precision import ShardPrecision
 from tests import stand_in
 from tests.harness import run_distributed
@@ -87,7 +87,7 @@ class Weighed(Quiet):
 
 def reads(engine: str, precision: Any, more: bool = False) -> dict[str, int]:
     counted = InSteps(STEPS[0], STEPS[-1])
-    callbacks = [EMAWeightAveraging()] if more else []
+    callbacks = [EMACallback()] if more else []
     trainer = quiet_trainer(
         strategy=ENGINES[engine](**({"nonfinite": "raise", "log_grad_norm": True} if more else {})),
         plugins=[ShardPrecision(precision)],

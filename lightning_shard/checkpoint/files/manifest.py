@@ -7,14 +7,11 @@ is asked for: converting and exporting take one after the other, so that memory 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,6 +26,7 @@ from lightning_shard.checkpoint.files.layout import Directory, open_directory
 from lightning_shard.checkpoint.files.location import AnyPath, Location, StorePath, location
 from lightning_shard.checkpoint.files.stores import open_store
 from lightning_shard.text import did_you_mean, listed
+from lightning_shard.versions import installed
 
 FORMAT = "lightning_shard.checkpoint"
 FORMAT_VERSION = 8
@@ -36,7 +34,7 @@ FORMAT_VERSION = 8
 never released."""
 
 _MOST_BYTES = 1 << 30
-_LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")
+_LIBRARIES = ("python", "lightning-shard", "torch", "lightning", "deepspeed", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +195,7 @@ def _slots_by_name(tensors: Collection[str], aliases: Collection[str]) -> Iterat
 
 def library_versions() -> dict[str, str]:
     """Versions of the installed libraries that take part in a checkpoint, without importing them; torch's own build."""
-    versions = {"python": platform.python_version()}
-    for library in _LIBRARIES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[library] = importlib.metadata.version(library)
+    versions = {library: version for library in _LIBRARIES if (version := installed(library)) is not None}
     return {**versions, "torch": str(torch.__version__)}  # the package of a CUDA build may leave "+cu130" out
 
 
@@ -360,7 +355,7 @@ class Contents:
         if not self.has_averages:
             raise errors.CheckpointError(
                 "the checkpoint has no averages of weights"
-                + (" yet: no update is in them" if averages else "; callbacks such as EMAWeightAveraging take them")
+                + (" yet: no update is in them" if averages else "; EMACallback takes them")
             )
         tensors = {k: averages.get(k.removeprefix(layout.MODEL_PREFIX), t) for k, t in self.tensors.items()}
         return replace(self, tensors=tensors)

@@ -1,7 +1,7 @@
-"""DeepSpeed as an engine: ZeRO stages 0 to 3, with offload to the host or to files."""
+"""DeepSpeed as an engine: ZeRO stages 1 to 3, with offload to the host or to files."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters, refusals
 from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
+from lightning_shard.engines.external_writes import ExternalWriteCheck
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts, plain_settings
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
-from lightning_shard.engines.replicated import common_random_numbers
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.usage import SameUnits
@@ -25,12 +25,10 @@ from lightning_shard.engines.zero import layout, offload, process, running
 from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.fields import planned_facts, run_facts
 from lightning_shard.engines.zero.config.settings import ZeroSettings, check_optimizers, check_policy
-from lightning_shard.engines.zero.gradients import GradientUses
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.stepping import Carrier, OneOptimizer, SeveralOptimizers, Stepping
 from lightning_shard.engines.zero.unstepped import Unstepped
 from lightning_shard.engines.zero.values import Values, partition
-from lightning_shard.engines.zero.written import WatchedUses, Written
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD, MeshConfig, resolve_mesh
 from lightning_shard.precision.casting import install_casts
@@ -39,6 +37,7 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
 from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import named_parameters, parameter_names
+from lightning_shard.tensors.tracing import version
 
 
 class Zero(Engine):
@@ -51,6 +50,7 @@ class Zero(Engine):
     replicates = False
     follows_freezing = False
     steps_itself = True
+    shows_gradients = False
 
     _stepping: Stepping
 
@@ -70,16 +70,13 @@ class Zero(Engine):
         self._stage = settings.stage
         self.gathers_in_forward = self._stage == 3
         self._running: Running | None = None
-        self._written: Written | None = None
-        self._gradient_uses: GradientUses | None = None
+        self._writes: ExternalWriteCheck | None = None
+        self._masters_written: list[int] = []  # How often each master was, by the engine.
         self._unstepped: Unstepped | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self.upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
         self._called = f"{self.strategy}(stage={self._stage})"
-        self._uses = WatchedUses(self._called, lambda: parameter_names(self._module))
-        if self._stage == 3:
-            self.hooks = self._uses.begins, self._uses.ends
         self._failed = False
         self._closing = ExitStack()
 
@@ -152,8 +149,8 @@ class Zero(Engine):
         self._optimizers = optimizers
         several = len(optimizers) > 1
         # Several step full parameters in any case; what couples these is refused.
-        self._needs = {id(each): needs_of(each, self._run, replicated=self._stage == 0) for each in optimizers}
-        full = self._stage > 0 and any(n.full or n.loss for n in self._needs.values()) and not several
+        self._needs = {id(each): needs_of(each, self._run) for each in optimizers}
+        full = any(n.full or n.loss for n in self._needs.values()) and not several
         for each in optimizers:
             self._refuse_closure(each)
         optimizer: Optimizer | None = Carrier(optimizers) if several else next(iter(optimizers), None)
@@ -171,27 +168,21 @@ class Zero(Engine):
         running = self._start(optimizer)
         self._stepping = self._begin_stepping(running, step, rests=rests)
         self._closing.callback(self._stepping.close)
-        if running.groups:
-            self._written = Written(self._module, running, self._values)
-            self._closing.enter_context(self._written.reads_noted())
-            stepped = layout.masters(running.groups)
-            names = {p: fqn for p, fqn in parameter_names(self._module).items() if fqn in stepped}
-            self._gradient_uses = GradientUses(self._called, names, running.groups, self._stepping.drop)
-            self._closing.enter_context(self._gradient_uses.watched())
-            self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
+        self._writes = self._values.check_writes(running, self._called)
+        self._closing.callback(self._writes.close)
+        self._note_written()
+        self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
         self._closing.callback(masters.register(self._module, self))
         return list(self._optimizers), running.scheduler
 
     def replicas(self) -> dist.ProcessGroup | None:
-        return self._run.mesh[SHARD].get_group() if self._stage == 0 else None
+        return None
 
     def _refuse_closure(self, optimizer: Optimizer) -> None:
-        needs = self.needs(optimizer)
-        if needs.again or (needs.loss and self._stage == 0):
-            what = "a closure that computes the loss again" if needs.again else "the loss in its step"
+        if self.needs(optimizer).again:
             raise ConfigurationError(
-                f"{type(optimizer).__qualname__} needs {what}, but DeepSpeed steps after backward, without one. Use "
-                "shard_ddp, or another optimizer."
+                f"{type(optimizer).__qualname__} needs a closure that computes the loss again, but DeepSpeed steps "
+                "after backward, without one. Use shard_ddp, or another optimizer."
             )
 
     @property
@@ -273,35 +264,39 @@ class Zero(Engine):
         return ModuleTensors(module=self._module, stepping=self._optimizers, device=self._run.device, live=live)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._take_over()
-        return self._inside(step, *args, **kwargs)
+        self._settle_writes(together=True)
+        output = self._inside(step, *args, **kwargs)
+        if self._writes is not None and self.gathers_in_forward:
+            self._writes.refuse_writes(together=True)
+        return output
 
-    def _take_over(self) -> None:
+    def _settle_writes(self, *, together: bool) -> None:
+        """Follow the optimizer's writes to masters outside of its step, as ScheduleFree has values for training and for
+        evaluation; refuse the user's to parameters, ``together`` on all ranks.
+        """
         # Inside of a step of stage 3 parameters are gathered and freed.
-        if self._written is not None and not (self.gathers_in_forward and self._started.inside):
-            if self._uses.gathered:
-                self._written.note_places()
-                self._uses.gathered = False
-            self._written.take_over()
+        if self._writes is None or (self.gathers_in_forward and self._started.inside):
+            return
+        if self._masters_written != self._master_versions():
+            running.refresh(self._started)
+            self._note_written()
+        self._writes.refuse_writes(together=together)
+
+    def _master_versions(self) -> list[int]:
+        return [version(group.flat) for group in self._started.groups]
+
+    def _note_written(self) -> None:
+        if self._writes is not None:
+            self._masters_written = self._master_versions()
+            self._writes.note_versions()
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._take_over()
+        self._settle_writes(together=False)
         return step(*args, **kwargs) if self._running is None else self._inside(step, *args, **kwargs)
 
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        watched = self._uses.watched() if self.gathers_in_forward else nullcontext()
-        try:
-            with refusals.explained(self._called), watched, self._same_units.step():
-                output = running.run(self._started, step, *args, **kwargs)
-            if self._written is not None and self.gathers_in_forward:
-                self._written.refuse_gathered(self._called)
-            return output
-        finally:
-            self._note_gathered()
-
-    def _note_gathered(self) -> None:
-        if self._written is not None and self.gathers_in_forward:
-            self._written.note_places()
+        with refusals.explained(self._called), self._same_units.step():
+            return running.run(self._started, step, *args, **kwargs)
 
     @property
     def _started(self) -> Running:
@@ -309,10 +304,9 @@ class Zero(Engine):
         return self._running
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
-        self._stepping.check()
-        with refusals.explained(self._called), self._uses.paused():
+        self._stepping.check_backward()
+        with refusals.explained(self._called):
             running.backward(self._started, loss, call if overridden else None, **kwargs)
-        self._note_gathered()
         if self._unstepped is not None and self._run.automatic:
             self._unstepped.after_micro_batch()
 
@@ -330,7 +324,7 @@ class Zero(Engine):
             self._unstepped.finish(self._started)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
-        return self.tensors.gradients(optimizer), None if self._stage == 0 else self._run.mesh
+        return self.tensors.gradients(optimizer), self._run.mesh
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         found = self.tensors.accumulated(begin)
@@ -339,24 +333,21 @@ class Zero(Engine):
         return found if self._unstepped is None else self._unstepped.usage.so_far(found, begin)
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
-        self._take_over()
+        self._settle_writes(together=True)
         if not self._run.automatic:
             # Each backward pass is over a part of the model.
             self._finish_step()
-        replicated = self._stage == 0 and self.needs(optimizer).draws
-        gradients = nullcontext() if self._gradient_uses is None else self._gradient_uses.stepping()
-        with self._uses.paused(), gradients, common_random_numbers() if replicated else nullcontext():
-            self._stepping.step(optimizer, skip=skip, **kwargs)
-        if self._written is not None:
-            self._written.stepped()
+        self._stepping.step(optimizer, skip=skip, **kwargs)
+        self._note_written()
+        if self._writes is not None:
+            self._writes.end_step()
 
     def before_saving(self) -> None:
         if self._run.fitting:
             self._stepping.share_state()
 
     def free_gradients(self) -> None:
-        if self._stage == 0:
-            self._optimizers[0].zero_grad()
+        """Nothing: DeepSpeed drops them in its step."""
 
     def follow_freezing(self) -> nn.Module:
         raise ConfigurationError(
@@ -365,16 +356,14 @@ class Zero(Engine):
         )
 
     def before_reading(self) -> None:
-        self._take_over()
+        self._settle_writes(together=False)
 
     def begin_writing(self) -> None:
-        if self._written is not None:
-            self._written.expect_writes()
+        self._masters_written = []  # Until `publish` all ranks take the masters for changed.
 
     def publish(self) -> None:
         self._values.show(self._running, device=self._run.device)
-        if self._written is not None:
-            self._written.note()
+        self._note_written()
 
     def resumed(self) -> None:
         if self._running is not None and self._running.optimizer is not None:
@@ -390,7 +379,7 @@ class Zero(Engine):
         self._closing.close()
 
     def _stop(self) -> None:
-        self._written = None
+        self._writes = None
         # What it stepped stays, so that a checkpoint can be saved after the fit too.
         self._values.leave(self._started, device=self._run.device, communicate=not self._failed)
         running.stop(self._started)

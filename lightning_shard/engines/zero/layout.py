@@ -105,6 +105,11 @@ def is_partitioned(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_tensor")
 
 
+def is_gathered(parameter: Any) -> bool:
+    """Whether a parameter under stage 3 is full, and not being gathered."""
+    return bool(parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape)
+
+
 def in_leaf_modules(module: nn.Module) -> set[str]:
     """FQNs of the parameters in the modules that stage 3 gathers and reduces in full, whatever of them runs."""
     from deepspeed.utils import z3_leaf_module
@@ -124,6 +129,13 @@ def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
         if z3_leaf_module(part) or own - inside:
             found.append((fqn, part))
     return found
+
+
+def gathered_with(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that stage 3 gathers for one of `gathered_modules`, as its own."""
+    from deepspeed.utils import z3_leaf_module
+
+    return module.parameters(recurse=z3_leaf_module(module))
 
 
 def gathers_for(module: nn.Module) -> bool:

@@ -14,17 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from lightning_shard.private_names import TESTED, require
+from lightning_shard.engines.zero.internals import require_internals
+from lightning_shard.versions import TESTED, numbers
 
 
-def require_tested_version() -> None:
-    """Refuse a DeepSpeed whose inner workings may be others, or that is missing (ImportError)."""
+def refuse_older_version() -> None:
+    """Refuse a DeepSpeed that is older than what was tested, or that is missing (ImportError). A newer one may run."""
     import deepspeed
 
-    if ".".join(deepspeed.__version__.split(".")[:2]) != TESTED["deepspeed"]:
+    lowest = TESTED["deepspeed"][0]
+    if numbers(deepspeed.__version__) < numbers(lowest):
         raise ImportError(
             f"DeepSpeed {deepspeed.__version__} is installed, but lightning_shard works on the engine's own objects "
-            f"and was tested with DeepSpeed {TESTED['deepspeed']}.x. Install one of these."
+            f"and needs DeepSpeed {lowest} or newer: pip install 'deepspeed>={lowest}'"
         )
 
 
@@ -55,7 +57,7 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.utils import groups, logger
 
-    _require_private_names()
+    require_internals()
     functions, others = {name: getattr(functional, name) for name in ("linear", "embedding")}, ExitStack()
     others.callback(logger.setLevel, logger.level)
     others.callback(os.environ.update, {name: os.environ[name] for name in _VARIABLES if name in os.environ})
@@ -102,27 +104,6 @@ def group_of_hpz(size: int) -> dist.ProcessGroup | None:
 
 
 _VARIABLES = ("LOCAL_SIZE", "LOCAL_RANK")
-
-
-def _require_private_names() -> None:
-    """Look for what this folder uses of DeepSpeed's private names, once it is imported."""
-    import deepspeed
-    from deepspeed.ops.op_builder.builder import OpBuilder
-    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-    from deepspeed.utils import groups
-
-    engine, stage_3 = deepspeed.DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3
-    require(engine, "_backward_epilogue _backward_prologue _backward_prologue_per_tensor _broadcast_model")
-    require(engine, "_running_engine_backward")
-    require(deepspeed.zero.Init, "_convert_to_deepspeed_param")
-    require(OpBuilder, "_loaded_ops")
-    require(OptimizerSwapper, "_get_param_swap_info")
-    require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer")
-    require(stage_3, "_offload_grad_partition_at_boundary _prepare_sub_group")
-    require(stage_3, "_reassign_or_swap_out_partitioned_parameters")
-    require(groups, "_get_zero_param_intra_parallel_group _release_process_group_references")
 
 
 _connected: dict[str, object] = {}  # The process group that DeepSpeed's globals belong to.

@@ -45,7 +45,7 @@ class Running:
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's optimizer around the user's; the user's own in stage 0."""
+        """DeepSpeed's optimizer around the user's."""
         return self.engine.optimizer
 
 
@@ -67,18 +67,17 @@ def start(
     section = config.get("scheduler")
     before = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
     trainable = [p for p in module.parameters() if p.requires_grad]
-    with _adagrad_hidden(optimizer):
-        engine, *_ = deepspeed.initialize(
-            # Else the device of index LOCAL_RANK (`DeepSpeedEngine._set_distributed_vars`).
-            args=None if device.index is None else Namespace(device_rank=device.index),
-            model=StepRoot(module),
-            optimizer=optimizer,
-            model_parameters=trainable if optimizer is None and "optimizer" in config else None,
-            config=dict(config),
-            # By itself it hands its own optimizer to a schedule of torch's, which takes torch's alone.
-            lr_scheduler=section and partial(schedule_of, section),
-            dist_init_required=False,
-        )
+    engine, *_ = deepspeed.initialize(
+        # Else the device of index LOCAL_RANK (`DeepSpeedEngine._set_distributed_vars`).
+        args=None if device.index is None else Namespace(device_rank=device.index),
+        model=StepRoot(module),
+        optimizer=optimizer,
+        model_parameters=trainable if optimizer is None and "optimizer" in config else None,
+        config=dict(config),
+        # By itself it hands its own optimizer to a schedule of torch's, which takes torch's alone.
+        lr_scheduler=section and partial(schedule_of, section),
+        dist_init_required=False,
+    )
     stage = int(config["zero_optimization"]["stage"])
     running = Running(engine=engine, stage=stage, scheduler=engine.lr_scheduler, foresees_steps=foresees_steps)
     set_boundary(running, True)
@@ -89,38 +88,13 @@ def start(
         replace_hooks(_offload_of(engine.optimizer), engine.device)
     if engine.basic_optimizer is not None:
         running.optimizer = engine.basic_optimizer
-        if stage == 0:
-            # Gradients are the parameters' own, and the user's to drop.
-            engine.zero_grad = lambda: None
-        else:
-            swapping.show(engine.optimizer)
-            running.groups = layout.with_frozen(layout.flat_groups(engine.optimizer, names), before, names)
-            if isinstance(optimizer, torch.optim.Adagrad):
-                made = torch.optim.Adagrad([group.flat for group in running.groups], **optimizer.defaults)
-                optimizer.state.clear()
-                optimizer.state.update(made.state)
-            _take_over_steps(running)
-            _show_masters(running, True)
+        swapping.show(engine.optimizer)
+        running.groups = layout.with_frozen(layout.flat_groups(engine.optimizer, names), before, names)
+        _take_over_steps(running)
+        _show_masters(running, True)
         if stage == 3:
             running.saved = SavedWeights(module.parameters(), engine.module.ds_inflight_param_registry)
     return running
-
-
-@contextmanager
-def _adagrad_hidden(optimizer: Any) -> Generator[None, None, None]:
-    """Have DeepSpeed step torch's Adagrad itself: for its class, as that makes its state in its constructor, DeepSpeed
-    puts a new one with default hyperparameters in its place (``initialize_optimizer_states``). Meanwhile it is of
-    torch's base class; `start` puts what the constructor would have made of the partitions into its state.
-    """
-    own = type(optimizer)
-    if not issubclass(own, torch.optim.Adagrad):
-        yield
-        return
-    optimizer.__class__ = Optimizer
-    try:
-        yield
-    finally:
-        optimizer.__class__ = own
 
 
 def _show_masters(running: Running, shown: bool) -> None:
@@ -193,13 +167,12 @@ def backward(running: Running, loss: Tensor, call: Callable[[Tensor], None] | No
     it.
     """
     engine = running.engine
-    # Else it takes a backward of the module's own for one that its hooks are to end, which those of stage 0 and of
-    # 16 bits in stage 1 never do.
+    # Else it takes a backward of the module's own for one that its hooks are to end, which those of 16 bits in stage 1
+    # never do.
     engine._running_engine_backward = True
     if running.inside:
         # DeepSpeed learns of a backward pass from the outputs of its forward, which do not exist yet.
-        if running.stage > 0:
-            running.zero.clear_backward_seen_flag()
+        running.zero.clear_backward_seen_flag()
         engine._backward_prologue()
     if call is None:
         engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -232,20 +205,16 @@ def finish_accumulation(running: Running) -> None:
 
 def step(running: Running, *, skip: bool) -> None:
     """Step, or drop the gradients, which are zero afterwards; forward sees the new parameters. All ranks call it.
-    Without a backward pass since the last step stages 1 to 3 have nothing to do.
+    Without a backward pass since the last step there is nothing to do.
     """
-    if running.groups and not running.pending:
+    if not running.pending:
         return
     running.overflow = skip
     if running.stage == 3:
-        if running.groups:
-            layout.wait_for_gradients(running.zero)
+        layout.wait_for_gradients(running.zero)
         _show_masters(running, False)
-    # Stage 0 has no word for a skipped step.
-    with replaced_step(running.zero) if skip and running.stage == 0 else nullcontext():
-        running.engine.step()
-    if running.groups:
-        layout.drop_gradients(running.zero)
+    running.engine.step()
+    layout.drop_gradients(running.zero)
     if running.saved is not None and not skip:
         running.saved.changed()
     swapping.show(running.zero)

@@ -78,7 +78,9 @@ class SavedWeights:
     def _part(self, parameter: Any, tensor: Tensor) -> _Part | None:
         """The position of ``tensor`` in the parameter; None: its memory is not the parameter's now."""
         same = tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-        if not (same and _is_gathered(parameter) and parameter.is_contiguous() and tensor.dtype == parameter.dtype):
+        if not (
+            same and layout.is_gathered(parameter) and parameter.is_contiguous() and tensor.dtype == parameter.dtype
+        ):
             return None
         offset = int(tensor.storage_offset() - parameter.storage_offset())
         return _Part(parameter, tensor.size(), tensor.stride(), offset, version(parameter), self._changes)
@@ -93,7 +95,7 @@ class SavedWeights:
             )
         if part.version != version(parameter):
             raise _changed_in_place(parameter, version(parameter), part.version)
-        data = parameter.detach() if _is_gathered(parameter) else self._gathered(parameter)
+        data = parameter.detach() if layout.is_gathered(parameter) else self._gathered(parameter)
         return data.as_strided(part.size, part.stride, data.storage_offset() + part.offset)
 
     @torch.no_grad()
@@ -109,11 +111,6 @@ class SavedWeights:
         # What was gathered stays for as long as backward refers to it.
         parameter.partition()
         return data
-
-
-def _is_gathered(parameter: Any) -> bool:
-    """Whether a parameter under stage 3 is full, and not being gathered."""
-    return parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape
 
 
 def _give(packed: tuple[Tensor, int]) -> Tensor:

@@ -53,21 +53,32 @@ class FlatTensors:
         self.running, self.values = started, values
         self._module, self._device = module, device
         self._whole: dict[Optimizer, WholeSteps] = {}  # Of each optimizer that steps full parameters.
+        self._stepped: set[Optimizer] = set()  # Those that have stepped since their last ``zero_grad``.
         # Listed while no forward ran: stage 3 gathers what is read off a module in the middle of its forward, and takes
         # it for a parameter that the module needs from then on.
         self._parameters: list[Tensor] = list(module.parameters())
         closing = ExitStack()
         self._closing, self.close = closing, closing.close
 
-    def _take_over_zero_grad(self, optimizer: Optimizer, fqns: Collection[str], drop: Callable[[str], None]) -> None:
+    def _take_over_zero_grad(self, optimizer: Optimizer, drop: Callable[[], None]) -> None:
         """Have the optimizer's ``zero_grad`` drop its gradients; the memory that they are offloaded to must stay."""
 
         def zero_grad(set_to_none: bool = True) -> None:
-            for fqn in fqns:
-                drop(fqn)
+            drop()
+            self._stepped.discard(optimizer)
 
         vars(optimizer)["zero_grad"] = zero_grad
         self._closing.callback(vars(optimizer).pop, "zero_grad")
+
+    def _check_dropped(self, optimizer: Optimizer) -> None:
+        """Refuse a step, or a backward pass, to which gradients of the optimizer's last step belong."""
+        if optimizer in self._stepped:
+            raise ConfigurationError(
+                f"zero_grad of {type(optimizer).__name__} was not called since its last step: torch would add to that "
+                "step's gradients, or step on them again, but DeepSpeed has dropped them, and sees neither "
+                "module.zero_grad() nor parameter.grad = None. Call optimizer.zero_grad() after each step, or use "
+                "shard_ddp or shard_fsdp."
+            )
 
     def masters(self) -> Mapping[str, LiveTensor]:
         return self.values.tensors(self.running)
@@ -126,29 +137,19 @@ class OneOptimizer(FlatTensors):
         assert started.optimizer is not None
         if whole is not None:
             self._whole[started.optimizer] = whole
-        self._fqns = set(layout.masters(started.groups))
-        # Whose gradients of the last step DeepSpeed has dropped, and torch would keep until ``zero_grad``.
-        self._stepped: set[str] = set()
-        if started.groups:
-            self._take_over_zero_grad(started.optimizer, self._fqns, self.drop)
+        self._optimizer = started.optimizer
+        self._take_over_zero_grad(started.optimizer, self._refuse_drop)
 
-    def drop(self, fqn: str) -> None:
-        """Follow the user, who drops a gradient. ConfigurationError: it was not stepped on."""
+    def _refuse_drop(self) -> None:
+        """ConfigurationError: the gradients that ``zero_grad`` drops were not stepped on."""
         if self.running.pending:
             raise ConfigurationError(
-                f"The gradient of {fqn} was dropped (zero_grad, parameter.grad = None) between a backward pass and the "
-                "optimizer's step, but DeepSpeed has reduced it by then and can't drop it. Drop it after the step."
+                "zero_grad was called between a backward pass and the optimizer's step, but DeepSpeed has reduced the "
+                "gradients by then and can't drop them. Call it after the step."
             )
-        self._stepped.discard(fqn)
 
-    def check(self) -> None:
-        """Refuse a backward pass or a step to which gradients of the last step belong."""
-        if self._stepped:
-            raise ConfigurationError(
-                f"zero_grad was not called since the last step (of {min(self._stepped)}, for one): torch would add to "
-                "that step's gradients, or step on them again, but DeepSpeed has dropped them. Call "
-                "optimizer.zero_grad() after each step, or use shard_ddp or shard_fsdp."
-            )
+    def check_backward(self) -> None:
+        self._check_dropped(self._optimizer)
 
     def gradient(self, fqn: str, parameter: Tensor) -> FlatTensor | None:
         return layout.gradient_of(self.running.zero, self.running.groups, fqn) if self.running.pending else None
@@ -161,8 +162,8 @@ class OneOptimizer(FlatTensors):
         running.finish_accumulation(self.running)
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
-        self.check()
-        self._stepped = set(self._fqns)
+        self._check_dropped(self._optimizer)
+        self._stepped.add(self._optimizer)
         if self.running.pending and not skip:
             for whole in self._whole.values():
                 whole.step(**kwargs)
@@ -202,10 +203,10 @@ class SeveralOptimizers(FlatTensors):
             ]
             self._own[optimizer] = [shard.fqn for shard in own]
             self._whole[optimizer] = WholeSteps(optimizer, own, step=optimizer.step, group=group, device=device)
-            self._take_over_zero_grad(optimizer, self._own[optimizer], self.drop)
+            self._take_over_zero_grad(optimizer, partial(self._drop, self._own[optimizer]))
 
-    def check(self) -> None:
-        """Nothing: gradients are kept until they are dropped, as torch keeps them."""
+    def check_backward(self) -> None:
+        """Nothing: other optimizers' gradients are kept until they are dropped, as torch keeps them."""
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -223,9 +224,10 @@ class SeveralOptimizers(FlatTensors):
         running.step(self.running, skip=True)
         layout.clear_sums(self.running.zero)
 
-    def drop(self, fqn: str) -> None:
+    def _drop(self, fqns: Iterable[str]) -> None:
         self.collect()
-        self._held.pop(fqn, None)
+        for fqn in fqns:
+            self._held.pop(fqn, None)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         return [self._held[fqn] for fqn in self._own[optimizer] if fqn in self._held]
@@ -239,6 +241,8 @@ class SeveralOptimizers(FlatTensors):
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         """Step one optimizer; forward sees the new values."""
+        self._check_dropped(optimizer)
+        self._stepped.add(optimizer)
         if skip:
             return
         self.collect()

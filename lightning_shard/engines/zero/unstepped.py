@@ -38,7 +38,7 @@ class Unstepped:
         # Sums over micro-batches that lie on the host go into the step with the gradient of the last one, and keep the
         # last step's where the first has none (``async_accumulate_grad_in_cpu_via_gpu``).
         self._first: Set[str] | None = None  # What the first micro-batch of this step has used.
-        self._sums_on_host = running.stage > 0 and layout.is_offloaded(running.zero)
+        self._sums_on_host = layout.is_offloaded(running.zero)
         # Without it all gradients are reduced, zeros where there is none.
         self._compares = reduce = getattr(running.zero, "independent_gradient_partition_epilogue", None)
         if reduce:
@@ -69,12 +69,9 @@ class Unstepped:
             return
         varies = self._steps > 0 and before != self._unused and not self._rests
         self._steps += 1
-        if running.stage == 0:
-            for fqn in self._unused:
-                self._parameters[fqn].grad = None
-        elif varies or not self.usage.partly - self._unused <= self._together:
+        if varies or not self.usage.partly - self._unused <= self._together:
             raise _differ(self.usage.partly | (before ^ self._unused if varies else frozenset()))
-        elif self._unused and not self._rests and not self._keeps:
+        if self._unused and not self._rests and not self._keeps:
             self._keep(running)
 
     def taken(self) -> Set[str]:

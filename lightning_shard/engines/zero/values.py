@@ -7,12 +7,14 @@ parameter is full for a moment in the dtype that it was loaded in; the rank copi
 parameter and lets DeepSpeed shard it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.engines.external_writes import ExternalWriteCheck, Seen
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import layout, swapping
@@ -91,12 +93,41 @@ class Values:
         shapes = {fqn: layout.full_shape(p) for fqn, p in self.parameters.items() if fqn in self.kept}
         return {fqn: FlatTensor(shapes[fqn], part.data.dtype, [part]) for fqn, part in self.kept.items()}
 
+    def seen(self, running: zero.Running, unit: nn.Module | None) -> Iterator[Seen]:
+        """What of this module the user's writes would be lost in: under stage 3 everything, or all in ``unit``, one of
+        those that it gathers for; else what is stepped, and what was cast.
+        """
+        if running.stage == 3:
+            # What it rounds on its way to the ranks (qwZ, DeepSpeed's own autocast) has other values than the shards.
+            rounds = running.engine.zero_quantized_weights() or running.engine.torch_autocast_enabled()
+            for fqn, parameter in self.parameters.items() if unit is None else self._inside[unit]:
+                if layout.is_gathered(parameter) and not rounds:
+                    start, length = layout.own_range(parameter)
+                    own = parameter.detach().reshape(-1)[start : start + length]
+                    yield Seen(fqn, parameter, own, swapping.shard_of(parameter)[:length])
+                else:
+                    yield Seen(fqn, parameter)
+            return
+        lasting = [(m.fqn, m.start, part) for m, part in layout.shards(running.groups) if m.stepped]
+        for fqn, start, part in (*lasting, *((fqn, part.start, part.data) for fqn, part in self.kept.items())):
+            parameter = self.parameters[fqn]
+            yield Seen(fqn, parameter, parameter.detach().reshape(-1)[start : start + part.numel()], part)
+
+    def check_writes(self, running: zero.Running, strategy: str) -> ExternalWriteCheck:
+        """The check of a fit under ``strategy`` that begins. All ranks call it."""
+        gathered = layout.gathered_modules(self._module) if running.stage == 3 else []
+        names = {parameter: fqn for fqn, parameter in self.parameters.items()}
+        self._inside = {m: [(names[p], p) for p in layout.gathered_with(m)] for _, m in gathered}
+        check = ExternalWriteCheck(strategy, partial(self.seen, running), self._inside)
+        check.note_versions()
+        return check
+
     @torch.no_grad()
     def show(self, running: zero.Running | None, *, device: torch.device) -> None:
         """Let forward see values that were changed from outside. All ranks call it."""
         for parameter, data in self._rounded.values():
             parameter.data = data.to(parameter.dtype)
-        if running is None or running.stage == 0:
+        if running is None:
             return
         parameters: dict[str, Any] = dict(self.parameters)
         for fqn, tensor in self._frozen_tensors().items():

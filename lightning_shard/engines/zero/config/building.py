@@ -124,15 +124,7 @@ def _data_types(config: dict[str, Any], facts: RunFacts, problems: list[str]) ->
     if given not in (None, model):
         problems.append(f"data_types.param_dtype is {given!r}, but the Trainer's precision computes in {model}")
     given = _dtype_name(types.get("grad_accum_dtype"))
-    if get(config, f"{ZERO}.stage") == 0:
-        # DeepSpeed raises NotImplementedError for anything else.
-        if given not in (None, model):
-            problems.append(f"data_types.grad_accum_dtype is {given!r}, but stage 0 sums gradients in {model} only")
-        types.pop("grad_accum_dtype", None)
-    else:
-        types["grad_accum_dtype"] = given or short(facts.policy.accumulate)
-    if not types:
-        del config["data_types"]
+    types["grad_accum_dtype"] = given or short(facts.policy.accumulate)
     communicated = config.get("communication_data_type", AUTO)
     config["communication_data_type"] = short(facts.policy.reduce) if communicated == AUTO else communicated.lower()
 
@@ -182,7 +174,7 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
 
 
 _BY_POLICY = ("communication_data_type", "data_types.grad_accum_dtype")
-"""What the policy has set already, in fp32 under aligned; stage 0 takes no ``grad_accum_dtype``."""
+"""Set by the policy already, in fp32 under aligned."""
 
 
 def differ(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:

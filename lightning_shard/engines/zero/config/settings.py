@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from lightning_shard.engines.engine import PlannedRun
 from lightning_shard.engines.zero.config import fields as typed
@@ -62,7 +62,7 @@ class ZeroSettings:
 
     @property
     def stage(self) -> int:
-        """0 to 3."""
+        """1 to 3; 0 in a file, which is refused."""
         stage: int = get(self.merged, f"{ZERO}.stage")
         return stage
 
@@ -134,17 +134,23 @@ def _merge(fields: typed.DeepSpeedFields, problems: list[str]) -> dict[str, Any]
 
 def check_optimizers(settings: ZeroSettings, optimizers: Sequence[Optimizer]) -> None:
     """Refuse what ``configure_optimizers`` makes where DeepSpeed can't step it (ConfigurationError)."""
-    if len(optimizers) > 1 and (settings.stage == 0 or settings.optimizer_device == "nvme"):
-        where = "in stage 0" if settings.stage == 0 else "with the optimizer offloaded to NVMe"
+    if len(optimizers) > 1 and settings.optimizer_device == "nvme":
         raise ConfigurationError(
-            f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one {where}. "
-            "Use another stage without NVMe, or shard_ddp."
+            f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one with the "
+            "optimizer offloaded to NVMe. Use device: cpu, or shard_ddp."
         )
     if len(optimizers) > 1 and "scheduler" in settings.merged:
         raise ConfigurationError(
             f"configure_optimizers returns {len(optimizers)} optimizers, but the DeepSpeed configuration has a "
             "scheduler section, which does not say whose learning rate it sets. Return schedules from "
             "configure_optimizers, and remove the section."
+        )
+    section = get(settings.merged, "optimizer.type") if not optimizers else None
+    is_adagrad = len(optimizers) == 1 and isinstance(optimizers[0], Adagrad)
+    if is_adagrad or (str(section).lower() == "adagrad" and settings.optimizer_device == "none"):
+        raise ConfigurationError(
+            "The optimizer is torch's Adagrad, in whose place DeepSpeed puts one of its own with default "
+            "hyperparameters. Use shard_fsdp or shard_ddp, or DeepSpeedCPUAdagrad with offload_optimizer."
         )
     if not optimizers and "optimizer" not in settings.merged:
         raise ConfigurationError(
@@ -213,11 +219,6 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
         problems.append(
             f"offload_parameters is {asked.parameter_device!r} with stage {stage}, but only stage 3 shards, and so can "
             "offload, parameters. Set stage: 3, or remove it"
-        )
-    if asked.optimizer_device != "none" and stage == 0:
-        problems.append(
-            f"offload_optimizer is {asked.optimizer_device!r} with stage 0, but only stages 1 to 3 shard, and so can "
-            "offload, optimizer state. Set stage: 1 or more, or remove it"
         )
     for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
         section = zero.get(key, {})
@@ -324,12 +325,6 @@ def _check_contract(merged: Mapping[str, Any], problems: list[str]) -> None:
 def check_policy(asked: ZeroSettings, run: PlannedRun) -> None:
     """Refuse a precision that DeepSpeed can't do with these settings, before training (PrecisionError)."""
     policy = run.policy
-    if asked.stage == 0 and short(policy.compute) != "fp32":
-        raise PrecisionError(
-            f"precision is {run.precision!r} with DeepSpeed stage 0, which sums and reduces gradients in 16 bits "
-            f"there. Use shard_ddp{'_aligned' if run.aligned else ''}, which replicates everything as well and runs "
-            "every precision, or '32-true'."
-        )
     low_fp16 = policy.is_low_memory and short(policy.master) == "fp16"
     if low_fp16 and asked.optimizer_device == "none":
         raise PrecisionError(

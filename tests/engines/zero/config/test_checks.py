@@ -69,27 +69,23 @@ def test_the_contract_is_pinned_not_left_to_defaults() -> None:
 
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bool, aligned: bool) -> None:
-    offloaded = OptimizerOffload() if offload and stage else None
+    offloaded = OptimizerOffload() if offload else None
     fields = DeepSpeedFields(stage=stage, offload_optimizer=offloaded)
     settings_of(fields, aligned=aligned)
     facts = run_facts(precision, aligned=aligned)
     policy = facts.policy
-    if (stage == 0 and precision != "32-true") or (precision == "16-true" and not aligned and not offload):
-        named = ("shard_ddp_aligned" if aligned else "shard_ddp,") if stage == 0 else "shard_deepspeed_stage_2_offload"
-        with pytest.raises(PrecisionError, match=named):
+    if precision == "16-true" and not aligned and not offload:
+        with pytest.raises(PrecisionError, match="shard_deepspeed_stage_2_offload"):
             configured(fields, facts)
         return
     taken = accepted(configured(fields, facts))
     assert taken.float16_config.enabled == (policy.compute == torch.float16)
     assert taken.bfloat16_config.enabled == (policy.compute == torch.bfloat16)
     assert taken.communication_data_type == policy.reduce
-    if stage:
-        assert taken.grad_accum_dtype == short(policy.accumulate)
-    else:
-        assert taken.grad_accum_dtype is None
+    assert taken.grad_accum_dtype == short(policy.accumulate)
     low = policy.is_low_memory
     assert taken.bfloat16_config.bf16_master_weights_and_grads == (low and policy.master == torch.bfloat16)
     assert taken.bfloat16_config.bf16_optimizer_states == (low and policy.master == torch.bfloat16)
@@ -106,10 +102,10 @@ def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bo
 
 
 def test_a_precision_is_refused_before_the_run_is_known() -> None:
-    asked = settings_of(DeepSpeedFields(stage=0))
-    with pytest.raises(PrecisionError, match=r"DeepSpeed stage 0, .* Use shard_ddp_aligned,"):
-        check_policy(asked, run_facts("bf16-mixed", aligned=True))
-    check_policy(asked, run_facts("32-true", aligned=True))
+    asked = settings_of(DeepSpeedFields(stage=2))
+    with pytest.raises(PrecisionError, match=r"masters are fp16 with DeepSpeed stage 2, .* Use shard_deepspeed"):
+        check_policy(asked, run_facts("16-true", aligned=False))
+    check_policy(asked, run_facts("16-true", aligned=True))
 
 
 @pytest.mark.parametrize(
@@ -132,11 +128,6 @@ def test_a_precision_is_refused_before_the_run_is_known() -> None:
             "keeps masters in fp32: 16-bit masters are precision 'bf16-true'",
         ),
         ({"data_types": {"param_dtype": "half"}}, "bf16-mixed", "data_types.param_dtype is 'fp16', but the Trainer's"),
-        (
-            {"data_types": {"grad_accum_dtype": "bf16"}, ZERO: {"stage": 0}},
-            "32-true",
-            "grad_accum_dtype is 'bf16', but stage 0 sums gradients in fp32 only",
-        ),
     ],
 )
 def test_a_precision_that_contradicts_the_trainer(config: dict[str, Any], precision: str, text: str) -> None:

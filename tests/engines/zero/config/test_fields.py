@@ -153,7 +153,6 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
             {"offload_parameters": ParameterOffload()},
             "offload_parameters is 'cpu' with stage 2, but only stage 3 shards",
         ),
-        ({"stage": 0, "offload_optimizer": OptimizerOffload()}, "offload_optimizer is 'cpu' with stage 0, but"),
         (
             {"stage": 2, "offload_optimizer": OptimizerOffload(device="nvme", nvme_path="/x")},
             "offload_optimizer is 'nvme' with stage 2, but NVMe needs stage 3",

@@ -1,0 +1,153 @@
+"""Writes to parameters that no optimizer makes, where an engine keeps shards or masters of them: looked for in a fit's
+first steps and refused, as they would be lost. And the setter of ``DTensor.data``, which torch does not have.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.engines._fsdp2 import full_parameters, gathered_parameters, units_of
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.full import own_part
+from lightning_shard.tensors.tracing import version
+from lightning_shard.text import listed
+
+_DATA: Any = Tensor.data  # The descriptor.
+_open: list[object] = []  # Of engines, which may end in any order.
+
+
+@contextmanager
+def assigned_in_place() -> Generator[None, None, None]:
+    """Let ``parameter.data = value`` write the shard of a DTensor inside."""
+    own = object()
+    _open.append(own)
+    DTensor.data = property(_DATA.__get__, _write_shard)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _open.remove(own)
+        if not _open:
+            del DTensor.data
+
+
+@torch.no_grad()
+def _write_shard(parameter: DTensor, value: Tensor) -> None:
+    if not isinstance(value, DTensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
+        raise ConfigurationError(
+            f"parameter.data is set to a {type(value).__name__} of {tuple(value.shape)} and {value.dtype}, but the "
+            f"parameter is sharded, of {tuple(parameter.shape)} and {parameter.dtype}: the value must be computed "
+            "from sharded parameters and have their shape and dtype. Use set_full_tensor for a full value."
+        )
+    placed = value.redistribute(parameter.device_mesh, parameter.placements)
+    parameter.to_local().copy_(placed.to_local())
+
+
+class Seen(NamedTuple):
+    """A parameter as forward sees it, with this rank's part of that and the value that lasts, if these are to be
+    compared.
+    """
+
+    fqn: str
+    parameter: Tensor
+    own: Tensor | None = None
+    kept: Tensor | None = None
+
+
+class ExternalWriteCheck:
+    """Looks for such writes in the first three steps of a fit. All ranks make it and call its methods, in one order.
+
+    Autograd counts writes in place without reading the device, but none to ``parameter.data``: there values are
+    compared, for which a device is waited for.
+    """
+
+    STEPS = 3
+
+    def __init__(
+        self,
+        strategy: str,
+        see: Callable[[nn.Module | None], Iterable[Seen]],
+        units: Iterable[nn.Module] = (),
+        versions: Mapping[str, int] | None = None,
+    ) -> None:
+        """``see`` gives the parameters of one of ``units``, or all that are there; ``versions`` are their counts of
+        writes as the fit begins. Units release their parameters in a hook after their forward.
+        """
+        self._strategy, self._see = strategy, see
+        self._versions = dict(versions or {})
+        self._written: set[str] = set()
+        self._steps = 0
+        self._closing = ExitStack()
+        for unit in units:
+            # Ahead of the engine's own hook, which releases.
+            hook = unit.register_forward_hook(partial(self._after_forward, unit), prepend=True)
+            self._closing.callback(hook.remove)
+        self.close = self._closing.close
+
+    def note_versions(self) -> None:
+        """The engine itself has written parameters."""
+        if self._steps < self.STEPS:
+            self._versions.update({seen.fqn: version(seen.parameter) for seen in self._see(None)})
+
+    def end_step(self) -> None:
+        self._steps += 1
+        self.note_versions()
+        if self._steps == self.STEPS:
+            self.close()
+
+    def refuse_writes(self, *, together: bool) -> None:
+        """ConfigurationError: the user wrote to parameters. With ``together`` all ranks call it, and all raise."""
+        if self._steps >= self.STEPS:
+            return
+        self._look(None)
+        found = Ranks.of().gather(self._written) if together else [self._written]
+        if names := set[str]().union(*found):
+            raise ConfigurationError(
+                f"Written to by no optimizer (such as by clamp_, or through parameter.data): {listed(sorted(names))}. "
+                f"Under {self._strategy} that is a copy of shards or masters, and the write is lost: write between "
+                "steps with lightning_shard.full_parameters(trainer, write=True) or set_full_tensor "
+                "(examples/guides/contract.md), or use shard_ddp in '32-true'."
+            )
+
+    def _after_forward(self, unit: nn.Module, *forward: Any) -> None:
+        self._look(unit)
+
+    @torch.no_grad()
+    def _look(self, unit: nn.Module | None) -> None:
+        compared: list[Seen] = []
+        for seen in self._see(unit):
+            if version(seen.parameter) != self._versions.get(seen.fqn, 0):
+                self._written.add(seen.fqn)
+            elif seen.own is not None and seen.own.numel():
+                compared.append(seen)
+        self._written.update(seen.fqn for seen, same in zip(compared, _same(compared), strict=True) if not same)
+
+
+def _same(seen: Sequence[Seen]) -> list[bool]:
+    """Whether the two values of each are equal, NaN too. A device is waited for once."""
+    found = []
+    for each in seen:
+        assert each.own is not None
+        assert each.kept is not None
+        there = each.kept.to(each.own.device, non_blocking=True).to(each.own.dtype)
+        found.append(((each.own == there) | (each.own.isnan() & there.isnan())).all())
+    return torch.stack(found).tolist() if found else []
+
+
+def check_gathered(strategy: str, root: nn.Module, names: Mapping[Tensor, str]) -> ExternalWriteCheck:
+    """The check of what FSDP2's units under ``root`` gather; ``names`` are those of the shards."""
+    units = units_of(root)
+
+    def see(unit: Any) -> Iterator[Seen]:
+        for module in units if unit is None else [unit]:
+            for shard, full, _ in gathered_parameters(module):
+                yield Seen(names[shard], full, own_part(full.detach(), shard), shard.to_local())
+
+    # FSDP keeps the objects that it gathers into, and its own writes are not counted.
+    versions = {names[shard]: version(full) for unit in units for shard, full, _ in full_parameters(unit)}
+    return ExternalWriteCheck(strategy, see, units, versions)

@@ -1,0 +1,154 @@
+"""What the package sets on objects by name, which classes it exchanges, and what of others' code it looks at.
+
+Found are calls of ``setattr``, assignments to ``__class__``, uses of ``__code__``, ``sys._getframe``,
+``inspect.currentframe`` and ``inspect.getsource``, and torch's modes that see every function or operator. Each function
+that has one stands in the table with its reason, and has to leave it with the last of them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_shard
+
+PACKAGE = Path(lightning_shard.__file__).parent
+MODES = ("TorchFunctionMode", "TorchDispatchMode")
+LOOKS = ("__code__", "_getframe", "currentframe", "getsource")
+
+# File, function or class ("" is the module's own level) and kind, to the reason.
+FOUND = {
+    ("_lightning/loops.py", "_count_ended_epochs", "setattr"): "counters of Lightning's progress, by their names",
+    ("arguments.py", "checked_fields.decorate", "setattr"): "the constructor of a dataclass of this package",
+    (
+        "engines/_dtensors.py",
+        "InFull.answer",
+        "setattr",
+    ): "methods of DTensor, and the setter of its data, which torch lacks",
+    ("engines/_fsdp2.py", "hook_gathered", "setattr"): "hooks of a parameter on the gathered one",
+    ("engines/_fsdp2.py", "put_hooks", "setattr"): "hooks of a parameter on its shard",
+    (
+        "engines/materialize.py",
+        "Materializer._replace_meta_tensors",
+        "setattr",
+    ): "a module's tensors in the place of those on meta",
+    ("engines/materialize.py", "Materializer.fill", "setattr"): "a module's shards in the place of tensors on meta",
+    ("engines/observed.py", "observed", "setattr"): "properties that see uses of gradients",
+    ("engines/observed.py", "user", "currentframe"): "who uses a gradient",
+    ("engines/optimizer_probe.py", "copy_of", "setattr"): "values of a copied optimizer",
+    ("engines/transforms.py", "_of_its_class", "__code__"): "a name of its own for each compiled class of units",
+    ("engines/zero/gradients.py", "GradientUses.watched", "__class__"): "masters whose gradients are seen being used",
+    ("engines/zero/gradients.py", "_changes_gradients", "getsource"): "whether a hook writes to gradients",
+    ("engines/zero/layout.py", "accumulated", "setattr"): "DeepSpeed's attribute of a gradient so far",
+    ("engines/zero/running.py", "_adagrad_hidden", "__class__"): "an Adagrad that DeepSpeed would step by itself",
+    ("engines/zero/running.py", "_take_over_steps", "setattr"): "DeepSpeed's flag of an overflow",
+    ("engines/zero/values.py", "partition", "setattr"): "buffers of a module, on the device",
+    ("engines/zero/written.py", "WatchedUses", "TorchFunctionMode"): "uses of parameters that a hook may write to",
+    (
+        "meters/flops.py",
+        "NumbersReadAsOne",
+        "TorchDispatchMode",
+    ): "a step is counted on the meta device, which has no numbers",
+    ("meters/flops.py", "_Redirect", "TorchFunctionMode"): "attention is counted by operators that have a count",
+    ("meters/throughput.py", "Waiting.start", "setattr"): "collectives of torch, which are timed",
+    ("meters/throughput.py", "Waiting.detach", "setattr"): "they are put back",
+    ("planning/operators.py", "OperatorTimes", "TorchDispatchMode"): "operators of a traced step",
+    ("precision/float8.py", "install_float8", "__class__"): "layers that compute in float8, as torchao makes them",
+    ("precision/float8.py", "_take_back", "__class__"): "they are put back",
+    (
+        "precision/ledger/recorder.py",
+        "WatchReductions.__torch_dispatch__",
+        "currentframe",
+    ): "which reductions are the engine's",
+    ("private_names.py", "wrap", "setattr"): "functions of DeepSpeed's engine, on the instance",
+    ("private_names.py", "_set_on_instances", "__code__"): "which attributes a library's constructors set",
+    ("resume/metrics.py", "_write", "setattr"): "states of metrics",
+    ("resume/metrics.py", "_write_extra", "setattr"): "values of metrics that are no states",
+    ("resume/reachable.py", "closure", "__code__"): "generators that a function holds",
+    ("resume/reachable.py", "named_globals", "__code__"): "generators that a function names",
+    ("resume/rng.py", "", "setattr"): "states of generators, which are attributes",
+    ("resume/samplers.py", "Attributes.write", "setattr"): "attributes of a sampler",
+    ("resume/shape.py", "Delegating.__setattr__", "setattr"): "an attribute of the loader that is wrapped",
+    (
+        "run/full_tensors.py",
+        "load_from_checkpoint",
+        "__class__",
+    ): "the class of a module that Lightning has built by a subclass",
+    ("strategies/refusals.py", "refuse_loss", "__code__"): "file and line of a training_step, in an error",
+    ("tensors/fake.py", "_FakeInputs", "TorchDispatchMode"): "tensors that a traced step makes",
+    ("tensors/names.py", "replace_tensors", "setattr"): "other tensors in a module, for a call",
+    ("tensors/names.py", "replace_tensors.restore", "setattr"): "they are put back",
+    ("tensors/tracing.py", "", "TorchDispatchMode"): "its name in torch, for all modules",
+    ("tensors/tracing.py", "Watching", "TorchDispatchMode"): "operators of a step that is traced",
+}
+
+
+def _names(target: ast.expr) -> Iterator[str]:
+    """The attributes that an assignment sets."""
+    if isinstance(target, ast.Tuple | ast.List):
+        for each in target.elts:
+            yield from _names(each)
+    elif isinstance(target, ast.Attribute):
+        yield target.attr
+
+
+def kinds_of(node: ast.AST) -> Iterator[str]:
+    """What a node is of the things that are looked for, if any."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+        yield "setattr"
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any("__class__" in _names(target) for target in targets):
+            yield "__class__"
+    elif isinstance(node, ast.Attribute) and node.attr in (*LOOKS, *MODES):
+        yield node.attr
+    elif isinstance(node, ast.Name) and node.id in (*LOOKS, *MODES) and isinstance(node.ctx, ast.Load):
+        yield node.id
+    elif isinstance(node, ast.Constant) and node.value in ("__class__", "__code__", *MODES):
+        yield str(node.value)
+
+
+def interceptions(tree: ast.AST, scope: str = "") -> Iterator[tuple[str, str]]:
+    """Function or class, and kind, of each that is below a node; annotations are left out."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if isinstance(node, ast.AST):
+                inner = scope
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    inner = f"{scope}.{node.name}" if scope else node.name
+                yield from ((inner, kind) for kind in kinds_of(node))
+                yield from interceptions(node, inner)
+
+
+def test_what_is_left_stands_in_the_table() -> None:
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), *each)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for each in interceptions(ast.parse(path.read_text()))
+    }
+    assert sorted(found - FOUND.keys()) == [], "write it in another way, or give the reason"
+    assert sorted(FOUND.keys() - found) == [], "not there any more"
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds"),
+    [
+        ("def f():\n    setattr(a, 'b', 1)", [("f", "setattr")]),
+        ("class A:\n    def f(self):\n        a.__class__ = B", [("A.f", "__class__")]),
+        ("a.b, a.__class__ = 1, B", [("", "__class__")]),
+        ("setattr(a, '__class__', B)", [("", "setattr"), ("", "__class__")]),
+        ("g.__code__ = f.__code__", [("", "__code__"), ("", "__code__")]),
+        ("import sys\nsys._getframe(1)", [("", "_getframe")]),
+        ("from inspect import currentframe\ncurrentframe()", [("", "currentframe")]),
+        ("class M(overrides.TorchFunctionMode): ...", [("M", "TorchFunctionMode")]),
+        ("class M(TorchDispatchMode): ...", [("M", "TorchDispatchMode")]),
+        ("def f(mode: TorchDispatchMode) -> str:\n    return type(mode.__class__).__name__", []),
+    ],
+)
+def test_each_kind_is_found(source: str, kinds: list[tuple[str, str]]) -> None:
+    assert list(interceptions(ast.parse(source))) == kinds

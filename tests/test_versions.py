@@ -1,0 +1,73 @@
+"""The tested versions: one table that pyproject.toml and the README agree with, and what is newer than it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_shard import versions
+from lightning_shard.engines.zero import process
+from lightning_shard.versions import TESTED, installed, newer_than_tested, numbers
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("library", TESTED)
+def test_pyproject_requires_the_lowest_and_caps_none(library: str) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    form = r'^requires-python = "(.*)"$' if library == "python" else rf'^    "{library}([<>=!~].*?)(?:;.*)?",$'
+    assert re.findall(form, project, re.MULTILINE) == [f">={TESTED[library][0]}"]
+
+
+@pytest.mark.parametrize("name", ["Python", "torch", "Lightning", "DeepSpeed"])
+def test_the_readme_says_the_same(name: str) -> None:
+    lowest, newest = TESTED[name.lower()]
+    row = rf"^\| {name} \| {re.escape(lowest)} or newer, tested to {re.escape(newest)}[ ,]"
+    assert len(re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("library", TESTED)
+def test_what_is_installed_lies_in_the_range(library: str) -> None:
+    lowest, newest = TESTED[library]
+    found = installed(library)
+    assert found is not None
+    assert numbers(lowest) <= numbers(found)
+    assert numbers(found)[:2] <= numbers(newest)[:2]
+
+
+def test_a_range_in_words() -> None:
+    assert versions.tested("torch") == " to ".join(TESTED["torch"])
+    assert versions.tested("deepspeed") == TESTED["deepspeed"][0]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_newer"),
+    [
+        ("2.15.0", False),
+        ("2.15.7+cpu", False),  # a patch
+        ("2.15.0a0+git1234", False),
+        ("2.13.0", False),
+        ("2.16.0", True),
+        ("2.16.0.dev20260801+cpu", True),
+        ("2.100", True),
+        ("3", True),
+        (None, False),
+    ],
+)
+def test_what_is_newer(version: str | None, is_newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TESTED, "torch", ("2.13.0", "2.15.0"))
+    monkeypatch.setattr(versions, "installed", lambda library: version if library == "torch" else TESTED[library][1])
+    assert newer_than_tested() == ({"torch": version} if is_newer else {})
+
+
+def test_an_older_deepspeed_is_refused_and_a_newer_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    for version in ("0.19.8", "0.19.9+git", "0.20.0", "1.0"):
+        monkeypatch.setattr(deepspeed, "__version__", version)
+        process.refuse_older_version()
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
+    with pytest.raises(ImportError, match=r"DeepSpeed 0\.19\.7 is .* needs DeepSpeed 0\.19\.8 or newer: pip install"):
+        process.refuse_older_version()
