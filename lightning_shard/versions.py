@@ -5,7 +5,7 @@ import platform
 import re
 
 TESTED = {
-    "python": ("3.11", "3.14"),
+    "python": ("3.11", "3.13"),
     "torch": ("2.13.0", "2.15.0"),
     "lightning": ("2.6.4", "2.6.6"),
     "deepspeed": ("0.19.8", "0.19.8"),
