@@ -10,7 +10,8 @@ from the next epoch's order.
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
@@ -123,9 +124,15 @@ def keep_out_signal_handlers(replacements: Replacements, trainer: Trainer) -> No
     replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
-def forget_loaded_checkpoint(trainer: Trainer) -> None:
-    """Forget the checkpoint of a resume that failed, from which the Trainer's next run would go on."""
-    trainer._checkpoint_connector._loaded_checkpoint = {}
+@contextmanager
+def ending(replacements: Replacements, trainer: Trainer) -> Generator[None, None, None]:
+    """Put back what a run has replaced once the body has ended the run, with an error or without."""
+    try:
+        yield
+    finally:
+        replacements.restore()
+        # Of a resume that failed: the trainer's next run would go on with it.
+        trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
 # When a run stops

@@ -179,8 +179,10 @@ def take_over(
         return str(chosen.path) if isinstance(chosen, OpenCheckpoint) else chosen
 
     callbacks.choose_checkpoint(replacements, trainer, choose)
-    if preemption.signals and fitting:
-        preemption.take_over_signals()  # which end the process elsewhere
+    if preemption.signals:
+        loops.keep_out_signal_handlers(replacements, trainer)
+        if fitting:
+            preemption.take_over_signals()  # which end the process elsewhere
 
 
 GoBack = Callable[[Callable[[str], None]], None]

@@ -193,8 +193,6 @@ class ShardStrategy(ParallelStrategy):
         trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
         refusals.refuse_trainer(trainer)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
-        if self._preemption.signals:
-            loops.keep_out_signal_handlers(self._replacements, trainer)
         parts.fit.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
         super().setup_environment()
         processes.share_cores(self.num_processes)
@@ -415,7 +413,7 @@ class ShardStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         assert self.accelerator is not None
-        try:
+        with loops.ending(self._replacements, self._module.trainer):
             self._ledger.stop()
             self.checkpoints.end()
             self.model = self.lightning_module
@@ -427,9 +425,6 @@ class ShardStrategy(ParallelStrategy):
             self._preemption.give_signals_back()
             self._data.end_of_run()
             self._watch.end()  # after all that other ranks may wait for
-        finally:
-            self._replacements.restore()
-            loops.forget_loaded_checkpoint(self._module.trainer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
