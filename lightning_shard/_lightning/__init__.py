@@ -26,6 +26,7 @@ _REQUIRED = (
     (LightningModule, "_current_fx_name _device_mesh"),
     (stock.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _monitor_candidates"),
     (stock.ModelCheckpoint, "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint"),
+    (stock.ModelSummary, "_max_depth _summary"),
     (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
     # Modules, for the private classes in them.
@@ -57,6 +58,7 @@ REPLACED = {
     "ModelCheckpoint.on_train_batch_end": "saves come after an optimizer step",
     "ModelCheckpoint.on_train_end": "saves come after an optimizer step, or at the end",
     "ModelCheckpoint.on_validation_end": "saves come after an optimizer step",
+    "ModelSummary._summary": "Lightning counts parameters that ZeRO-3 has sharded under its own strategy alone",
     "Profiler.start": "what the main thread does is noted, and a meter sums up the seconds of some actions",
     "Profiler.stop": "what the main thread does is noted, and a meter sums up the seconds of some actions",
     "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.model_summary import DeepSpeedSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning import Replacements
@@ -27,6 +28,13 @@ def watches_zero_grad(trainer: Trainer) -> bool:
     return any(is_overridden(hook, module) for hook in hooks) or any(
         is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in callbacks_of(trainer)
     )
+
+
+def count_partitioned(replacements: Replacements, trainer: Trainer) -> None:
+    """Let ``ModelSummary`` callbacks count parameters that ZeRO-3 has sharded, as under Lightning's own strategy."""
+    for callback in callbacks_of(trainer, stock.ModelSummary):
+        summary = lambda _, module, depth=callback._max_depth: DeepSpeedSummary(module, max_depth=depth)  # noqa: E731
+        replacements.replace(callback, "_summary", summary)
 
 
 _TRAINABLE = "trainable_parameters"

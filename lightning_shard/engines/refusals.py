@@ -196,10 +196,10 @@ def different_branches(how: str) -> ConfigurationError:
     )
 
 
-def not_gathered(strategy: str, user: str = "The step") -> ConfigurationError:
-    """What to say of a step, or another ``user``, that uses parameters which ``strategy`` has sharded at that time."""
+def not_gathered(strategy: str) -> ConfigurationError:
+    """What to say of a step that uses parameters which ``strategy`` has sharded at that time."""
     return ConfigurationError(
-        f"{user} uses parameters that {strategy} has not gathered at that time: it gathers those of a module for "
+        f"The step uses parameters that {strategy} has not gathered at that time: it gathers those of a module for "
         "its own forward and backward pass. For a sum over self.parameters() use the optimizer's weight_decay, or "
         "compute it in the modules; take gradients of gradients after the step's other forward passes; read and write "
         "values between steps with full_tensor and set_full_tensor; or use shard_deepspeed_stage_2, or shard_ddp in "

@@ -211,9 +211,13 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
         trainer.accumulate_grad_batches = keeps
 
 
-def settle_fit(replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints, async_save: bool | str) -> None:
+def settle_fit(
+    replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, async_save: bool | str
+) -> None:
     """In a fit let errors through, log sharded tensors in full, validate at one time, save between steps."""
     callbacks.let_errors_through(replacements, trainer)
+    if engine.gathers_in_forward and not engine.follows_freezing:
+        callbacks.count_partitioned(replacements, trainer)
     saver = checkpoints.saver
     if async_save:
         callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)

@@ -34,6 +34,7 @@ from lightning_shard.meters.memory import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.memory import Memory, explain_out_of_memory
+from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.text import listed
 
 
@@ -183,15 +184,17 @@ and the module's ``configure_gradient_clipping``. It drops gradients ahead of ba
 """
 
 
-def refuse_gradient_hooks(trainer: Trainer, strategy: str, *, aligned: bool) -> None:
-    """Refuse hooks of users between backward and the step, under a strategy whose parameters do not have their
-    gradients then: a ConfigurationError on every rank if ``aligned``, else a warning, as of a step by hand.
+def refuse_gradient_hooks(trainer: Trainer, engine: Engine, settings: CommonSettings) -> None:
+    """Refuse hooks of users between backward and the step, under an engine whose parameters do not have their
+    gradients then: a ConfigurationError on every rank under ``aligned``, else a warning, as of a step by hand.
     """
-    module = trainer.lightning_module
+    if engine.shows_gradients or settings.hooks_use_accessor:
+        return
+    module, strategy = trainer.lightning_module, type(trainer.strategy).__name__
     found = [(module, hook) for hook in (*_GRADIENT_HOOKS, "configure_gradient_clipping")]
     found += [(callback, hook) for callback in callbacks.callbacks_of(trainer) for hook in _GRADIENT_HOOKS]
     names = [f"{type(owner).__name__}.{hook}" for owner, hook in found if _is_users(hook, owner)]
-    refused = aligned and bool(names)
+    refused = settings.aligned and bool(names)
     if not module.automatic_optimization:
         names.append(f"{type(module).__name__}.training_step, which steps by hand")
     if not names:

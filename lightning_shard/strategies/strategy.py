@@ -255,9 +255,8 @@ class ShardStrategy(ParallelStrategy):
             checked = f"{type(self).__name__} in precision {plan.precision!r}"
             parts.check_untested_versions(checked, self.check_arithmetic, aligned=self.aligned)
             refusals.refuse_callbacks(trainer, engine, checked)
-            if not (engine.shows_gradients or self._settings.hooks_use_accessor):
-                refusals.refuse_gradient_hooks(trainer, type(self).__name__, aligned=self.aligned)
-            parts.fit.settle_fit(self._replacements, trainer, self.checkpoints, self.async_save)
+            refusals.refuse_gradient_hooks(trainer, engine, self._settings)
+            parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
             parts.fit.before_sharding(trainer, module, self._layer_sync)
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
         log_graphs(self._replacements, trainer)
