@@ -23,6 +23,7 @@ from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
+from lightning_shard.checkpoint.hyperparameters import KEYS, plain_hyperparameters
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.optimizer_state import check_savable, own_values
 from lightning_shard.checkpoint.save import digests_of_frozen, training_state, write_portable
@@ -91,7 +92,7 @@ class Checkpoints(CheckpointIO):
     def check(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint of a fit can be saved with, where there will be some. ConfigurationError:
         optimizers' state. CheckpointError: an object store for what is no directory, Hugging Face's layout,
-        hyperparameters and callbacks' states that won't load.
+        callbacks' states that won't load. Hyperparameters that no checkpoint can have are named in a warning.
         """
         stock = False
         for callback in trainer.checkpoint_callbacks:
@@ -105,9 +106,16 @@ class Checkpoints(CheckpointIO):
                 Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
         if trainer.checkpoint_callbacks:
             check_savable(self._engine.tensors.optimizers(), fqns(self.module))
-            owners = {"hyper_parameters": self.module, "datamodule_hyper_parameters": vars(trainer).get("datamodule")}
             if not is_overridden("on_save_checkpoint", self.module):  # which may convert them
+                owners = dict(zip(KEYS, (self.module, vars(trainer).get("datamodule")), strict=True))
                 state = {key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()}
+                state, left_out = plain_hyperparameters(state)
+                if left_out:
+                    rank_zero_warn(
+                        f"Checkpoints are saved without the hyperparameters {listed(left_out)}, which no reader could "
+                        "open without running code. Leave them out with save_hyperparameters(ignore=[...]), and give "
+                        "them to load_from_checkpoint as arguments."
+                    )
                 encode_trainer_state({**state, "callbacks": _first_states(trainer)}, stock=stock)
 
     # Save
@@ -144,7 +152,8 @@ class Checkpoints(CheckpointIO):
         averaging = self.averaging
         if averaging is not None:
             checkpoint = averaging.saved(checkpoint)
-        checkpoint = {**checkpoint, **self._engine.notes()}
+        checkpoint, _ = plain_hyperparameters(checkpoint)
+        checkpoint |= self._engine.notes()
         leave_out = self._offered.left_out(checkpoint.pop("state_dict"))
         left = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen()
         base = left if self._base is None else self._base  # What was trained, and is frozen now, is in no other place.

@@ -54,6 +54,11 @@ def encode_trainer_state(state: Mapping[str, Any], *, stock: bool = False) -> by
     )
 
 
+def can_be_saved(value: Any) -> bool:
+    """Whether ``trainer.pt`` can have ``value`` in it."""
+    return _encode(value)[1] is None or _encode(_plain(value, stock=False))[1] is None
+
+
 def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, Any]:
     """The contents of ``trainer.pt``, as of `decode_state`."""
     return decode_state(directory.read(TRAINER_STATE, manifest.files), directory.path / TRAINER_STATE)
