@@ -79,7 +79,7 @@ _STRATEGIES = "lightning.pytorch.strategies"
 _OTHERS = {
     "pytorch_lightning.strategies": (
         "StrategyRegistry",
-        "pytorch_lightning's; import lightning.pytorch in its place, also where the LightningModule is",
+        "pytorch_lightning's; import lightning_shard.pytorch_lightning ahead of it, or lightning.pytorch in its place",
     ),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "Fabric; use the Trainer, or Fabric's own strategies"),
 }

@@ -18,7 +18,7 @@ PACKAGE = Path(lightning_shard.__file__).parent
 
 # From the top down; a part imports from its own row and those below it. "" is the package's own __init__.
 LAYERS = (
-    {"", "__main__", "commands", "tools", "hugging_face"},
+    {"", "__main__", "commands", "tools", "hugging_face", "pytorch_lightning"},
     {"registry"},
     {"strategies"},
     {"run"},

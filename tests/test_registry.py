@@ -144,7 +144,7 @@ def test_every_name_has_a_line_in_the_tables_for_readers() -> None:
 @pytest.mark.parametrize(
     ("module", "table", "said"),
     [
-        ("pytorch_lightning.strategies", "StrategyRegistry", "pytorch_lightning's; import lightning.pytorch"),
+        ("pytorch_lightning.strategies", "StrategyRegistry", "pytorch_lightning's; import lightning_shard.pytorch"),
         ("lightning.fabric.strategies", "STRATEGY_REGISTRY", "Fabric; use the Trainer"),
     ],
 )
