@@ -9,7 +9,7 @@ Importing this package imports Lightning and registers the strategy names there,
   ZeroPlusPlus, UnitRule
 - precision: ShardPrecision, PrecisionPolicy, LossScaling, Float8
 - an average of the weights: EMACallback
-- functions: full_parameters, full_tensor, set_full_tensor, load_from_checkpoint, load_pretrained
+- functions: full_parameters, full_tensor, set_full_tensor, unshard, load_from_checkpoint, load_pretrained
 - the command line: ShardCLI
 - errors: ShardError and what ``lightning_shard.errors`` derives from it
 - ``lightning_shard.callbacks``: ThroughputCallback, MemoryCallback, RunPageCallback,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
     from lightning_shard.run.full_tensors import full_parameters, full_tensor, load_from_checkpoint, set_full_tensor
+    from lightning_shard.run.unshard import unshard
     from lightning_shard.strategies.ddp import ShardDDPStrategy
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
@@ -58,7 +59,7 @@ __all__ = [
     "ParameterOffload", "PrecisionContractError", "PrecisionError", "PrecisionPolicy", "PreemptionConfig",
     "ShardCLI", "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError", "ShardFSDPStrategy",
     "ShardPrecision", "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__",
-    "full_parameters", "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor",
+    "full_parameters", "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor", "unshard",
 ]  # fmt: skip
 
 # Public names, whose modules import engines or jsonargparse.
@@ -74,6 +75,7 @@ _MODULES = {
     "precision.loss_scale": "LossScaling",
     "precision.policy": "PrecisionPolicy",
     "run.full_tensors": "full_parameters full_tensor load_from_checkpoint set_full_tensor",
+    "run.unshard": "unshard",
     "strategies.ddp": "ShardDDPStrategy",
     "strategies.deepspeed": "ShardDeepSpeedStrategy",
     "strategies.fsdp": "ShardFSDPStrategy",

@@ -56,6 +56,7 @@ def test_exact_public_names() -> None:
         "load_from_checkpoint",
         "load_pretrained",
         "set_full_tensor",
+        "unshard",
     ]
     assert [name for name in lightning_shard.__all__ if not hasattr(lightning_shard, name)] == []
     assert set(lightning_shard.__all__) <= set(dir(lightning_shard))

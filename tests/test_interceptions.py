@@ -51,6 +51,7 @@ FOUND = {
     ("meters/throughput.py", "Waiting.detach", "setattr"): "they are put back",
     ("planning/operators.py", "OperatorTimes", "TorchDispatchMode"): "operators of a traced step",
     ("precision/float8.py", "install_float8", "__class__"): "layers that compute in float8, as torchao makes them",
+    ("engines/unsharding.py", "_remove_marks", "__class__"): "FSDP2 gave the module a class of its own",
     ("precision/float8.py", "_take_back", "__class__"): "they are put back",
     (
         "precision/ledger/recorder.py",

@@ -27,9 +27,9 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 # Modules, why they need them, and all the private names that they use.
 USES = {
     "_lightning/callbacks.py": (
-        "what a run resumes from, links, saves that wait",
-        "_checkpoint_connector _every_n_train_steps _link_checkpoint _monitor_candidates _save_last_checkpoint"
-        " _save_topk_checkpoint _should_skip_saving_checkpoint",
+        "what a run resumes from, links, saves that wait, a summary's count",
+        "_checkpoint_connector _every_n_train_steps _link_checkpoint _max_depth _monitor_candidates"
+        " _save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint _summary",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers, a fit's way back to a checkpoint",
@@ -78,6 +78,10 @@ USES = {
     "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
+    "engines/unsharding.py": (
+        "a dict of parameters that an engine has replaced, the modules that FSDP2 takes for sharded",
+        "_composable_state _module_state_mapping _parameters",
+    ),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
     "engines/zero/layout.py": (

@@ -343,13 +343,21 @@ def _seen_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 attributes[name] = before
 
 
+OWN_FORWARD = "_shard_own_forward"
+"""Where a module keeps the ``forward`` that was set on itself, or None, while another is in its place."""
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Put ``forward`` in the place of the module's own; returns a function that puts back what was there."""
     before = module.__dict__.get("forward")
+    is_first = OWN_FORWARD not in module.__dict__
+    module.__dict__.setdefault(OWN_FORWARD, before)
     module.forward = forward
 
     def undo() -> None:
         module.__dict__.pop("forward", None)
+        if is_first:
+            module.__dict__.pop(OWN_FORWARD, None)
         if before is not None:
             module.forward = before
 

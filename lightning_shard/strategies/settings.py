@@ -48,6 +48,7 @@ class CommonArguments(TypedDict, total=False):
     sample_seeds: bool | None
     resume_hyperparameters: ResumeHyperparameters
     hooks_use_accessor: bool
+    unshard_after_fit: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,8 @@ class CommonSettings:
             ``training_step`` that steps by hand, read and write gradients with ``full_parameters`` or ``full_tensor``
             alone, or not at all. Under ZeRO, where ``.grad`` of a parameter is not the reduced gradient, such hooks are
             refused under ``aligned``, and all else is warned of.
+        unshard_after_fit: make a plain module with full parameters on the host, as `lightning_shard.unshard` does, when
+            a fit ends. The optimizers, which stepped the shards, go: the Trainer saves their state during the fit.
     """
 
     mesh: MeshConfig
@@ -121,6 +124,7 @@ class CommonSettings:
     sample_seeds: bool | None = None
     resume_hyperparameters: ResumeHyperparameters = "checkpoint"
     hooks_use_accessor: bool = False
+    unshard_after_fit: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "preemption", self.preemption or PreemptionConfig())

@@ -30,6 +30,7 @@ from lightning_shard.engines import self_check
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
+from lightning_shard.engines.unsharding import make_plain
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger.record import Ledger
@@ -418,6 +419,9 @@ class ShardStrategy(ParallelStrategy):
             self.model = self.lightning_module
             if self._engine is not None:
                 self._engine.close(failed=self._failed)
+                if self._settings.unshard_after_fit and self._fits and not self._failed:
+                    make_plain(self._module, device=torch.device("cpu"))
+                    self._reset_optimizers_and_schedulers()  # of the shards
             self._environment.teardown()  # not the parents', which moves the module to the host: it may be sharded
             self.precision_plugin.teardown()
             self.accelerator.teardown()

@@ -145,8 +145,13 @@ def outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Itera
 
 def class_name(module: nn.Module) -> str:
     """The name of a module's own class, also once an engine has put its own class in front (``FSDPBlock``)."""
+    return own_class(module).__name__
+
+
+def own_class(module: nn.Module) -> Any:
+    """The class of a module without one that an engine has put in front."""
     own = (c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed"))
-    return next(c.__name__ for c in own if c.__module__ != "abc")
+    return next(c for c in own if c.__module__ != "abc")
 
 
 def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> Callable[[], None]:

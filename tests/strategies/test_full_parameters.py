@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_shard import full_parameters
+from lightning_shard import full_parameters, registry
 from lightning_shard.registry import PRESETS
 from tests.compiled import NVME, need
 from tests.harness import ROOT, run_distributed
@@ -73,6 +73,8 @@ def fit(
     pl.seed_everything(1, verbose=False)
     module, used = Taught(), Idioms(chosen, fault)
     settings = {"max_steps": 4, "gradient_clip_val": 0.5, "callbacks": [used], **flags}
+    if isinstance(strategy, str):
+        strategy = registry.build(strategy, hooks_use_accessor=True)
     trainer = quiet_trainer(strategy=strategy, precision=precision, **settings)
     trainer.fit(module, loader())
     assert set(used.nan) <= {False, None}
@@ -81,7 +83,7 @@ def fit(
 
 
 def fit_all(engines: list[str], *args: Any) -> dict[str, Any]:
-    return {engine: fit(ENGINES[engine](aligned=True), *args) for engine in engines}
+    return {engine: fit(ENGINES[engine](aligned=True, hooks_use_accessor=True), *args) for engine in engines}
 
 
 def fit_names(names: list[str], *args: Any) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""Making a plain module of one that an engine has sharded and let go of: its own classes, full parameters, no hooks."""
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.precision.casting import OWN_FORWARD
+from lightning_shard.private_names import require
+from lightning_shard.tensors.flat import FlatTensor, LiveTensor
+from lightning_shard.tensors.full import gather_full
+from lightning_shard.tensors.names import named_parameters, own_class
+
+require(nn.Module, "_parameters")
+require(_composable_state, "_module_state_mapping")
+
+_MASTERS = "_shard_zero_masters"
+_MARKS = ("_shard", "__composable_api", "ds_")
+_MARKED = {"_external_params", "_fsdp_use_orig_params", "_is_fsdp_managed_module", "_original_parameters"}
+"""Attributes that FSDP2, DeepSpeed and this package set on modules, by their beginning and by name."""
+
+
+def make_plain(root: nn.Module, *, device: torch.device, keep: bool = True) -> None:
+    """Give the modules under ``root`` their own classes and full parameters on ``device``, with the values that were
+    stepped; without ``keep`` this rank's parameters are on the meta device. All ranks call it, with no engine running.
+    """
+    parameters, masters = named_parameters(root), vars(root).get(_MASTERS)
+    made: dict[Any, nn.Parameter] = {}
+    for fqn, parameter in parameters.items():
+        live = _live(fqn, parameter, masters)
+        full = live.detach() if isinstance(live, Tensor) and not isinstance(live, DTensor) else _gather(live)
+        made[parameter] = nn.Parameter(full.to(device if keep else "meta"), parameter.requires_grad)
+    for module in list(root.modules()):
+        own = {n: made[p] for n, p in module.named_parameters(recurse=False, remove_duplicate=False)}
+        absent = {name: None for name, parameter in dict.items(module._parameters) if parameter is None}
+        _remove_marks(module)
+        vars(module)["_parameters"] = {**own, **absent}
+    if keep:
+        root.to(device)
+
+
+def _live(fqn: str, parameter: Any, masters: Any) -> LiveTensor:
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter
+    if masters is None:
+        raise ConfigurationError(
+            "the masters of what stage 3 has sharded are with the LightningModule: give that, and take its part then."
+        )
+    from lightning_shard.engines.zero import layout
+
+    if fqn in masters:
+        return FlatTensor(layout.full_shape(parameter), masters[fqn].data.dtype, [masters[fqn]])
+    return layout.shard(parameter)
+
+
+def _gather(live: LiveTensor) -> Tensor:
+    reduces_on_host = "gloo" in dist.get_backend()
+    device = torch.device("cpu") if reduces_on_host else torch.device("cuda", torch.cuda.current_device())
+    return gather_full(live, device=device)
+
+
+def _remove_marks(module: nn.Module) -> None:
+    attributes = vars(module)
+    forward: Callable[..., Any] | None = attributes.get(OWN_FORWARD)
+    if OWN_FORWARD in attributes:
+        attributes.pop("forward", None)
+    for name, value in list(attributes.items()):
+        if name in _MARKED or name.startswith(_MARKS) or _is_engines(value):
+            del attributes[name]
+        elif isinstance(value, dict):  # hooks, among others
+            for key in [key for key, each in dict.items(value) if _is_engines(each)]:
+                del value[key]
+    module.__class__ = own_class(module)
+    _composable_state._module_state_mapping.pop(module, None)  # Else FSDP2 can't shard it once more.
+    if forward is not None:
+        attributes["forward"] = forward
+
+
+def _is_engines(value: Any) -> bool:
+    """Whether ``value`` is a function or a class that an engine made, whatever it wraps."""
+    value = getattr(value, "hook", value)  # in torch's object for some hooks
+    while isinstance(value, partial | MethodType):
+        value = value.func if isinstance(value, partial) else value.__func__
+    if isinstance(value, FunctionType):
+        maker = value.__globals__["__name__"]
+    elif isinstance(value, type):
+        maker = value.__module__
+    else:
+        return False
+    return maker.startswith(("lightning_shard.", "deepspeed.", "torch.distributed."))
