@@ -24,13 +24,6 @@ FOUND = {
     ("_lightning/loops.py", "_count_ended_epochs", "setattr"): "counters of Lightning's progress, by their names",
     ("arguments.py", "checked_fields.decorate", "setattr"): "the constructor of a dataclass of this package",
     (
-        "engines/_dtensors.py",
-        "InFull.answer",
-        "setattr",
-    ): "methods of DTensor, and the setter of its data, which torch lacks",
-    ("engines/_fsdp2.py", "hook_gathered", "setattr"): "hooks of a parameter on the gathered one",
-    ("engines/_fsdp2.py", "put_hooks", "setattr"): "hooks of a parameter on its shard",
-    (
         "engines/materialize.py",
         "Materializer._replace_meta_tensors",
         "setattr",
@@ -38,7 +31,6 @@ FOUND = {
     ("engines/materialize.py", "Materializer.fill", "setattr"): "a module's shards in the place of tensors on meta",
     ("engines/optimizer_probe.py", "copy_of", "setattr"): "values of a copied optimizer",
     ("engines/transforms.py", "_of_its_class", "__code__"): "a name of its own for each compiled class of units",
-    ("engines/zero/layout.py", "accumulated", "setattr"): "DeepSpeed's attribute of a gradient so far",
     ("engines/zero/running.py", "_take_over_steps", "setattr"): "DeepSpeed's flag of an overflow",
     ("engines/zero/values.py", "partition", "setattr"): "buffers of a module, on the device",
     (
@@ -62,10 +54,6 @@ FOUND = {
     ("private_names.py", "_codes", "__code__"): "which attributes a library's constructors set",
     ("resume/metrics.py", "_write", "setattr"): "states of metrics",
     ("resume/metrics.py", "_write_extra", "setattr"): "values of metrics that are no states",
-    ("resume/reachable.py", "closure", "__code__"): "generators that a function holds",
-    ("resume/reachable.py", "named_globals", "__code__"): "generators that a function names",
-    ("resume/rng.py", "", "setattr"): "states of generators, which are attributes",
-    ("resume/samplers.py", "Attributes.write", "setattr"): "attributes of a sampler",
     ("resume/shape.py", "Delegating.__setattr__", "setattr"): "an attribute of the loader that is wrapped",
     (
         "run/full_tensors.py",

@@ -27,7 +27,7 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 # Modules, why they need them, and all the private names that they use.
 USES = {
     "_lightning/callbacks.py": (
-        "what a run resumes from, links, saves that wait, a summary's count",
+        "what a run resumes from, links, saves that wait, the summary under ZeRO-3",
         "_checkpoint_connector _every_n_train_steps _link_checkpoint _max_depth _monitor_candidates"
         " _save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint _summary",
     ),
@@ -60,23 +60,17 @@ USES = {
         "_build_params_for_reducer _autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets"
         " _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
     ),
-    "engines/_dtensors.py": (
-        "operators of DTensors that torch asks of each shard, or has for plain tensors alone",
-        "_C _custom_op_handlers _dispatch_get_all_op_names _foreach_max _foreach_norm _local_tensor _op_dispatcher"
-        " _spec _unique2",
-    ),
-    "engines/_parts.py": (
-        "views of a sharded tensor that write through, numbers of one where nothing is dispatched to it",
-        "_C _SetExcludeDispatchKeyGuard _dtensor_spec _make_wrapper_subclass",
+    "engines/dtensor_refusals.py": (
+        "operators of DTensors that torch asks of each shard",
+        "_custom_op_handlers _op_dispatcher",
     ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units",
         "_fsdp_param_group _fsdp_state _fully_shard _modules_to_run_forward _mp_policy"
-        " _post_forward_hook_handle _pre_forward_hook_handle _register_post_backward_hook _setattr_on_modules"
-        " _sharded_post_forward_param _sharded_state _state_ctx _training_state",
+        " _post_forward_hook_handle _pre_forward_hook_handle _register_post_backward_hook _sharded_post_forward_param"
+        " _state_ctx _training_state",
     ),
     "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),
-    "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
     "engines/unsharding.py": (
         "a dict of parameters that an engine has replaced, the modules that FSDP2 takes for sharded",
@@ -86,7 +80,7 @@ USES = {
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
     "engines/zero/layout.py": (
         "gradients of micro-batches so far",
-        "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer",
+        "_use_compact_grad_partition_buffer",
     ),
     "engines/zero/values.py": ("partitioning", "_convert_to_deepspeed_param"),
     "engines/zero/process.py": (

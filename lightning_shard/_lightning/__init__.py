@@ -67,7 +67,6 @@ REPLACED = {
     "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",
     "_TrainingEpochLoop._broadcast_sigterm_tensor": "nothing reads what Lightning's handlers would have noted",
     "_TrainingEpochLoop._should_check_val_fx": "a validation that is due by the clock is due by that of rank 0",
-    "_TrainingEpochLoop._results": "values logged before a checkpoint count in the resumed epoch",
     "_TrainingEpochLoop.max_steps": "a validation that was interrupted runs although the last step is done",
     "_TrainingEpochLoop.on_advance_end": "a run is stopped between a batch and the validation after it",
     "_TrainingEpochLoop.reset": "a run that goes on at an epoch's end runs no batch before it",

@@ -17,14 +17,15 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_shard._lightning import Replacements
 from lightning_shard._lightning.loops import data_fetcher, loader_states_to_load, settle_progress
 from lightning_shard.resume.loader import ResumableLoader
-from lightning_shard.resume.reachable import generators_of, module_generators
 from lightning_shard.resume.shape import KINDS, has_state, stock_type
+from lightning_shard.resume.unsaved import generators_in
 from lightning_shard.resume.wrap import resumable
 
 
@@ -121,26 +122,13 @@ def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, 
     return [{**state, "spent": goes_on and state.get("finished", False)} for state in states]
 
 
-def generators(trainer: Trainer) -> dict[str, Any]:
-    """Name to generator of those that the module, the datamodule, callbacks and the validation's loaders draw from, and
-    that no training loader saves.
-    """
-    held = {"validation": trainer.fit_loop.epoch_loop.val_loop._data_source.instance, **helpers(trainer)}
-    apart = [trainer, trainer.strategy]
-    for loader in CombinedLoader(trainer.train_dataloader).flattened:
-        partly = isinstance(loader, ResumableLoader)
-        owners = [loader.batch_sampler, loader.sampler, loader.drawers] if partly else [loader]
-        apart += generators_of(*owners)
-    return module_generators(trainer.lightning_module, held, apart)
-
-
-def helpers(trainer: Trainer) -> dict[str, Any]:
-    """By name the datamodule and the callbacks."""
-    found = {"datamodule": getattr(trainer, "datamodule", None)}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        name = type(callback).__name__
-        found[f"{name}.{len([each for each in found if each.startswith(f'{name}.')])}"] = callback
-    return found
+def unsaved_generators(trainer: Trainer) -> list[str]:
+    """Generators among the attributes of the module, the datamodule and callbacks that override no hook for saving."""
+    module, datamodule = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    owners: list[Any] = [] if is_overridden("on_save_checkpoint", module) else [module]
+    owners += [] if datamodule is None or is_overridden("state_dict", datamodule) else [datamodule]
+    owners += [c for c in trainer.callbacks if not is_overridden("state_dict", c)]  # type: ignore[attr-defined]
+    return [name for owner in owners for name in generators_in(owner)]
 
 
 def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:

@@ -46,7 +46,7 @@ def validate_by_one_clock(replacements: Replacements, trainer: Trainer, broadcas
 def should_accumulate(trainer: Trainer) -> bool:
     """Whether this batch's gradients are only added up, with no optimizer step after it."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(batches.current.ready % trainer.accumulate_grad_batches) and not _batches_are_done(trainer)
+    return bool(batches.current.ready % trainer.accumulate_grad_batches) and not batches_are_done(trainer)
 
 
 def accumulated_batches(trainer: Trainer) -> int:
@@ -55,11 +55,6 @@ def accumulated_batches(trainer: Trainer) -> int:
     if batches.processed == batches.ready and not should_accumulate(trainer):
         return 0
     return int(batches.processed) % trainer.accumulate_grad_batches
-
-
-def processed_batches(trainer: Trainer) -> int:
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    return int(batches.processed)
 
 
 def prediction_batches(trainer: Trainer) -> int:
@@ -159,7 +154,7 @@ def validation_follows(trainer: Trainer) -> bool:
 def nothing_follows(trainer: Trainer) -> bool:
     """Whether the epoch, or the training, ends with the batch that has just ended."""
     stops = trainer.should_stop and not stop_is_due(trainer)
-    return stops or _steps_are_done(trainer) or _batches_are_done(trainer)
+    return stops or _steps_are_done(trainer) or batches_are_done(trainer)
 
 
 def _steps_are_done(trainer: Trainer) -> bool:
@@ -167,7 +162,7 @@ def _steps_are_done(trainer: Trainer) -> bool:
     return loop.max_steps != -1 and loop.global_step >= loop.max_steps
 
 
-def _batches_are_done(trainer: Trainer) -> bool:
+def batches_are_done(trainer: Trainer) -> bool:
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     return bool(batches.is_last_batch or batches.current.ready == trainer.num_training_batches)
 
@@ -206,7 +201,7 @@ def saved_after_batch(
     if not interrupted and batches.completed != batches.processed - 1:
         return dict(loops), None
     validates = interrupted or validation_follows(trainer)
-    if not validates and not _batches_are_done(trainer):
+    if not validates and not batches_are_done(trainer):
         return dict(loops), None
     state = copy.deepcopy(dict(loops))
     fit = state["fit_loop"]

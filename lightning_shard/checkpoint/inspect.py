@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.commit import settle
-from lightning_shard.checkpoint.files.layout import GRADIENT_PREFIXES, MANIFEST, OPTIMIZER_STATES, StrPath
+from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, StrPath
 from lightning_shard.checkpoint.files.location import Location, StorePath, location
 from lightning_shard.checkpoint.files.manifest import Contents, damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
@@ -55,8 +55,7 @@ def open_any(
         stored = deepspeed.open_stock_fsdp(path) if deepspeed.is_stock_fsdp(path) else deepspeed.open_deepspeed(path)
     if optimizers != "none":
         return stored
-    left_out = {*stored.slots, *(key for key in stored.tensors if key.startswith(GRADIENT_PREFIXES))}
-    tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in left_out}
+    tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in stored.slots}
     state = {key: value for key, value in stored.trainer_state.items() if key != OPTIMIZER_STATES}
     return replace(stored, tensors=tensors, slots={}, trainer_state=state)
 
@@ -101,13 +100,11 @@ def _tensors(stored: Contents) -> list[str]:
     table += [[alias, f"tied to {key}", "", ""] for alias, key in stored.aliases.items()]
     weights = [tensor for key, tensor in stored.tensors.items() if key.startswith(layout.MODEL_PREFIX)]
     averages = [key for key in stored.tensors if key.startswith(layout.AVERAGE_PREFIX)]
-    gradients = [key for key in stored.tensors if key.startswith(layout.GRADIENT_PREFIXES)]
     return [
         columns(table),
         "",
         f"{len(weights)} tensors of the model with {sum(math.prod(t.shape) for t in weights):,} elements, "
-        f"{len(stored.slots)} of optimizers{f', {len(averages)} averages' * bool(averages)}"
-        f"{f', {len(gradients)} gradients of a step so far' * bool(gradients)}; "
+        f"{len(stored.slots)} of optimizers{f', {len(averages)} averages' * bool(averages)}; "
         f"{sum(tensor.nbytes for tensor in stored.tensors.values()):,} bytes",
     ]
 

@@ -23,7 +23,6 @@ from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, parts
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
 from lightning_shard.ranks import warn_on_first_rank
-from lightning_shard.resume.reachable import is_plain
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
 from lightning_shard.tensors.names import Names, fqns
@@ -332,8 +331,15 @@ def _own_values(optimizer: Optimizer) -> dict[str, Any]:
 
 def _is_small(value: Any) -> bool:
     """Whether it is a number or a text, or has a few of them."""
-    held = list(parts(value))
-    return len(held) <= 64 and is_plain(value) and not any(isinstance(part, Tensor | np.ndarray) for part in held)
+    return len(list(parts(value))) <= 64 and _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, [*value, *value.values()]))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | np.generic | None)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:

@@ -19,13 +19,12 @@ from lightning_shard.checkpoint.files.tensor_files import Values, Written, descr
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.gradients import keyed
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.optimizer_state import extra_state, live_tensors, optimizer_states, sharded_names
 from lightning_shard.checkpoint.plan import Plans, digests, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 
 
 def digests_of_frozen(
@@ -52,14 +51,13 @@ def training_state(
     leave_out: Collection[str] = (),
     masters: Mapping[str, LiveTensor] | None = None,
     averages: Mapping[str, Any] | None = None,
-    gradients: Mapping[str, Accumulated] | None = None,
 ) -> Contents:
     """What there is to save of a module (wrapped or not), its optimizers and the rest of the run. No communication.
 
     ``trainer_state`` gets the groups' hyperparameters, and what the module keeps beyond tensors. ``own_state``: what
     this rank alone goes on with. No ``optimizers``: weights only. ``leave_out``: FQNs that the checkpoint is not to
     have. ``masters``, ``averages``: FQN to what is saved in the place of the module's own tensor, and to its average.
-    ``gradients``: by name those of a step so far. Buffers are the same on all ranks.
+    Buffers are the same on all ranks.
     """
     names = sharded_names(module)
     live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
@@ -72,7 +70,7 @@ def training_state(
         weights=live,
         aliases={alias: fqn for alias, fqn in names.aliases.items() if fqn in live},
         slots=slots,
-        further={**averages_of, **(keyed(gradients) if gradients else {})},
+        further=averages_of,
         trainer_state={**trainer_state, **own},
         own_state=own_state,
         facts=facts,

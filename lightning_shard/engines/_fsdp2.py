@@ -17,23 +17,22 @@ from lightning_shard.private_names import require, wrap
 
 require(_fully_shard, "_fsdp_param_group _fsdp_state")
 _groups, _states = _fully_shard._fsdp_param_group, _fully_shard._fsdp_state
-TrainingState, ShardedState = _groups.TrainingState, _groups.ShardedState
+TrainingState = _groups.TrainingState
 
 require(_states.FSDPState, "_fsdp_param_group _mp_policy _modules_to_run_forward _state_ctx")
 require(_states.FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle", assigned="_training_state")
 require(_states.FSDPStateContext, assigned="iter_forward_root")
 require(_groups.FSDPMeshInfo, assigned="reduce_scatter_process_group")
-require(_groups.FSDPParamGroup, "device fsdp_params is_sharded mesh_info modules")
-require(_groups.FSDPParamGroup, assigned="_register_post_backward_hook _sharded_state _training_state post_backward")
-require(_groups.FSDPParamGroup, assigned="post_forward post_forward_mesh_info pre_backward unshard wait_for_unshard")
+require(_groups.FSDPParamGroup, "device fsdp_params mesh_info modules")
+require(_groups.FSDPParamGroup, assigned="_register_post_backward_hook _training_state post_backward post_forward")
+require(_groups.FSDPParamGroup, assigned="pre_backward unshard wait_for_unshard")
 require(_groups.FSDPParam, "all_gather_outputs offload_to_cpu sharded_param unsharded_accumulated_grad unsharded_param")
-require(_groups.FSDPParam, "_setattr_on_modules _sharded_post_forward_param", assigned="sharded_state")
+require(_groups.FSDPParam, "_sharded_post_forward_param sharded_state")
 if before_2_15.IS_NEEDED:
     require(_groups.FSDPParamGroup, "lazy_init")
     require(_groups.FSDPParam, "reduce_dtype", assigned="unsharded_accumulated_grad")
 else:
     require(_groups.FSDPParam, "unsharded_grad_dtype")
-require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")
 
 
 def units_of(root: nn.Module) -> list[Any]:
@@ -66,51 +65,6 @@ def finish_gathers(root: nn.Module) -> None:
     """End what was gathered ahead for units that did not run, or they would run on the values of that time."""
     for group in _groups_of(root):
         group.wait_for_unshard()
-
-
-def gather_outside_inference(root: nn.Module) -> None:
-    """Let what units gather into be no inference tensors where they are first used under ``torch.inference_mode``, as a
-    teacher may be: autograd takes none, and torch itself fails where it gathers into one again.
-    """
-    for group in _groups_of(root):
-        wrap(group, "unshard", _outside_inference)
-        wrap(group, "wait_for_unshard", _outside_inference)
-
-
-def _outside_inference(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_inference_mode_enabled():
-        return call(*args, **kwargs)
-    with torch.inference_mode(False), torch.no_grad():
-        return call(*args, **kwargs)
-
-
-def show_shards(root: nn.Module) -> Callable[[bool], None]:
-    """Let modules have their shards in the place of what is gathered, until the result is called; the memory stays, for
-    a backward pass or the next forward. What has new values then (``changed``) is resharded, for a forward to gather.
-    """
-    hidden = [(group, group.fsdp_params[0].sharded_state) for group in _groups_of(root) if not group.is_sharded]
-
-    def show(group: Any, state: Any) -> None:
-        group._sharded_state = state
-        for parameter in group.fsdp_params:
-            shown = {ShardedState.SHARDED: parameter.sharded_param, ShardedState.UNSHARDED: _full(parameter)}
-            parameter._setattr_on_modules(shown.get(state, _shard_after_forward(parameter)))
-            parameter.sharded_state = state
-
-    for group, _ in hidden:
-        show(group, ShardedState.SHARDED)
-
-    def put_back(changed: bool) -> None:
-        for group, state in hidden:
-            outputs = [output for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
-            freed = any(output.numel() and not output.untyped_storage().size() for output in outputs)
-            # A forward pass may have gathered it again, or freed it behind itself.
-            if group.is_sharded and not (freed and state == ShardedState.UNSHARDED):
-                show(group, state)
-                if changed:
-                    reshard(group.modules[0])
-
-    return put_back
 
 
 def leave_out_nested(module: FSDPModule, nested: Callable[[], bool]) -> None:
@@ -146,21 +100,9 @@ def leave_inputs_alone(module: FSDPModule) -> None:
     if (group := _group_of(module)) is None:
         return
     marks: list[Tensor | None] = []
-    calls = 0  # Whose backward passes are to come.
-
-    def ended() -> None:
-        nonlocal calls
-        calls = 0
-        # Else the root does so when its own is over (``_root_post_backward_final_callback``).
-        if not vars(module).get(_STAYS):
-            group.post_backward()
 
     def begin(args: Any, kwargs: Any) -> Any:
-        nonlocal calls
-        marks[:] = [mark(ended, group.device)]
-        calls += marks[0] is not None
-        if calls > 1 and _STAYS in vars(module):
-            stay(module)
+        marks[:] = [mark(group.post_backward, group.device)]
         return args, kwargs
 
     def end(post_forward: Callable[..., Any], *args: Any) -> Any:
@@ -169,25 +111,6 @@ def leave_inputs_alone(module: FSDPModule) -> None:
 
     group._register_post_backward_hook = begin
     wrap(group, "post_forward", end)
-
-
-_STAYS = "_shard_stays"
-
-
-def may_stay(module: FSDPModule) -> None:
-    """Let the unit of ``module``, an embedding or a head, `stay` where a step calls it several times."""
-    vars(module).setdefault(_STAYS, False)
-
-
-def stay(module: FSDPModule) -> None:
-    """Keep the unit of ``module``, of which a step uses parameters in several places, as the root's: gathered from then
-    on, and reduced when all of the backward pass is over, which may reach it through any of them.
-    """
-    vars(module)[_STAYS] = True
-    # First, as what an integer `reshard_after_forward` keeps is gathered over that mesh.
-    gather(module)
-    # As `set_reshard_after_forward`.
-    _group_of(module).post_forward_mesh_info = None
 
 
 def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
@@ -253,26 +176,19 @@ def _sum_so_far(group: Any, parameter: Any) -> Tensor | None:
     return parameter.unsharded_accumulated_grad if aside is None else aside
 
 
-def accumulated_gradients(
-    root: nn.Module, begin: Set[Tensor] = frozenset(), *, reduced: bool = True
-) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Shard, gradient and whether it is reduced, of each gradient of ``root``'s units that waits for others: full ones
-    of a gathered unit, and those in which reduced ones are added up. Of shards to ``begin`` with it is zeros at first.
+def accumulated_gradients(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Shard and gradient, of each gradient of ``root``'s units that waits for others: full ones of a gathered unit, and
+    those in which reduced ones are added up.
     """
     for group, parameter in [(each, p) for each in _groups_of(root) for p in each.fsdp_params]:
         shard, full = parameter.sharded_param, _full(parameter)
-        if shard in begin:
-            if reduced:
-                shard.grad = torch.zeros_like(shard)
-            elif full is not None:
-                _begin_sum(parameter, full)
         if shard.grad is not None:
-            yield shard, shard.grad, True
+            yield shard, shard.grad
         gradient = _sum_so_far(group, parameter)
         if gradient is None and full is not None:
             gradient = full.grad
         if gradient is not None:
-            yield shard, gradient, False
+            yield shard, gradient
 
 
 def begin_sums(root: nn.Module, wanted: Set[nn.Parameter]) -> None:
@@ -281,14 +197,6 @@ def begin_sums(root: nn.Module, wanted: Set[nn.Parameter]) -> None:
     """
     for group in _groups_of(root) if before_2_15.IS_NEEDED else ():
         before_2_15.begin_sums(group, wanted)
-
-
-def _begin_sum(parameter: Any, full: Tensor) -> None:
-    if before_2_15.IS_NEEDED:
-        before_2_15.begin_sum(parameter)
-        return
-    full.grad_dtype = parameter.unsharded_grad_dtype
-    full.grad = torch.zeros(full.shape, dtype=full.grad_dtype, device=full.device)
 
 
 def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
@@ -320,39 +228,6 @@ def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tenso
 def sharded_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
     """The shards of all units below ``root``, gathered or not, and whether FSDP keeps each on the host."""
     return ((parameter.sharded_param, parameter.offload_to_cpu) for parameter in _parameters_below(root))
-
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def hooks_of(parameter: Tensor) -> dict[str, dict[int, Any]]:
-    """What the user registered on ``parameter``: attribute of torch to hooks by their handles' ids."""
-    return {name: hooks for name in _HOOKS if (hooks := getattr(parameter, name, None))}
-
-
-def put_hooks(parameter: Any, hooks: dict[str, dict[int, Any]]) -> None:
-    """Let hooks that `hooks_of` found run on ``parameter`` as well; handles go on removing them."""
-    for name, own in hooks.items():
-        if before := getattr(parameter, name, None):
-            before.update({key: partial(_run_while_there, own, key) for key in own})
-        else:
-            setattr(parameter, name, own)
-
-
-def _run_while_there(hooks: dict[int, Any], key: int, gradient: Tensor) -> Any:
-    return hooks[key](gradient) if key in hooks else None
-
-
-def hook_gathered(root: nn.Module) -> None:
-    """Move hooks from the shards to the gathered parameters, with gradients of this rank's own, not yet reduced. torch
-    would run those on gradients never, and those after them on the reduced shards.
-    """
-    for parameter in _parameters_below(root):
-        full, hooks = _full(parameter), hooks_of(parameter.sharded_param)
-        if full is not None and hooks:
-            put_hooks(full, hooks)
-            for name in hooks:
-                setattr(parameter.sharded_param, name, None)
 
 
 def _full(parameter: Any) -> Any:

@@ -21,15 +21,10 @@ def begin_sums(group: Any, wanted: Set[Tensor]) -> None:
     """
     lacking = [parameter for parameter in group.fsdp_params if parameter.unsharded_accumulated_grad is None]
     for parameter in lacking if len(lacking) < len(group.fsdp_params) else ():
-        if parameter.sharded_param in wanted and getattr(parameter, "unsharded_param", None) is not None:
-            begin_sum(parameter)
-
-
-def begin_sum(parameter: Any) -> None:
-    """Begin the sum of one gathered parameter, an ``FSDPParam``, with zeros in the dtype of the reduction."""
-    full = parameter.unsharded_param
-    dtype = parameter.reduce_dtype or full.dtype
-    parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
+        full = getattr(parameter, "unsharded_param", None)
+        if full is not None and parameter.sharded_param in wanted:
+            dtype = parameter.reduce_dtype or full.dtype
+            parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
 
 
 def expect_gradients(group: Any) -> None:

@@ -1,10 +1,6 @@
-"""What was made of parameters before an engine put others in their place, such as in ``__init__``: optimizers step the
-new ones, and lists that modules keep of their parameters show them.
-"""
+"""Remap optimizers that were built on unsharded parameters, such as in ``__init__``, to the sharded ones."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -57,72 +53,3 @@ def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     for group, parameters in replaced:
         # In place: some optimizers (LBFGS) hold the list elsewhere too.
         group["params"][:] = parameters
-
-
-def follow_in_lists(module: nn.Module) -> None:
-    """Let the lists, tuples and dicts that modules keep of replaced parameters show what took their place: at each look
-    what the parameter's own module has then, in its forward the gathered parameter.
-    """
-    names = _names.get(module, WeakTensorKeyDictionary())
-    live = dict(module.named_parameters(remove_duplicate=False))
-    inside: set[int] = set()  # the containers that are being looked into: one may hold itself
-
-    def look(value: Any) -> Callable[[], Any] | None:
-        """What to call for an item in the place of ``value``; None: it is no replaced parameter and holds none."""
-        if isinstance(value, nn.Parameter):
-            fqn = names.get(value)
-            if fqn is None or fqn not in live or live[fqn] is value:
-                return None
-            owner, _, name = fqn.rpartition(".")
-            return lambda: getattr(module.get_submodule(owner), name)
-        if type(value) not in (list, tuple, dict) or id(value) in inside:
-            return None
-        inside.add(id(value))
-        items: dict[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
-        looks = {key: found for key, item in items.items() if (found := look(item)) is not None}
-        inside.remove(id(value))
-        if not looks:
-            return None
-        reads = {key: looks.get(key) or partial(lambda same: same, item) for key, item in items.items()}
-        shown = LiveDict(reads) if isinstance(value, dict) else LiveList(list(reads.values()))
-        return lambda: shown
-
-    for part in module.modules():
-        for name, value in list(vars(part).items()):
-            if not isinstance(value, nn.Parameter) and (read := look(value)) is not None:
-                vars(part)[name] = read()
-
-
-class LiveList(Sequence[Any]):
-    """Parameters, and what else was in a list or tuple, as they are at each look."""
-
-    def __init__(self, reads: Sequence[Callable[[], Any]]) -> None:
-        self._reads = reads
-
-    def __len__(self) -> int:
-        return len(self._reads)
-
-    def __getitem__(self, index: Any) -> Any:
-        return [read() for read in self._reads[index]] if isinstance(index, slice) else self._reads[index]()
-
-    def __add__(self, other: Iterable[Any]) -> list[Any]:
-        return [*self, *other]
-
-    def __radd__(self, other: Iterable[Any]) -> list[Any]:
-        return [*other, *self]
-
-
-class LiveDict(Mapping[Any, Any]):
-    """The same of a dict."""
-
-    def __init__(self, reads: Mapping[Any, Callable[[], Any]]) -> None:
-        self._reads = reads
-
-    def __len__(self) -> int:
-        return len(self._reads)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._reads)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._reads[key]()

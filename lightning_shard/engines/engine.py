@@ -4,7 +4,7 @@ A strategy makes an engine from its settings (`Engine.check`, `policy`, `facts` 
 prepare the module of a run and in a fit engage the optimizers, and closes it. Nothing from here on knows Lightning.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from lightning_shard.engines.optimizer_probe import Needs
 from lightning_shard.engines.resident import Resident
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ class EngineTensors(Protocol):
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """This rank's reduced gradients of ``optimizer``: DTensors or plain tensors, to be scaled in place."""
 
-    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        """FQN to gradient, of those that wait for further micro-batches; first zeros for ``begin``, where none wait."""
+    def accumulated(self) -> Mapping[str, LiveTensor]:
+        """FQN to gradient, of those that wait for further micro-batches: reduced shards, or this rank's own in full."""
 
     def resident(self) -> Iterable[Resident]:
         """All live tensors of the run but activations, by kind and by device, host or file."""
@@ -110,8 +110,6 @@ class Engine(Protocol):
     follows_freezing: bool  # Whether what is trainable may change during a fit.
     shows_gradients: bool = True  # Whether parameters have their gradients between backward and the step.
     shares_buffers: bool = True  # Whether all ranks compute with rank 0's buffers, as of an optimizer step's beginning.
-    # Told of each hook that begins and ends in a fit, by Lightning's name of the action.
-    hooks: tuple[Callable[[str], None], Callable[[str], None]] | None = None
 
     # Before a run
 
@@ -193,12 +191,6 @@ class Engine(Protocol):
         """
 
     steps_itself: bool  # Whether `step` must be called instead of the optimizer's own, for skipped steps too.
-
-    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        """`EngineTensors.accumulated` of what the step has used so far, or will ``begin`` with. All ranks call it,
-        between two micro-batches in automatic optimization.
-        """
-        return self.tensors.accumulated(begin)
 
     def free_gradients(self) -> None:
         """Drop the last step's gradients, where they would lie beside the activations of the next forward."""

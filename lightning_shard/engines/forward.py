@@ -10,18 +10,12 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines import _fsdp2
-from lightning_shard.engines._dtensors import InFull
-from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, may_stay, stay, units_of
+from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, units_of
 from lightning_shard.precision.casting import in_backward
-from lightning_shard.private_names import require
-
-require(nn.Module, "_parameters")
 
 _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"
-_INSIDE = "_shard_steps"  # How many calls of `run` are past FSDP's own preparations.
 _EXPECTS = "_shard_expects_gradients"
-_CALLS = "_shard_calls"  # How many forward passes of modules with parameters below the root are running.
 
 
 def install_runner(root: nn.Module) -> None:
@@ -30,7 +24,7 @@ def install_runner(root: nn.Module) -> None:
         return
     root.__dict__[_RUN] = partial(_run_inside, root)
     register_fsdp_forward_method(root, _RUN)
-    root.__dict__[_DEPTH] = root.__dict__[_INSIDE] = root.__dict__[_CALLS] = 0
+    root.__dict__[_DEPTH] = 0
     root.register_forward_pre_hook(lambda module, args: _count(module, 1), prepend=True)
     root.register_forward_hook(lambda module, args, output: _count(module, -1), always_call=True)
     assert isinstance(root, FSDPModule)
@@ -42,11 +36,7 @@ def _run_inside(root: nn.Module, function: Callable[[], Any]) -> Any:
         # After FSDP's lazy initialisation, which would undo it.
         expect_gradients(root)
         root.__dict__[_EXPECTS] = True
-    root.__dict__[_INSIDE] += 1
-    try:
-        return function()
-    finally:
-        root.__dict__[_INSIDE] -= 1
+    return function()
 
 
 def _count(module: nn.Module, step: int) -> None:
@@ -72,62 +62,15 @@ def gather_each(root: nn.Module) -> None:
         module.reshard()
 
 
-class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
-    """The parameters of a module whose unit is the root, gathered when one is read inside a step: a backward pass
-    inside (manual optimization, a gradient penalty) ends with them sharded, while the step may go on to use them. And
-    those of an embedding or a head in a ``unit`` of its own, which a step may use outside of its forward.
-    """
-
-    def __init__(self, module: nn.Module, root: FSDPModule, unit: FSDPModule | None = None) -> None:
-        super().__init__(module._parameters)
-        module._parameters = self
-        self._root, self._unit = root, unit
-        self._trained = {name: p for name, p in self.items() if p is not None and isinstance(p, DTensor)}
-
-    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        known = self._trained.get(name)
-        # hpZ's shard between forward and backward, over fewer ranks, is FSDP's to free.
-        if isinstance(value, DTensor) and (known is None or known.device_mesh == value.device_mesh):
-            self._trained[name] = value
-        super().__setitem__(name, value)
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        value = super().__getitem__(name)
-        if value is None or name not in self._trained or vars(self._root).get(_INSIDE, 0) == 0:
-            return value
-        if InFull.in_a_hook() and not vars(self._root)[_CALLS]:
-            return value  # After a backward pass in the step it is the shard, which has the gradient.
-        if self._unit is not None and not vars(self._unit)[_DEPTH]:
-            stay(self._unit)
-        elif isinstance(value, DTensor):
-            gather(self._root)
-        value = super().__getitem__(name)
-        assert value is not None
-        # `toggle_optimizer` sees the sharded parameter alone, and the gathered one was made before. torch.func's
-        # transforms refuse even a call that changes nothing.
-        if value.requires_grad != (trained := self._trained[name].requires_grad):
-            value.requires_grad_(trained)
-        return value
-
-
-def gather_on_read(root: nn.Module, apart: Iterable[nn.Module]) -> None:
-    """Let a step use parameters of the root's own unit, and of the units ``apart``, at any time, and a hook call any
-    module by itself.
-    """
-    assert isinstance(root, FSDPModule)
-    for unit in apart:
-        assert isinstance(unit, FSDPModule)
-        _GatheredOnRead(unit, root, unit)
-        may_stay(unit)
+def gather_for_calls(root: nn.Module) -> None:
+    """Gather the root's own parameters for each module's call: hooks call modules by themselves."""
 
     def visit(module: nn.Module) -> None:
         below = isinstance(module, FSDPModule) and module is not root
         own = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
-        if own and not below:
-            _GatheredOnRead(module, root)
         if module is not root and (own or below):
-            module.register_forward_pre_hook(lambda *_: _gather_outside_steps(root), prepend=True)
-            module.register_forward_hook(lambda *_: _end_of_call(root), always_call=True)
+            module.register_forward_pre_hook(lambda *_: _gather_for_call(root, own=not below), prepend=True)
+            module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
         for child in () if below else module.children():
             visit(child)
 
@@ -182,16 +125,15 @@ def _prepare_outside_steps(root: nn.Module) -> None:
         run(root, lambda: None)
 
 
-def _gather_outside_steps(root: Any) -> None:
-    root.__dict__[_CALLS] += 1
+def _gather_for_call(root: Any, *, own: bool) -> None:
+    """Gather the root's unit ahead of a module's call by a hook, and of one with its ``own`` parameters also in a step:
+    a backward pass in manual optimization ends with them sharded.
+    """
     if _is_outside_steps(root):
         _prepare_outside_steps(root)
         gather(root)
-
-
-def _end_of_call(root: nn.Module) -> None:
-    root.__dict__[_CALLS] -= 1
-    _reshard_outside_steps(root)
+    elif own and not in_backward():
+        gather(root)
 
 
 def _reshard_outside_steps(root: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The engine around a tree that FSDP2 sharded, which `fully_shard` and `replicate` share."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines import earlier_parameters, forward, refusals
-from lightning_shard.engines._dtensors import InFull
-from lightning_shard.engines._fsdp2 import finish_gathers, hook_gathered, hooks_of, put_hooks, show_shards
-from lightning_shard.engines._parts import placed
+from lightning_shard.engines import dtensor_refusals, earlier_parameters, forward, refusals
+from lightning_shard.engines._fsdp2 import finish_gathers
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
 from lightning_shard.engines.own_parameters import StepsOwnParameters
@@ -27,8 +25,8 @@ from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
-from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import Accumulated, local
+from lightning_shard.tensors.flat import local
+from lightning_shard.tensors.full import scatter_full
 from lightning_shard.tensors.names import parameter_names
 
 _STATE = "_shard_state"
@@ -54,10 +52,6 @@ class FSDP2Engine(StepsOwnParameters):
         self._units: UnitOptions = units or options
         self._usage: UnitUsage | None = None
         self._writes: ExternalWriteCheck | None = None
-        self.hooks = self._begins, self._ends
-        self._gathered = self._in_graph = False  # Whether modules may be, and whether a backward pass is to come.
-        self._put_back: Callable[[bool], None] | None = None  # What a hook in between sees as shards.
-        self._changed = False
 
     @abstractmethod
     def _applier(self, run: Run) -> ApplyUnit:
@@ -79,14 +73,18 @@ class FSDP2Engine(StepsOwnParameters):
         if run.fitting:
             refusals.refuse_double(module)
             _, ignored = ignored_parameters(module, self._units.ignored_modules)
-            refusals.refuse_kinds(module, self.strategy, ignored=ignored())
+            left = ignored()
+            refusals.refuse_kinds(module, self.strategy, ignored=left)
+            hooked = [(name, p) for name, p in module.named_parameters() if p not in left]
+            refusals.refuse_hooks(hooked, self.strategy, refusals.BEFORE_SHARDING)
+        refusals.refuse_lists(module, self.strategy)
         # What is not in the sharded module itself may differ.
         own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
         made_for = (run.mesh, run.policy, own)
         # It stays sharded, so that it can be evaluated or fitted again.
         self._closing.callback(forward.reshard, module)
         self._closing.enter_context(assigned_in_place())
-        self._closing.callback(InFull.answer())
+        self._closing.callback(dtensor_refusals.install())
         if earlier is not None and earlier[0] != made_for:
             raise ConfigurationError(
                 "The module was sharded by an earlier run of another strategy, precision or set of options, and its "
@@ -102,7 +100,6 @@ class FSDP2Engine(StepsOwnParameters):
         if run.fitting:
             self._writes = check_gathered(self.strategy, module, self._shards)
             self._closing.callback(self._writes.close)
-        self._begun = False
         self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
         self._closing.callback(self._same_units.close)
         if earlier is None:
@@ -118,11 +115,7 @@ class FSDP2Engine(StepsOwnParameters):
     def _shard(self) -> list[nn.Parameter]:
         """Shard the module; the parameters that FSDP leaves alone."""
         module, apply = self._module, self._applier(self._run)
-        hooks = {name: hooks_of(p) for name, p in module.named_parameters()}
         self.upcast, ignored = shard_tree(module, self._run, self._units, self._forward_options, apply, self.strategy)
-        for name, parameter in module.named_parameters():
-            put_hooks(parameter, hooks[name])
-        earlier_parameters.follow_in_lists(module)
         for part in module.modules():
             part.register_load_state_dict_pre_hook(_take_full)
         return ignored
@@ -151,30 +144,18 @@ class FSDP2Engine(StepsOwnParameters):
             self._closing.callback(self._usage.close)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # What is gathered for the first time is made. One rank alone may have hooks, and all gather.
-        if not self._begun and any(Ranks.of().gather(any(map(hooks_of, self._shards)))):
-            forward.gather_each(self._module)
-        self._begun = True
-        self._hook_gathered()
-        output = self.evaluate(step, *args, **kwargs)
-        self._in_graph = self._run.automatic
+        refusals.refuse_hooks(((name, p) for p, name in self._shards.items()), self.strategy, refusals.OF_SHARDS)
+        output = self._run_step(step, *args, **kwargs)
+        if not self._run.automatic or output is None:
+            forward.reshard(self._module)  # No backward pass follows, which would do so.
         return output
 
-    def _begins(self, action: str) -> None:
-        if InFull.begins(action) and self._gathered:
-            self._put_back, self._changed = show_shards(self._module), False
-
-    def _ends(self, action: str) -> None:
-        if InFull.ends(action) and self._put_back is not None:
-            # A backward pass goes on with the values of its forward pass.
-            self._put_back((self._changed or InFull.wrote) and not self._in_graph)
-            self._put_back = None
-
-    def _hook_gathered(self) -> None:
-        if any(map(hooks_of, self._shards)):
-            hook_gathered(self._module)
-
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = self._run_step(step, *args, **kwargs)
+        forward.reshard(self._module)
+        return output
+
+    def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             # Ranks that run different units learn it before they meet in anything else.
             with self._same_units.step(), casting.scalars_rounded(self._module, self._run.policy.compute):
@@ -187,7 +168,6 @@ class FSDP2Engine(StepsOwnParameters):
                 self._usage.watch(self._module)
             return output
 
-        self._gathered, self._in_graph = True, False
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
         self._module.set_reshard_after_backward(False)
         try:
@@ -197,33 +177,29 @@ class FSDP2Engine(StepsOwnParameters):
             self._module.set_reshard_after_backward(True)
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
-        self._hook_gathered()
+        if isinstance(loss, DTensor):
+            raise refusals.not_gathered(self.strategy)  # Its gradients would not be averaged.
         if not self._run.automatic:
             # It starts inside the step, before FSDP saw the step's output, and a root without units below it would
             # never reduce its gradients. The loss is no argument: FSDP would hook a copy of it.
             forward.run(self._module, lambda: loss)
             self._module.set_reshard_after_backward(True)
+        frozen = [p for p in self._shards if not p.requires_grad and p.grad is None]
         with refusals.explained(self.strategy):
             call(loss)
         if self._usage is not None:
             self._usage.after_backward()
         if not self._run.automatic:
             self._module.set_reshard_after_backward(False)
-        self._gathered, self._in_graph = not self._run.automatic, False
+            # `toggle_optimizer` freezes shards in the step, and not what was gathered before.
+            for parameter in frozen:
+                parameter.grad = None
 
     def sync_gradients(self, enabled: bool) -> None:
         if self._at_boundary:
             self._module.set_requires_gradient_sync(enabled)
             if enabled and self._usage is not None:
                 self._usage.after_micro_batch()
-
-    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        if begin:
-            # Before its first pass FSDP has not seen which parameters were cast, and has no full ones.
-            forward.gather_each(self._module)
-            self._unaveraged.update(self._averaged)
-        found = super().accumulated(begin)
-        return found if self._usage is None else self._usage.usage.so_far(found, begin)
 
     def finish_gradients(self) -> None:
         with self._run.watch():
@@ -244,8 +220,6 @@ class FSDP2Engine(StepsOwnParameters):
         return self._module
 
     def before_reading(self) -> None:
-        self._changed = True
-        self._gathered &= self._put_back is not None
         finish_gathers(self._module)
         forward.reshard(self._module)
         casting.round_scalars_again()
@@ -256,7 +230,8 @@ def _take_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *load
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value: Any = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and type(value) in (Tensor, nn.Parameter) and value.shape == parameter.shape:
-            state_dict[prefix + name] = placed(value.detach().to(parameter.device_mesh.device_type), parameter)
+            state_dict[prefix + name] = shard = parameter.detach().clone()
+            scatter_full(value.detach(), shard)
 
 
 def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines._dtensors import InFull
 from lightning_shard.engines.resident import tensors_in
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.resume.rng import rng_state, same, set_rng_state, undrawn
-from lightning_shard.tensors.flat import has_tensors_inside
+from lightning_shard.tensors.flat import has_tensors_inside, local
 
 # Block-wise states quantise from 4,096 elements on, some only full blocks, of 2,048 at most; no block ends where a part
 # does.
@@ -266,12 +265,13 @@ class _Closure:
     """Gives a loss, and notes whether it is asked for once, before anything was changed."""
 
     def __init__(self, tensors: Sequence[Tensor], loss: float) -> None:
-        self._tensors, self._before = tensors, [tensor.detach().clone() for tensor in tensors]
+        self._tensors = [local(tensor).detach() for tensor in tensors]
+        self._before = [tensor.clone() for tensor in self._tensors]
         self._loss = torch.tensor(loss, device=tensors[0].device)
         self._called, self.again = False, False
 
     def __call__(self) -> Tensor:
-        self.again |= self._called or not all(map(_equal, map(Tensor.detach, self._tensors), self._before))
+        self.again |= self._called or not all(map(_equal, self._tensors, self._before))
         self._called = True
         return self._loss.clone()
 
@@ -310,8 +310,7 @@ def _takes_shards(step: Callable[..., Any], group: Mapping[str, Any], dtype: tor
     local = torch.ones((2,) * like.ndim, dtype=dtype, device=like.to_local().device)
     part = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
     try:
-        with InFull.parts_as_torch_does():
-            step([part], [[part], [-part]])
+        step([part], [[part], [-part]])
     except Exception:
         return False
     return True

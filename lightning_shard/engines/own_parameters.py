@@ -1,6 +1,6 @@
 """What engines share whose optimizers step the module's own parameters: full ones, or FSDP2's shards of them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.tensors.clipping import gradients_of
-from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import parameter_names
 
 
@@ -126,17 +126,11 @@ class ModuleTensors:
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         return gradients_of(p for group in optimizer.param_groups for p in group["params"])
 
-    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        each_time = not self.at_boundary
-        begun = {p for p, fqn in self.shards.items() if fqn in begin and p.requires_grad}
-        waiting = accumulated_gradients(self.module, begun, reduced=each_time)
-        found = {self.shards[shard]: Accumulated(gradient, reduced) for shard, gradient, reduced in waiting}
+    def accumulated(self) -> Mapping[str, LiveTensor]:
+        found = {self.shards[shard]: gradient for shard, gradient in accumulated_gradients(self.module)}
         for parameter, fqn in parameter_names(self.module).items():
-            if fqn in begin and fqn not in found and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None and fqn not in found:
-                # What FSDP ignores is averaged once, at the end of a step.
-                found[fqn] = Accumulated(parameter.grad, reduced=each_time and not self.shards)
+            if parameter.grad is not None:
+                found.setdefault(fqn, parameter.grad)
         return found
 
     def resident(self) -> Iterable[Resident]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.engines._fsdp2 import units_of
+from lightning_shard.engines.dtensor_refusals import CONTRACT
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.private_names import require
 from lightning_shard.tensors.names import outside_graphs, unwrapped_modules
 from lightning_shard.text import listed
+
+require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")
 
 
 def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by_zero: bool = True) -> None:
@@ -82,6 +86,44 @@ def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, igno
             f"{strategy} can't step parameters of these kinds: {lines}. Change them as said, or use shard_ddp in "
             "'32-true'."
         )
+
+
+BEFORE_SHARDING = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OF_SHARDS = ("_backward_hooks",)  # FSDP2 calls the others with reduced gradients.
+
+
+def refuse_hooks(named: Iterable[tuple[str, Tensor]], strategy: str, kinds: Iterable[str]) -> None:
+    """Refuse hooks of these ``kinds`` on parameters, which nothing would run on their shards: ConfigurationError."""
+    if hooked := [name for name, parameter in named for kind in kinds if getattr(parameter, kind, None)]:
+        raise ConfigurationError(
+            f"Hooks are registered on the parameters {listed(hooked)}, but {strategy} has shards in their place, which "
+            "run none. Change gradients in on_before_optimizer_step by lightning_shard.full_parameters(trainer, "
+            'names, kind="gradient", write=True) (examples/guides/contract.md), or register a backward hook on the '
+            "module."
+        )
+
+
+def refuse_lists(module: nn.Module, strategy: str) -> None:
+    """Refuse lists, tuples and dicts in which modules keep parameters of ``module``: ConfigurationError."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+
+    def held(value: Any, inside: frozenset[int] = frozenset()) -> list[str]:
+        if isinstance(value, nn.Parameter):
+            return [names[value]] if value in names else []
+        if type(value) not in (list, tuple, dict) or id(value) in inside:
+            return []
+        items = value.values() if isinstance(value, dict) else value
+        return [name for item in items for name in held(item, inside | {id(value)})]
+
+    for owner, part in module.named_modules():
+        # torch keeps those of recurrent modules up to date.
+        for attribute, value in {} if isinstance(part, nn.RNNBase) else vars(part).items():
+            if attribute != "_parameters" and not isinstance(value, nn.Parameter) and (found := held(value)):
+                raise ConfigurationError(
+                    f"{f'{owner}.{attribute}'.lstrip('.')} is a {type(value).__name__} that holds the parameters "
+                    f"{listed(found)}, but {strategy} puts others in their place, which it would not follow. Use "
+                    "nn.ParameterList or nn.ParameterDict, or look them up by their names when they are used."
+                )
 
 
 def refuse_compiled(module: nn.Module, strategy: str) -> None:
@@ -173,6 +215,10 @@ def explained(strategy: str) -> Generator[None, None, None]:
         if not any(text in str(error) for text in _NOT_GATHERED):
             raise
         raise not_gathered(strategy) from error
+    except ConfigurationError as error:
+        if CONTRACT not in str(error):
+            raise
+        raise ConfigurationError(f"{error} {_OUTSIDE[0].upper()}{_OUTSIDE[1:]}.") from error
     except TypeError as error:
         if "(torch.nn.Parameter or None expected)" not in str(error):
             raise
@@ -182,6 +228,11 @@ def explained(strategy: str) -> Generator[None, None, None]:
             "setup or configure_model, or use shard_ddp in '32-true'."
         ) from None
 
+
+_OUTSIDE = (
+    "to use parameters of an embedding or a head in a step outside of its forward, set units: [{modules: auto}] (with "
+    "shard_fsdp), which leaves them to the root's unit, gathered in all of a step"
+)
 
 _DISAGREE = "Detected a disagreement on list"
 """What DeepSpeed's stage 3 says where ranks have run different modules."""
@@ -201,7 +252,7 @@ def not_gathered(strategy: str) -> ConfigurationError:
     return ConfigurationError(
         f"The step uses parameters that {strategy} has not gathered at that time: it gathers those of a module for "
         "its own forward and backward pass. For a sum over self.parameters() use the optimizer's weight_decay, or "
-        "compute it in the modules; take gradients of gradients after the step's other forward passes; read and write "
-        "values between steps with full_tensor and set_full_tensor; or use shard_deepspeed_stage_2, or shard_ddp in "
-        "'32-true'."
+        f"compute it in the modules; {_OUTSIDE}; take gradients of gradients after the step's other forward passes; "
+        "read and write values between steps with full_tensor and set_full_tensor; or use shard_deepspeed_stage_2, or "
+        "shard_ddp in '32-true'."
     )

@@ -12,6 +12,7 @@ from lightning_shard.engines.fsdp2 import FSDP2Engine
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.torch_ddp import DDPOptions
 from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.engines.units import UnitRule, UnitSpec
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 
@@ -24,7 +25,10 @@ class Replicate(FSDP2Engine):
 
     def __init__(self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
         """Most ``options`` are refused."""
-        units = UnitOptions(reshard_after_forward=False, find_unused_parameters=options.find_unused_parameters)
+        # Without units for embeddings and heads, whose parameters a step may use outside of their forward.
+        auto: UnitSpec = [UnitRule(modules="auto")]
+        unused = options.find_unused_parameters
+        units = UnitOptions(units=auto, reshard_after_forward=False, find_unused_parameters=unused)
         super().__init__(options, forward, at_boundary=at_boundary, units=units)
 
     def check(self, run: PlannedRun) -> None:

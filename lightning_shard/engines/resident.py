@@ -50,7 +50,7 @@ def module_tensors(
         if parameter.grad is not None:
             yield Resident("gradients", memory(parameter, parameter.grad), parameter.grad)
     waiting = _fsdp2.accumulated_gradients(module)
-    yield from (Resident("gradients", memory_of(gradient, device), gradient) for _, gradient, _ in waiting)
+    yield from (Resident("gradients", memory_of(gradient, device), gradient) for _, gradient in waiting)
     yield from optimizer_tensors(optimizers, memory)
     yield from buffers(module, device=device)
     if isinstance(wrapper, DistributedDataParallel) and not wrapper.gradient_as_bucket_view:

@@ -16,13 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shard.engines import forward, refusals
-from lightning_shard.engines._fsdp2 import (
-    dtypes_of,
-    gather_outside_inference,
-    leave_inputs_alone,
-    round_each_use,
-    units_of,
-)
+from lightning_shard.engines._fsdp2 import dtypes_of, leave_inputs_alone, round_each_use, units_of
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
@@ -94,11 +88,10 @@ def shard_tree(
     make(root, None, policy.compute)
     # Read after it, because it replaces parameters.
     upcast = casting.cast_trainable_parameters(root, policy.master)
-    forward.gather_on_read(root, (unit.module for unit in found if unit.apart))
+    forward.gather_for_calls(root)
     made = units_of(root)
     for module in made:
         vars(module)["__deepcopy__"] = partial(refusals.refuse_copy, strategy)
-    gather_outside_inference(root)
     round_each_use(root)
     for below_root in made[1:]:
         leave_inputs_alone(below_root)

@@ -7,7 +7,7 @@ the wrong ones where ranks use different ones, without an error as long as the s
 And which are frozen, thawed or made once an engine has prepared a module (`Freezing`).
 """
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from lightning_shard.engines._fsdp2 import begin_sums, gathered_parameters, gath
 from lightning_shard.engines.refusals import different_branches
 from lightning_shard.errors import ConfigurationError, WrappingError
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import parameter_names
 from lightning_shard.text import listed
 
@@ -56,13 +55,6 @@ class Usage:
         self.watched.add(fqn)
         handle: Any = parameter.register_hook(note)
         return lambda: handle.remove()
-
-    def so_far(self, gradients: Mapping[str, Accumulated], begin: Collection[str]) -> dict[str, Accumulated]:
-        """Those of ``gradients`` that this step has used, with ``begin`` among them. All ranks call it."""
-        self.used.update(dict.fromkeys(begin))
-        own = self.watched - self.used.keys()
-        by_none = frozenset.intersection(*map(frozenset, Ranks.of().gather(own)))
-        return {fqn: each for fqn, each in gradients.items() if fqn not in (by_none if each.reduced else own)}
 
     @property
     def settled(self) -> bool:

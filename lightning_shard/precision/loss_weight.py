@@ -86,16 +86,6 @@ class LossWeights:
         # fp64: sums of tokens are exact, also beyond 2**24.
         return torch.zeros(2, dtype=torch.float64, device=self._device)
 
-    def state(self) -> dict[str, Any]:
-        """This rank's part of a step that goes on from a checkpoint, in plain values."""
-        return {"given": self.given, "unit": self._unit, "sums": self._sums.tolist()}
-
-    def load_state(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
-        """Go on with the `state` of all ranks of a run, of which there may be fewer or more now."""
-        self.given, self._unit = states[0]["given"], states[0]["unit"]
-        sums = torch.tensor([state["sums"] for state in states], dtype=torch.float64, device=self._device)
-        self._sums = sums[rank :: self._ranks].sum(0)  # of the old ranks that this one stands for, if there are any
-
     def take(self, output: Any, batch: Any) -> None:
         """Take the weight of a step's loss. DataError: some steps, here or elsewhere, give none, or it can't be one."""
         if output is None:

@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
-from lightning_shard.resume.draws import DrawingDataset
-from lightning_shard.resume.reachable import generators_of
-from lightning_shard.resume.samplers import Epoch, Generators, IndexSource
-from lightning_shard.resume.shape import DelegatingLoader
+from lightning_shard.resume.sample_seeds import SeededSamples
+from lightning_shard.resume.samplers import Epoch, Generators, IndexSource, given, kept
+from lightning_shard.resume.shape import DelegatingLoader, has_state
+from lightning_shard.resume.unsaved import Unsaved
+from lightning_shard.text import listed
 
 Draws = Callable[[], tuple[int, int]]
 """Gives what random numbers of samples are seeded by, besides the sample's index: a seed, the same on all ranks, and
@@ -40,15 +41,16 @@ class ResumableLoader(DelegatingLoader):
 
     The order of an epoch is drawn when its first batch is asked for, and again on a resume: from the states at the
     epoch's start of the generators (torch's, numpy's and python's global ones, without a trace in these, or the
-    loader's own) and of the samplers. Random numbers that the dataset draws in worker processes are the same after a
-    resume with `draws`, else a warning says that they are not; nor is all of what a loader without a length draws.
+    loader's own) and of the samplers. A warning says that it is another one, as of a sampler that keeps more than its
+    ``state_dict`` has. A dataset with ``state_dict`` and ``load_state_dict`` goes on by these without workers. Random
+    numbers that it draws in worker processes are the same after a resume with `draws`.
 
     `lookahead`: how many batches the training loop fetches ahead, as for :class:`StatefulIterableLoader`. `world_size`
     and `rank` are of the ranks that read data of their own; `inner_sampler` is what the sampler takes its indices from.
     """
 
     _own = frozenset(
-        {"lookahead", "_source", "_generators", "_draws", "_drawing", "_samples"}
+        {"lookahead", "_source", "_generators", "_draws", "_seeded", "_samples", "_unsaved"}
         | {"_world_size", "_rank", "_pending", "_run"}
     )
 
@@ -62,14 +64,13 @@ class ResumableLoader(DelegatingLoader):
         inner = copy.copy(inner)
         # A DataLoader refuses to have its samplers set; this copy is this object's own.
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
-        samples = inner.dataset
-        drawing = DrawingDataset(samples, inner.collate_fn, seeded=draws is not None, workers=inner.num_workers > 0)
-        if draws is not None or inner.num_workers > 0:
-            inner.__dict__["dataset"] = drawing
+        samples: Any = inner.dataset
         super().__init__(inner)
-        self._draws, self._drawing, self._samples = draws, drawing, samples
-        self._source = source
-        self._generators = Generators(inner, samplers, samples)
+        self._draws, self._samples, self._source = draws, samples, source
+        self._seeded = SeededSamples(samples, workers=inner.num_workers > 0) if draws is not None else None
+        if self._seeded is not None:
+            inner.__dict__["dataset"] = self._seeded
+        self._generators, self._unsaved = Generators(inner, samplers), Unsaved([*samplers, samples])
         self.lookahead = int(shapes.length_of(inner) is None)
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
@@ -122,8 +123,9 @@ class ResumableLoader(DelegatingLoader):
             **self._order,
             **{f"{name}_now": state for name, state in now.items()},
             "ahead": ahead,
-            "drawn": self._drawing.drawn,
-            "drawers": list(map(rng.generator_state, self.drawers)),
+            "order": self._source.order,
+            "dataset": kept(self._samples.state_dict()) if self._saves_samples else None,
+            "unsaved": self._unsaved.names(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,41 +134,31 @@ class ResumableLoader(DelegatingLoader):
         """
         if "kind" not in state:
             return
-        state = {"attributes_now": {"lost": []}, "states_now": [], "drawers": [], **state}  # which format 1 lacks
+        state = {"states_now": [], **state}  # which format 1 lacks
         if shapes.is_midway(state):
             shapes.refuse_other_data(state, self._shape, self._world_size, self._order)
             set_epoch = getattr(self._epoch_sampler(), "set_epoch", None)
             if set_epoch is not None and state["epoch"] is not None:
                 set_epoch(state["epoch"])
-        self._generators.restore({name: state[f"{name}_now"] for name in ("generators", "attributes", "states")})
-        drawers, saved = self.drawers, state["drawers"]
-        done = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
-        begun_anew = len(drawers) != len(saved) or not all(done)
-        # Of an epoch that is drawn again what changed in it is lost too: it may be drawn more than once.
-        begun = state.get("attributes", {}) if shapes.is_midway(state) else {}
-        lost = list(dict.fromkeys([*begun.get("lost", []), *state["attributes_now"]["lost"]]))
+        self._generators.restore({name: state[f"{name}_now"] for name in ("generators", "states")})
+        if self._saves_samples and state.get("dataset") is not None:
+            self._samples.load_state_dict(given(state["dataset"]))
         if self._rank == 0:
-            for message in self._differences(state, lost, begun_anew):
+            for message in self._differences(state):
                 warnings.warn(message, stacklevel=2)
         self._pending, self._run = state, None
 
     @property
-    def drawers(self) -> list[Any]:
-        """The generators that samples and their collating draw from in this process, and that nothing seeds."""
-        held = [self._inner.collate_fn, *[self._samples] * (self._draws is None)]
-        return [] if self._inner.num_workers else generators_of(*held)
+    def _saves_samples(self) -> bool:
+        """Whether the dataset has a state, which is not in worker processes."""
+        return self._inner.num_workers == 0 and has_state(self._samples)
 
     def _ahead(self, run: _Run) -> int:
         """How many of the batches given out are not trained on."""
         return 0 if run.ended else min(self.lookahead, run.batches)
 
-    def _differences(self, state: dict[str, Any], lost: list[str], begun_anew: bool) -> Iterator[str]:
+    def _differences(self, state: dict[str, Any]) -> Iterator[str]:
         """What does not go on as if the run had not been interrupted."""
-        if begun_anew:
-            yield (
-                "the random number generators that the dataset and collate_fn have in this process are not those in the"
-                " checkpoint, and begin anew. Make as many in the constructors, for as many workers, to go on."
-            )
         for name, where in (("seed", "seed_everything"), ("shuffle", "the DataLoader")):
             saved, own = state.get(name), self._order[name]
             if saved != own and None not in (saved, own):
@@ -175,24 +167,21 @@ class ResumableLoader(DelegatingLoader):
                     f" was begun is finished in the one, and those after it follow the other. Give {where} {saved} to"
                     " go on as if the run had not been interrupted."
                 )
-        goes_on = shapes.is_midway(state) or (self._inner.persistent_workers and self._inner.num_workers > 0)
-        if state.get("drawn") and self._draws is None and goes_on:
-            yield (
-                "the dataset drew random numbers in the worker processes of its DataLoader, whose generators are not in"
-                " the checkpoint: after resuming, its samples have others. Set sample_seeds: true on the strategy to"
-                " seed them by epoch and sample."
-            )
         if state.get("ahead") and shapes.is_midway(state):
             yield (
                 "a sampler or a dataloader has no length, so that the loop fetches a batch ahead of the steps: random"
                 " numbers that samples draw, or a sampler without a length from the global generators, are others after"
                 " resuming. Give it a length to go on as if the run had not been interrupted."
             )
-        if lost:
+        older = state.get("attributes_now", {})  # what earlier versions saved of attributes
+        unsaved = [*state.get("unsaved", ()), *older.get("lost", ()), *(older.keys() - {"lost"})]
+        if has_state(self._samples) and not self._saves_samples:
+            unsaved.append(f"{type(self._samples).__name__}.state_dict() in worker processes")
+        if unsaved:
             yield (
-                f"these attributes of samplers change between epochs and are not in the checkpoint: {', '.join(lost)}."
-                " They begin anew, and the order of the data with them. Give the sampler state_dict() and"
-                " load_state_dict() to go on where it was."
+                f"what samplers and the dataset keep in {listed(unsaved)} is in no checkpoint and begins anew, and the"
+                " order of the data or random numbers of samples with it. Give them state_dict() and load_state_dict(),"
+                " and the dataset num_workers=0 or torchdata's StatefulDataLoader, to go on where they were."
             )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -230,6 +219,7 @@ class ResumableLoader(DelegatingLoader):
         if resumed or (creates and not seeded):
             build = functools.partial(self._rest, resumed) if resumed else self._source.epoch
             batches = self._source.iterate(inner, build, generators, unseeded=creates and not seeded)
+            self._compare_order(resumed)
         else:
             batches = iter(inner)
         if resumed:
@@ -238,16 +228,28 @@ class ResumableLoader(DelegatingLoader):
         self._run = run
         return run, batches
 
+    def _compare_order(self, resumed: dict[str, Any] | None) -> None:
+        if resumed is None or resumed["world_size"] != self._world_size or self._rank != 0:
+            return
+        before, now = resumed.get("order"), self._source.order
+        if None not in (before, now) and before != now:
+            warnings.warn(
+                f"{type(self._source.items).__name__} gives another order than before the checkpoint: samples of this"
+                " epoch are repeated and others missed. Give the sampler state_dict() and load_state_dict(), or resume"
+                " from a checkpoint of an epoch's end.",
+                stacklevel=2,
+            )
+
     def _next_draws(self, resumed: dict[str, Any] | None, loaded: dict[str, Any] | None) -> tuple[int, int, int] | None:
         """Seed what the samples of this iteration draw; ``loaded`` is of the iteration before it, or ``resumed``."""
-        if self._draws is None:
+        if self._draws is None or self._seeded is None:
             return None
         (seed, epoch), cycle = self._draws(), 0
         if resumed and resumed.get("draws"):
             seed, epoch, cycle = resumed["draws"]
         elif (before := loaded["draws"] if loaded else self._run and self._run.begun["draws"]) and before[1] == epoch:
             cycle = before[2] + 1
-        self._drawing.begin(seed, epoch, cycle)
+        self._seeded.begin(seed, epoch, cycle)
         return seed, epoch, cycle
 
     def _rest(self, state: dict[str, Any]) -> Epoch:
@@ -257,8 +259,8 @@ class ResumableLoader(DelegatingLoader):
             return source.epoch(start)
         dealt: Any = source.items
         ranks = {"rank": dealt.rank, "world_size": dealt.num_replicas, "drop_last": dealt.drop_last}
-        share = functools.partial(shapes.rank_share, start=start, **ranks)
-        return source.epoch(items=shapes.of_all_ranks(dealt, state["seed"], state["shuffle"]), share=share)
+        share = functools.partial(shapes.rank_share, **ranks)
+        return source.epoch(start, shapes.of_all_ranks(dealt, state["seed"], state["shuffle"]), share)
 
     def _batches_behind(self, state: dict[str, Any]) -> int:
         # Counted from the end, so that the epoch ends with the loader's length.

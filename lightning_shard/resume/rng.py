@@ -1,8 +1,8 @@
-"""Random number generators as values that a checkpoint takes: those of a rank, and any other."""
+"""The random number generators of a rank, as values that a checkpoint takes."""
 
 import hashlib
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,49 +78,3 @@ def seed_rng(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-GENERATORS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any], Callable[[Any, int], Any]]] = {
-    "torch": (torch.Generator, torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
-    "numpy": (
-        np.random.Generator,
-        lambda generator: generator.bit_generator.state,
-        lambda generator, state: setattr(generator.bit_generator, "state", state),
-        lambda g, seed: setattr(g.bit_generator, "state", type(g.bit_generator)(seed).state),
-    ),
-    "legacy": (
-        np.random.RandomState,
-        lambda generator: generator.get_state(legacy=False),
-        np.random.RandomState.set_state,
-        lambda generator, seed: generator.seed(seed % 2**32),
-    ),
-    "bits": (
-        np.random.BitGenerator,
-        lambda generator: generator.state,
-        lambda generator, state: setattr(generator, "state", state),
-        lambda generator, seed: setattr(generator, "state", type(generator)(seed).state),
-    ),
-    "python": (random.Random, random.Random.getstate, random.Random.setstate, lambda g, seed: g.seed(seed % 2**32)),
-}
-"""Name to class, and functions that read a generator's state, set it, and seed it with 64 bits."""
-
-
-def generator_state(generator: Any) -> dict[str, Any]:
-    """Kind to state, in plain values, tensors and arrays alone."""
-    kind = str(generator_kind(generator))
-    return {kind: GENERATORS[kind][1](generator)}
-
-
-def set_generator_state(generator: Any, saved: dict[str, Any]) -> bool:
-    """Set the state that `generator_state` gave; False: it is of another kind."""
-    [(kind, state)] = saved.items()
-    try:
-        GENERATORS[kind][2](generator, state)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return False
-    return True
-
-
-def generator_kind(value: Any) -> str | None:
-    """Its name in `GENERATORS`; None: it is no generator."""
-    return next((kind for kind, (cls, *_) in GENERATORS.items() if isinstance(value, cls)), None)

@@ -34,8 +34,11 @@ def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, 
 def is_distributed(sampler: Any) -> bool:
     """Whether it deals out one order to all ranks as DistributedSampler does, which a user's own may do otherwise."""
     dealing = next((cls for cls in type(sampler).__mro__ if "__iter__" in vars(cls)), object)
-    libraries = ("torch", "torchdata", "lightning", "lightning_fabric")
-    return isinstance(sampler, DistributedSampler) and dealing.__module__.partition(".")[0] in libraries
+    return isinstance(sampler, DistributedSampler) and of_library(dealing)
+
+
+def of_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("torch", "torchdata", "lightning", "lightning_fabric")
 
 
 def of_all_ranks(sampler: DistributedSampler[Any], seed: int, shuffle: bool) -> DistributedSampler[Any]:

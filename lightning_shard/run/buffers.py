@@ -1,4 +1,4 @@
-"""What a rank's own state keeps of persistent buffers in the middle of a step, or of a validation, which runs again."""
+"""What a rank's own state keeps of persistent buffers in the middle of a validation, which runs again."""
 
 from collections.abc import Mapping
 

@@ -22,7 +22,6 @@ from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
-from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.hyperparameters import KEYS, plain_hyperparameters
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.optimizer_state import check_savable, own_values
@@ -36,13 +35,10 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
 from lightning_shard.run.ledger import RunLedger
-from lightning_shard.tensors.flat import Accumulated, torch_optimizer
+from lightning_shard.tensors.flat import torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
 from lightning_shard.tensors.tracing import tree_map_only
 from lightning_shard.text import listed
-
-ACCUMULATION = "accumulation"
-"""Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
 
 _VALUES = "optimizer_values"
 
@@ -61,8 +57,6 @@ class Checkpoints(CheckpointIO):
         self.opened: load.OpenCheckpoint | None = None
         """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
         self._loading: load.OpenCheckpoint | None = None
-        self.accumulated: load.OpenCheckpoint | None = None
-        """The checkpoint that a fit goes on from, until its gradients are loaded, if it has some."""
         self._converted: str | None = None
         self._training = False
         self.saved: list[str] = []
@@ -146,7 +140,7 @@ class Checkpoints(CheckpointIO):
         target = Ranks.of().broadcast(os.fspath(path))
         where = location(target, storage_options)
         mine = own_buffers(self.module)
-        if own and (ACCUMULATION in own or not self._engine.shares_buffers):
+        if own and not self._engine.shares_buffers:
             own = {OWN: mine, **own}  # of a rank's own batches; in a validation those before it
         self.synchronize()
         averaging = self.averaging
@@ -162,7 +156,7 @@ class Checkpoints(CheckpointIO):
         if with_optimizers:
             self._engine.before_saving()
             self._ledger.before_saving()
-        gradients, measured = self._gradients((own or {}).get(ACCUMULATION), target), self._ledger.measured()
+        measured = self._ledger.measured()
 
         def collect() -> Contents:
             tensors = self._engine.tensors
@@ -177,7 +171,6 @@ class Checkpoints(CheckpointIO):
                 optimizers=optimizers,
                 masters=tensors.masters(),
                 averages=None if averaging is None else averaging.tensors(),
-                gradients=gradients,
                 trainer_state=checkpoint,
                 own_state=own and {_VALUES: self._changed_values(), **own},
                 facts=Facts(
@@ -199,24 +192,6 @@ class Checkpoints(CheckpointIO):
                 self.synchronize_buffers()
             self.saver.save(where, collect, background=background and self._training, wanted=self._skeleton)
         restore_buffers(self.module, mine)  # A save changes no run.
-
-    def _gradients(self, step: Mapping[str, Any] | None, target: str) -> Mapping[str, Accumulated]:
-        """The gradients of a ``step`` in the middle of which a checkpoint is saved; None: between steps."""
-        if step is None:
-            return {}
-        why = "inside of a batch, which runs again on resuming," if step["inside"] else ""
-        if layout.other_form(target):
-            why = "in a form that has none,"
-        gradients = {} if why else self._engine.accumulated()
-        if any(part.layout != torch.strided for each in gradients.values() for part in each.parts):
-            why = "with sparse gradients,"
-        if why:
-            rank_zero_warn(
-                f"This checkpoint is saved {why} after {step['batches']} of the {step['factors'][2]} batches that one "
-                "step accumulates. Their gradients are not saved, so that the step after resuming lacks these "
-                "batches. Save after a step, as ModelCheckpoint does, or at a batch's end into a directory."
-            )
-        return {} if why else gradients
 
     def _skeleton(self) -> Skeleton:
         trainer = getattr(self.module, "trainer", None)
@@ -349,10 +324,8 @@ class Checkpoints(CheckpointIO):
                 averaged=averaged and bool(state.get(layout.AVERAGING_STATE, {}).get("n_averaged", 1)),
                 state=edited,
             )
-            has_gradients = optimizers and begins and stored_gradients(self._loading.manifest.tensors)
-            self.accumulated = self._loading if has_gradients else None
         finally:
-            if self._converted is not None and self.accumulated is None:
+            if self._converted is not None:
                 self._loading.directory.close()  # an error's frames keep it, and what is read is not removed
             self._loading = None
             self.remove_converted()
@@ -367,13 +340,6 @@ class Checkpoints(CheckpointIO):
             for optimizer, kept in zip(tensors.optimizers(), values, strict=False):
                 vars(torch_optimizer(optimizer)).update(kept)
             self._engine.resumed()
-
-    def load_gradients(self, factor: float) -> None:
-        """Read those of `accumulated`, times ``factor``, to be added to. All ranks call it."""
-        assert self.accumulated is not None
-        self._engine.before_reading()
-        load_gradients(self.accumulated, self.module, self._engine.accumulated, factor=factor)
-        self.accumulated = None
 
 
 def _first_states(trainer: Any) -> dict[str, Any]:

@@ -4,25 +4,26 @@ For that each rank saves its generators, metrics, logged values of the epoch and
 back at the latest moment at which nothing else draws from or resets them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning import Replacements, loaders, loops, results
 from lightning_shard._lightning.callbacks import go_on_in_mid_epoch, thaw_again, thawed
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
+from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
-from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 from lightning_shard.text import listed
 
 Stage = Literal["training", "validation", "predict"]
@@ -98,6 +99,7 @@ class Data:
         """
         if OPTIMIZER_STATES not in checkpoint:
             return dict(checkpoint), None
+        within = _within_step(trainer)
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         if batches.ready > batches.processed:
             rank_zero_warn(
@@ -109,17 +111,17 @@ class Data:
             **_changed_by_evaluation(trainer),
             "logged": results.training_results_state(trainer, validates=follows == "validation"),
             "loaders": loaders.loader_states(trainer, counters),
-            **accumulation_state(trainer),
+            **within,
         }
         own |= before_validation if loops.in_validation(trainer) else {}
         if (resumed := self._resumed) is not None:
             ranks = resumed["ranks"]
-            if len(ranks) == trainer.world_size and ACCUMULATION not in ranks[0]:
+            if len(ranks) == trainer.world_size:
                 kept = {name: value for name, value in resumed.items() if name != "ranks"}
                 return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, ranks[trainer.global_rank]
             rank_zero_warn(
-                "A checkpoint is saved in on_train_start of a resumed run, to which its random numbers, metrics and "
-                "gradients are not given back yet: it lacks them. Save after a step."
+                "A checkpoint is saved in on_train_start of a resumed run, to which its random numbers and metrics are "
+                "not given back yet: it lacks them. Save after a step."
             )
         kept = {"seed": torch.initial_seed(), "epoch_ends": follows == "end of the epoch", "batch": _factors(trainer)}
         made = self._made if vars(trainer)["reload_dataloaders_every_n_epochs"] else None
@@ -148,7 +150,7 @@ class Data:
             loops.end_epoch(replacements, trainer)
         loops.settle_validation(replacements, trainer)
 
-    def start_of_training(self, replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
+    def start_of_training(self, trainer: Trainer) -> None:
         """Go on with what a resumed run had, after all that draws from or resets it. All ranks call it."""
         resumed, module = self._resumed, trainer.lightning_module
         go_on_in_mid_epoch(trainer)
@@ -166,20 +168,19 @@ class Data:
         loops.count_begun_epoch(trainer)
         if resumed is not None:
             trainer.should_stop = trainer.should_stop or bool(resumed.get("stop"))
-            resume_accumulation(trainer, resumed["ranks"], checkpoints)
+            _warn_within_step(trainer, resumed["ranks"][0])
             ranks, rank, size = resumed["ranks"], trainer.global_rank, trainer.world_size
             # At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.
             load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
             logged = [r["logged"] for r in ranks]
-            results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
+            results.restore_training_results(trainer, logged, rank=rank)
             own = ranks[rank if rank < len(ranks) else 0]
             if len(ranks) == size:
                 restore_buffers(module, own.get(OWN, {}))
-            here, saved = loaders.generators(trainer), own.get("generators", {})
-            if lost := [name for name in saved if not rng.set_generator_state(here.get(name), saved[name])]:
+            if begin := loaders.unsaved_generators(trainer):
                 rank_zero_warn(
-                    "Generators of the checkpoint that the module, the datamodule and callbacks do not have any more: "
-                    f"{', '.join(lost)}."
+                    f"These random number generators are in no checkpoint and begin anew: {', '.join(begin)}. Save them"
+                    " in on_save_checkpoint, or a callback's or datamodule's state_dict, to go on where they were."
                 )
             if rank < len(ranks):
                 rng.set_rng_state(ranks[rank]["rng"])
@@ -229,48 +230,42 @@ def changed_by_validation(trainer: Trainer) -> dict[str, Any]:
 
 
 def _changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:
-    states = {name: rng.generator_state(generator) for name, generator in loaders.generators(trainer).items()}
-    return {"rng": rng.rng_state(), "generators": states, "metrics": metric_states(trainer.lightning_module)}
+    return {"rng": rng.rng_state(), "metrics": metric_states(trainer.lightning_module)}
 
 
-# An optimizer step that a checkpoint is saved in the middle of. It averages the gradients of ranks x micro-batches x
-# samples: where a run goes on after as many samples of it, on whatever ranks, those so far are part of it, rescaled.
+# An optimizer step of several batches, whose gradients no checkpoint has.
+
+_WITHIN = "accumulation"  # Where a rank's own state says how many such batches it was saved after.
 
 
-def accumulation_state(trainer: Trainer) -> dict[str, Any]:
-    """This rank's part of what a checkpoint keeps of the step, beside gradients; empty between two steps."""
+def _within_step(trainer: Trainer) -> dict[str, Any]:
+    """What a rank's own state says of batches whose gradients a step adds up, with a warning, as in a fit that was told
+    to stop there. CheckpointError, on every rank: the fit goes on.
+    """
     plugin: Any = trainer.precision_plugin
     if not trainer.lightning_module.automatic_optimization and plugin.backward_pending:
         rank_zero_warn(
-            "This checkpoint is saved after a manual_backward that no optimizer step has followed. What steps manual "
-            "optimization makes of its batches is not known, so that these gradients are not saved, and the step after "
-            "resuming lacks them. Save after a step."
+            "This checkpoint is saved after a manual_backward that no optimizer step has followed. Its gradients are "
+            "not saved, and the step after resuming lacks them. Save after a step."
         )
     if not (batches := loops.accumulated_batches(trainer)):
         return {}
-    return {ACCUMULATION: {"batches": batches, "factors": _factors(trainer, 1), **plugin.accumulation(trainer)}}
+    within = f"{batches} of the {trainer.accumulate_grad_batches} batches of one step"
+    if trainer.state.status == TrainerStatus.RUNNING and not trainer.should_stop:
+        raise CheckpointError(
+            f"save_checkpoint is called after {within}, whose gradients no checkpoint has. Save in on_train_batch_end "
+            "of the last of them, by a ModelCheckpoint, which waits for that, or with weights_only=True."
+        )
+    rank_zero_warn(f"This checkpoint is saved after {within}: a run that resumes from it leaves these batches out.")
+    return {_WITHIN: {"batches": batches}}
 
 
-def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], checkpoints: Checkpoints) -> None:
-    """Go on in the middle of a step, if the checkpoint is of one; ``ranks``: its state of each. All ranks call it; a
-    warning says where gradients are lacking, or are of no part of the step here.
-    """
-    if (saved := ranks[0].get(ACCUMULATION)) is None:
-        return
-    here = _factors(trainer, 1)
-    done, due = saved["batches"] * prod(saved["factors"][:2]), loops.accumulated_batches(trainer) * prod(here[:2])
-    if checkpoints.accumulated is None:
-        why = "it has none"
-    elif done != due:
-        told = [_RULE.format(*factors) for factors in (saved["factors"], here)]
-        why = f"the step had taken {done} samples ({told[0]}), here {due} ({told[1]})"
-    else:
-        plugin: Any = trainer.precision_plugin
-        factor = plugin.resume_accumulation([rank[ACCUMULATION] for rank in ranks])
-        checkpoints.load_gradients(factor * prod(saved["factors"]) / prod(here))
-        return
-    rank_zero_warn(
-        f"The checkpoint was saved after {saved['batches']} of the {saved['factors'][2]} batches that one step "
-        f"accumulates. The step that comes lacks their gradients, because {why}. Resume with the same numbers from the "
-        "directory that was saved, or from one that was saved after a step."
-    )
+def _warn_within_step(trainer: Trainer, own: Mapping[str, Any]) -> None:
+    """Say where a fit goes on among the batches of one step; ``own``: a rank's state in the checkpoint."""
+    here = loops.accumulated_batches(trainer) if trainer.fit_loop.restarted_mid_epoch else 0
+    if batches := own.get(_WITHIN, {}).get("batches", here):
+        rank_zero_warn(
+            f"The fit goes on after {batches} batches of one step, whose gradients are not read from checkpoints: the "
+            "next step leaves them out. Resume from a checkpoint that was saved after a step, with as many batches for "
+            "a step as before."
+        )

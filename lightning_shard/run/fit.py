@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_shard._lightning import Replacements, callbacks, loaders, loops, results
+from lightning_shard._lightning import Replacements, callbacks, loaders, loops
 from lightning_shard.callbacks.ema import EMACallback
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine, PlannedRun, Run, TrainerFacts
@@ -222,7 +222,6 @@ def settle_fit(
     if async_save:
         callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)
     callbacks.save_between_steps(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
-    results.log_full_values(replacements, trainer.lightning_module)
     loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 
 

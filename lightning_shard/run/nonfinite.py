@@ -160,7 +160,6 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
     strict, hooked = (module.strict_loading, checkpoint) if resumed else (not callbacks.thawed(trainer), None)
     schedules = trainer.lr_scheduler_configs
     checkpoints.load_tensors(hooked, schedules, optimizers=True, strict=strict, begins=resumed)
-    checkpoints.accumulated = None  # of a step that is not gone on with
     loops.restore_steps(trainer, checkpoint)
     callbacks.restore_states(trainer, checkpoint, EMACallback)  # how far its updates are
     states = checkpoint[RUN_STATE]["ranks"]

@@ -89,22 +89,15 @@ class ShardDDPStrategy(ShardStrategy):
         self._start_method = start_method
 
     @override
-    def engine_for(self, module: nn.Module | None = None) -> Engine:
+    def engine_for(self, module: nn.Module | None = None, *, plain: bool = False) -> Engine:
         """Torch's DDP in fp32, FSDP2 with one shard where something is cast."""
         compute = self.precision_plugin.policy(aligned=self.aligned).compute
         casts = compute != torch.float32 or (module is not None and needs_replicate(module))
-        return self._engine_of(self._options, self._settings.forward, casts=casts)
-
-    @override
-    def _plain_engine(self) -> Engine:
-        casts = self.precision_plugin.policy(aligned=self.aligned).compute != torch.float32
-        # One micro-batch of the check leaves a parameter out.
-        return self._engine_of(DDPOptions(find_unused_parameters=True), ForwardOptions(), casts=casts)
-
-    def _engine_of(self, options: DDPOptions, forward: ForwardOptions, *, casts: bool) -> Engine:
-        at_boundary = self._settings.at_boundary
+        options, forward = self._options, self._settings.forward
+        if plain:  # One micro-batch of the check leaves a parameter out.
+            options, forward = DDPOptions(find_unused_parameters=True), ForwardOptions()
         kind = Replicate if casts else TorchDDP
-        return kind(options, forward, at_boundary=at_boundary)
+        return kind(options, forward, at_boundary=self._settings.at_boundary)
 
 
 def _named(value: Any) -> str:

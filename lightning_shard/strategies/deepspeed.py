@@ -90,14 +90,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._connection: process.Connection | None = None
 
     @override
-    def engine_for(self, module: nn.Module | None = None) -> Engine:
-        return Zero(self._asked, self._settings.forward, mesh=self._settings.mesh, connection=self._connection)
-
-    @override
-    def _plain_engine(self) -> Engine:
-        own = fields.DeepSpeedFields(config={"zero_optimization": {"stage": self._asked.stage}})
-        settings = read_settings(own, aligned=self.aligned, problems=[])
-        return Zero(settings, ForwardOptions(), mesh=self._settings.mesh, connection=self._connection)
+    def engine_for(self, module: nn.Module | None = None, *, plain: bool = False) -> Engine:
+        settings, forward = self._asked, self._settings.forward
+        if plain:
+            own = fields.DeepSpeedFields(config={"zero_optimization": {"stage": settings.stage}})
+            settings, forward = read_settings(own, aligned=self.aligned, problems=[]), ForwardOptions()
+        return Zero(settings, forward, mesh=self._settings.mesh, connection=self._connection)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

@@ -106,10 +106,9 @@ class ShardFSDPStrategy(ShardStrategy):
         self._start_method = start_method
 
     @override
-    def engine_for(self, module: nn.Module | None = None) -> Engine:
-        return FullyShard(self._options, self._settings.forward, at_boundary=self._settings.at_boundary)
-
-    @override
-    def _plain_engine(self) -> Engine:
-        options = FSDPOptions(mesh=self._settings.mesh, reshard_after_forward=self._options.reshard_after_forward)
-        return FullyShard(options, ForwardOptions(), at_boundary=self._settings.at_boundary)
+    def engine_for(self, module: nn.Module | None = None, *, plain: bool = False) -> Engine:
+        options, forward = self._options, self._settings.forward
+        if plain:
+            options = FSDPOptions(mesh=options.mesh, reshard_after_forward=options.reshard_after_forward)
+            forward = ForwardOptions()
+        return FullyShard(options, forward, at_boundary=self._settings.at_boundary)

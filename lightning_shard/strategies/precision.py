@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -31,6 +31,7 @@ from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
 from lightning_shard.strategies.refusals import refuse_loss, refuse_plugin
 from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
+from lightning_shard.tensors.flat import FlatTensor, local
 
 
 class ShardPrecision(Precision):
@@ -88,7 +89,7 @@ class ShardPrecision(Precision):
         self._watch: NonFiniteWatch | None = None
         self._scale: LossScaler | None = None
         self._optimizers: list[Optimizer] = []
-        self._backward_after = -1  # Batches that the fit had behind it when a backward pass began last.
+        self._backward_ran = False  # In this fit.
         self.backward_pending = False  # Whether a backward pass was run since the last optimizer step.
         self.step_skipped = False
         """Whether the last optimizer step was skipped for an overflow, the same on every rank."""
@@ -126,7 +127,7 @@ class ShardPrecision(Precision):
             )
         self._engine, self._run, self._module, self._settings = engine, run, module, settings
         self._weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
-        self._watch, self._backward_after = None, -1
+        self._watch, self._backward_ran = None, False
         if run.fitting and isinstance(settings.nonfinite, NonFinite):
             self._watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
@@ -183,7 +184,7 @@ class ShardPrecision(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
-        self._backward_after, self.backward_pending = loops.processed_batches(module.trainer), True
+        self._backward_ran = self.backward_pending = True
         if self._weights.given:
             ends = not loops.should_accumulate(module.trainer)
             tensor = self._weights.scale(tensor, ends=ends, waiting=self._waiting)
@@ -194,17 +195,8 @@ class ShardPrecision(Precision):
         return super().pre_backward(tensor, module)
 
     def _waiting(self) -> list[Tensor]:
-        return [part for gradient in self._engine.tensors.accumulated().values() for part in gradient.parts]
-
-    def accumulation(self, trainer: Trainer) -> dict[str, Any]:
-        """What a step that goes on from a checkpoint needs of this rank, beside the gradients."""
-        inside = self._backward_after == loops.processed_batches(trainer)
-        return {"inside": inside, "scale": self.loss_scale or 1.0, "weights": self._weights.state()}
-
-    def resume_accumulation(self, states: Sequence[Mapping[str, Any]]) -> float:
-        """Go on with the `accumulation` of all ranks; what its gradients are to be multiplied by."""
-        self._weights.load_state([state["weights"] for state in states], Ranks.of().rank)
-        return (self.loss_scale or 1.0) / float(states[0]["scale"])
+        waiting = self._engine.tensors.accumulated().values()
+        return [part for t in waiting for part in (t.views if isinstance(t, FlatTensor) else [local(t)])]
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -220,7 +212,7 @@ class ShardPrecision(Precision):
         def closure_with_reduction() -> Any:
             result = closure()
             needed = engine.steps_itself or self._scale is not None
-            if needed and self._backward_after < 0 and not self._run.automatic:
+            if needed and not self._backward_ran and not self._run.automatic:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} is to step, but {type(model).__name__} has run no manual_backward, by "
                     "which gradients are scaled and reduced. Call self.manual_backward(loss), not loss.backward()."

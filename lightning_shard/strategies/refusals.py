@@ -255,9 +255,19 @@ def warn_of_precision(
 
 
 _MORE = {
-    MIXED: "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed "
-    'with plain tensors. Use full_tensor(trainer, name) and set_full_tensor, with the kind "gradient" for gradients, '
-    "or keep averages in parameters without gradients, which are sharded too; or use shard_ddp in '32-true'.",
+    **dict.fromkeys(
+        (
+            MIXED,
+            "is not supported for tensor subclasses",
+            "sharding strategy registered",
+            "Sharding propagation failed",
+            "that require placement changes are not supported",
+        ),
+        "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed with "
+        'plain tensors. Use lightning_shard.full_parameters(trainer, ...), with the kind "gradient" for gradients '
+        "(examples/guides/contract.md), or keep averages in parameters without gradients, which are sharded too; or "
+        "use shard_ddp in '32-true'.",
+    ),
     "Torch not compiled with CUDA enabled": "Batches, parameters and buffers come on the run's device: leave .cuda() "
     "out, and make further tensors with device=self.device.",
 }
@@ -278,8 +288,8 @@ _CAST = (
 def explain(error: BaseException, memory: Memory | None) -> None:
     """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do."""
     explain_out_of_memory(error, memory)
-    for said, more in _MORE.items():
-        if isinstance(error, RuntimeError | AssertionError) and said in str(error):
-            append_to_message(error, more)
+    told = [more for said, more in _MORE.items() if said in str(error)]
+    if told and isinstance(error, RuntimeError | AssertionError):
+        append_to_message(error, told[0])
     if isinstance(error, RuntimeError | ValueError) and _SIXTEEN_BITS.search(str(error)):
         append_to_message(error, _CAST)

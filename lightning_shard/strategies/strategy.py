@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_shard import run as parts
 from lightning_shard._lightning import Replacements, loops, messages, processes
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, settle_wrappers, step_scheduler
-from lightning_shard._lightning.results import log_graphs
+from lightning_shard._lightning.results import log_full_values, log_graphs
 from lightning_shard.callbacks.ema import evaluates_average
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm import check_launch, read_job
@@ -74,12 +74,10 @@ class ShardStrategy(ParallelStrategy):
     restore_checkpoint_after_setup = True  # into the parameters that the engine left
 
     @abstractmethod
-    def engine_for(self, module: nn.Module | None = None) -> Engine:
-        """A new engine with this strategy's settings; the frozen parameters of ``module`` may decide which it is."""
-
-    @abstractmethod
-    def _plain_engine(self) -> Engine:
-        """A new engine of the same kind without the options that depend on a user's module."""
+    def engine_for(self, module: nn.Module | None = None, *, plain: bool = False) -> Engine:
+        """A new engine with this strategy's settings; the frozen parameters of ``module`` may decide which it is.
+        ``plain``: without the options that depend on a user's module.
+        """
 
     @property  # type: ignore[explicit-override] # mypy sees none on one with a setter
     @override
@@ -117,13 +115,9 @@ class ShardStrategy(ParallelStrategy):
         self.engine_for().check(run)
 
     def check_arithmetic(self) -> str:
-        """Compare steps of this strategy's engine with a plain loop, for a module of its own; see `self_check`.
-
-        All ranks call it, once the processes are connected and before the Trainer's module is set up, as in a
-        callback's ``setup``. Returns the parameter that differs and by how much, or "".
-        """
+        """`self_check.difference` of this engine, at the latest in a callback's ``setup``. All ranks call it."""
         run = Run(planned=self.planned_run(), device=self.root_device, mesh=self.device_mesh, seed=0, fitting=True)
-        return self_check.difference(self._plain_engine(), run)
+        return self_check.difference(self.engine_for(plain=True), run)
 
     @property
     def engine(self) -> Engine:
@@ -241,7 +235,6 @@ class ShardStrategy(ParallelStrategy):
             self._engage(trainer, engine)
         elif not parts.fit.keeps_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()
-        loops.follow_actions(self._replacements, trainer, engine.hooks)
         frozen_too = engine.gathers_in_forward and not engine.follows_freezing
         self._freezing = parts.Freezing(module, frozen_too=frozen_too, named=not engine.replicates)
         self.setup_precision_plugin()
@@ -260,6 +253,7 @@ class ShardStrategy(ParallelStrategy):
             parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
             parts.fit.before_sharding(trainer, module, self._layer_sync)
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
+        log_full_values(self._replacements, module)
         log_graphs(self._replacements, trainer)
         return parts.fit.run_of(trainer, plan, self.root_device, self.device_mesh, watch=self._ledger.reduction)
 
@@ -358,18 +352,13 @@ class ShardStrategy(ParallelStrategy):
         self._ledger.start_of_training()
         self._preemption.start(self._identity)
         parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
-        if self.checkpoints.accumulated is not None:  # of a step's middle, which a module that is wrapped anew drops
-            self._follow_freezing(batch=0)
-        self._data.start_of_training(self._replacements, trainer, self.checkpoints)  # after all that draws or resets
+        self._data.start_of_training(trainer)  # after all that draws or resets
         self._preemption.validation_follows(trainer)  # it may be the first that a resumed run does
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.saver.look()
-        self._follow_freezing(batch_idx)
-
-    def _follow_freezing(self, batch: int) -> None:
-        if self._freezing.changed(batch):
+        if self._freezing.changed(batch_idx):
             self.model = self.engine.follow_freezing()  # first, as DeepSpeed has all in 16 bits and masters elsewhere
             self._freezing.refuse_without_masters(self.policy.master)
 

@@ -8,7 +8,7 @@ in the slice, so that a view of the flat memory is the box's tensor, read and wr
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,20 +123,6 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def local(tensor: Tensor) -> Tensor:
     """This rank's part: the local shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Accumulated(NamedTuple):
-    """The gradient of a parameter from the micro-batches of a step so far, live."""
-
-    tensor: LiveTensor
-    # Averaged over the ranks, and sharded as the parameter is; else full, and of this rank's batches alone.
-    reduced: bool
-
-    @property
-    def parts(self) -> list[Tensor]:
-        if isinstance(self.tensor, FlatTensor):
-            return self.tensor.views
-        return [local(self.tensor)]
 
 
 @dataclass(frozen=True, kw_only=True)

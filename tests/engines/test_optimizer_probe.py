@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines._dtensors import InFull
+from lightning_shard.engines import dtensor_refusals
 from lightning_shard.engines.optimizer_probe import Needs, probe, rests_at_zero
 from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.errors import ConfigurationError
@@ -288,7 +288,7 @@ def test_what_asks_for_a_closure_can_not_be_tried_without() -> None:
 
 
 def _probed_on_shards() -> list[bool]:
-    undo = InFull.answer()  # as in a fit
+    undo = dtensor_refusals.install()  # as in a fit
     try:
         return _probed_apart()
     finally:

@@ -21,7 +21,7 @@ from torchmetrics import (
 )
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
-from lightning_shard._lightning import Replacements, loops
+from lightning_shard._lightning import loops
 from lightning_shard._lightning.results import restore_training_results, training_results_state
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.metrics import load_metric_states, metric_states
@@ -161,8 +161,7 @@ class Restores:
         where = {"rank": self.global_rank, "world_size": self.world_size}
         load_metric_states(self.lightning_module, [state["metrics"] for state in self.carried], **where)
         results = [state["results"] for state in self.carried]
-        trainer = self.lightning_module.trainer
-        restore_training_results(Replacements(), trainer, results, **where)
+        restore_training_results(self.lightning_module.trainer, results, rank=self.global_rank)
 
 
 class Single(Restores, SingleDeviceStrategy):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -114,32 +112,6 @@ class NumpyOwn(Own):
         return [int(i) for i in self.rng.permutation(self.length)]
 
 
-class MersenneOwn(NumpyOwn):
-    def __init__(self) -> None:
-        self.rng = np.random.Generator(np.random.MT19937(3))
-
-
-class LegacyOwn(NumpyOwn):
-    """Draws each sample as it is asked for."""
-
-    def __init__(self) -> None:
-        self.policy = types.SimpleNamespace(rng=np.random.RandomState(3))
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(self.length):
-            yield int(self.policy.rng.randint(self.length))
-
-
-class LateOwn(Own):
-    """Makes its generator when it is first iterated over."""
-
-    rng: random.Random | None = None
-
-    def order(self) -> list[int]:
-        self.rng = self.rng or random.Random(4)
-        return self.rng.sample(range(self.length), self.length)
-
-
 class CountingOwn(Own):
     """Counts epochs without being told."""
 
@@ -151,28 +123,15 @@ class CountingOwn(Own):
         return torch.randperm(self.length, generator=torch.Generator().manual_seed(int(self.epochs))).tolist()
 
 
-class SlotOwn(Own):
-    """Has its generator, which numpy draws by, in no ``__dict__``."""
-
-    __slots__ = ("bits",)
-
-    def __init__(self) -> None:
-        self.bits = np.random.PCG64(3)
-
-    def order(self) -> list[int]:
-        return [int(i) for i in np.random.Generator(self.bits).permutation(self.length)]
-
-
 class InPlaceOwn(Own):
-    """Shuffles its indices in place; under one name they are a list, under the other an array."""
+    """Shuffles its indices in place."""
 
     def __init__(self) -> None:
-        self.indices, self.offsets = list(range(self.length)), np.zeros(self.length, dtype=np.int64)
+        self.indices = list(range(self.length))
 
     def order(self) -> list[int]:
         random.Random(1).shuffle(self.indices)
-        self.offsets += 1
-        return [(i + int(offset)) % self.length for i, offset in zip(self.indices, self.offsets, strict=True)]
+        return self.indices
 
 
 class SeededState(Own):
@@ -225,17 +184,3 @@ class YieldedState(Own):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skip = state["yielded"]
-
-
-class OwnBatches(BatchSampler):
-    """Batches of random sizes, drawn from a generator of its own."""
-
-    def __init__(self, sampler: Any) -> None:
-        super().__init__(sampler, 2, False)
-        self.sizes = random.Random(9)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        rest = list(self.sampler)
-        for left in range(len(self), 0, -1):
-            size = self.sizes.randint(1, 3) if left > 1 else len(rest)
-            yield [rest.pop() for _ in range(min(size, len(rest)))] or [0]

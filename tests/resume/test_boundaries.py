@@ -117,12 +117,19 @@ def _straight_and_resumed(
 def test_what_follows_the_batch_of_a_save_is_not_left_out(
     tmp_path: Path, schedule: str, stopped: bool, settings: dict[str, Any]
 ) -> None:
-    steps = [4] if stopped else [2, 4]
+    steps = [4] if stopped or schedule == "train_mean" else [2, 4]
     (runs,) = run_distributed(_straight_and_resumed, 1, str(tmp_path), schedule, steps, stopped, settings, timeout=120)
     events, parameters, rate, mean = runs[0]
     for step, (own, resumed, own_rate, own_mean) in zip(steps, runs[1:], strict=True):
         # The save comes first of all that happens at its step.
-        assert own == [event for event in events if event[1] >= step], step
+        rest = [event for event in events if event[1] >= step]
+        if step * settings.get("accumulate_grad_batches", 1) % settings.get("ends_at", BATCHES):
+            # The mean of the epoch in the middle of which it was saved begins again.
+            at = [event[0] for event in rest].index("epoch ends")
+            assert own[at] != rest[at]
+            assert own[at][:2] == rest[at][:2]
+            own, rest = own[:at] + own[at + 1 :], rest[:at] + rest[at + 1 :]
+        assert own == rest, step
         assert (own_rate, own_mean) == (rate, mean), step
         for name, value in parameters.items():
             assert torch.equal(resumed[name], value), (step, name)
@@ -159,7 +166,7 @@ def _fit_with_saves_within(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loader(), loader(count=16, shuffle=False), ckpt_path=ckpt_path)
-    lacking = [str(warning.message) for warning in caught if "accumulates" in str(warning.message)]
+    lacking = [str(warning.message) for warning in caught if "batches of one step" in str(warning.message)]
     return whole_parameters(module), module.seen, lacking
 
 

@@ -26,25 +26,26 @@ from tests.resume.support import StatefulStream
 
 
 class Drawing(Dataset[Any]):
-    """Draws from the global generators, and from some of its own."""
+    """Draws from the global generators, and from one of its own."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.rngs = length, {"numpy": np.random.default_rng(3), "python": random.Random(4)}
+        self.length, self.rng = length, random.Random(4)
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Tensor:
-        own = self.rngs["numpy"].random() + self.rngs["python"].random()  # type: ignore[attr-defined]
-        return torch.tensor([index, own, random.random()])
+        return torch.tensor([index, self.rng.random(), np.random.rand(), random.random()])
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.getstate()}
 
-def _collate(samples: list[Tensor], rng: random.Random) -> Tensor:
-    return torch.stack(samples) + rng.random()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.setstate(state["rng"])
 
 
 def _loader(length: int = 8, **options: Any) -> Any:
-    return DataLoader(Drawing(length), 2, collate_fn=partial(_collate, rng=random.Random(5)), **options)
+    return DataLoader(Drawing(length), 2, **options)
 
 
 def _shuffled() -> Any:
@@ -61,7 +62,6 @@ class Noted(pl.LightningModule):
     def __init__(self, loaders: Any) -> None:
         super().__init__()
         self.loaders, self.layer = loaders, torch.nn.Linear(1, 1)
-        self.noise = torch.Generator().manual_seed(6)
         self.events: list[Any] = []
 
     def train_dataloader(self) -> Any:
@@ -71,7 +71,7 @@ class Noted(pl.LightningModule):
         return DataLoader(torch.arange(4.0).tolist(), 2)
 
     def _note(self, *what: Any) -> None:
-        self.events.append((*what, self.global_step, torch.rand((), generator=self.noise).item(), random.random()))
+        self.events.append((*what, self.global_step, torch.rand(()).item(), random.random()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         parts = batch if isinstance(batch, list) else [batch]
@@ -156,19 +156,29 @@ class Logged(Noted):
         return super().training_step(batch, batch_idx)
 
 
-def _means() -> list[float]:
-    means = []
+def _at_an_epochs_start() -> list[Any]:
+    runs = []
     for path, hook in ((None, "on_train_epoch_start"), ("2.ckpt", "on_train_batch_end"), ("1.ckpt", "on_fit_end")):
         pl.seed_everything(1, verbose=False)
+        module = Logged(_shuffled)
         trainer = quiet_trainer(strategy="shard_ddp", max_epochs=2, num_sanity_val_steps=0, callbacks=[Saves(hook)])
-        trainer.fit(Logged(_shuffled), ckpt_path=path)
-        means.append(trainer.callback_metrics["mean"].item())
-    return means
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, ckpt_path=path)
+        said = [str(each.message) for each in caught if "in the middle of epoch" in str(each.message)]
+        runs.append((module.events, trainer.callback_metrics["mean"].item(), said))
+    return runs
 
 
 def test_a_run_that_went_on_at_an_epochs_start_is_resumed_in_that_epoch() -> None:
-    [means] = run_distributed(_means, 1)
-    assert len(set(means)) == 1
+    [[(whole, mean, _), (second, again, quiet), (rest, other, said)]] = run_distributed(_at_an_epochs_start, 1)
+    assert len(second) > len(rest) > 3
+    assert second == whole[-len(second) :]
+    assert rest == whole[-len(rest) :]
+    assert (again, quiet) == (mean, [])
+    assert other != mean
+    assert len(said) == 1
+    assert "of epoch 1: of mean the epoch's values, which are in no checkpoint, begin again here" in said[0]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -191,8 +201,6 @@ class Endless(Sampler[int]):
         while True:
             yield int(self.rng.integers(8))
 
-
-class EndlessState(Endless):
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self.rng.bit_generator.state}
 
@@ -200,14 +208,13 @@ class EndlessState(Endless):
         self.rng.bit_generator.state = state["rng"]
 
 
-def _endless(sampler: Any) -> Any:
-    return _loader(sampler=sampler())
+def _endless() -> Any:
+    return _loader(sampler=Endless())
 
 
-@pytest.mark.parametrize("sampler", [Endless, EndlessState])
-def test_what_was_fetched_ahead_is_not_left_out(sampler: Any) -> None:
+def test_what_was_fetched_ahead_is_not_left_out() -> None:
     settings = {"max_epochs": 1, "max_steps": 7, "limit_val_batches": 0}
-    run = ("on_train_batch_end", [1, 4], partial(_endless, sampler), "shard_ddp")
+    run = ("on_train_batch_end", [1, 4], _endless, "shard_ddp")
     [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
     assert [_order(rest) for rest in rests] == [_order(whole[start:]) for start in starts]
 
@@ -285,15 +292,32 @@ def test_weights_alone_are_refused_by_name_and_nothing_is_left() -> None:
     assert left == ["alone.ckpt", "alone.full.ckpt"]
 
 
-def _changed() -> tuple[list[str], list[str]]:
-    """What is said where a batch was begun, and where the module has none of the generators any more."""
+class Jitter(pl.Callback):
+    def __init__(self) -> None:
+        self.rng = random.Random(3)
+
+
+class Own(Noted):
+    def __init__(self, loaders: Any) -> None:
+        super().__init__(loaders)
+        self.noise = torch.Generator().manual_seed(6)
+
+
+def _said() -> tuple[list[str], list[str]]:
+    """What is said where a batch was begun, and of generators that nothing saves."""
     _, said = _fit(_shuffled, "shard_ddp", callbacks=[Saves("on_train_batch_start")], max_steps=2)
-    _fit(_shuffled, "shard_ddp", callbacks=[Saves("on_train_batch_end")], max_steps=2)
-    plain = partial(DataLoader, [torch.tensor([0.0])] * 8, 2, shuffle=True, generator=torch.Generator())
-    return said, _fit(plain, "shard_ddp", "1.ckpt", max_steps=2)[1]
+    pl.seed_everything(1, verbose=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(
+            strategy=build("shard_ddp"), max_steps=3, callbacks=[Jitter()], use_distributed_sampler=False
+        )
+        trainer.fit(Own(_shuffled), ckpt_path="1.ckpt")
+    return said, [str(warning.message) for warning in caught]
 
 
 def test_what_does_not_go_on_is_said() -> None:
-    [(within, without)] = run_distributed(_changed, 1)
+    [(within, without)] = run_distributed(_said, 1)
     assert any("in the middle of a training batch" in message for message in within)
-    assert any("that the dataset and collate_fn have" in message for message in without)
+    [begin] = [message for message in without if "random number generators are in no checkpoint" in message]
+    assert "begin anew: Own.noise, Jitter.rng." in begin

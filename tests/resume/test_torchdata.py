@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_shard.resume.wrap import order_warning, resumable
 from tests.harness import run_distributed
 from tests.models import TinyLM, Tokens, quiet_trainer
-from tests.resume.support import Numbers, NumpyOwn, StatefulStream, ids, through_file
+from tests.resume.support import Numbers, SeededState, StatefulStream, ids, through_file
 from tests.resume.test_accumulation import Saves
 
 loaders: Any = pytest.importorskip("torchdata.stateful_dataloader")
@@ -138,7 +138,7 @@ def _runs(path: str) -> Any:
 
 def _runs_with_a_sampler(path: str) -> Any:
     def fit(**options: Any) -> Any:
-        return _fit("torchdata", path, sampler=NumpyOwn(), shuffle=False, **options)
+        return _fit("torchdata", path, sampler=SeededState(), shuffle=False, **options)
 
     return fit(), fit(steps=3), fit(ckpt_path=path)
 

@@ -12,7 +12,7 @@ import pytest
 from tests.harness import ROOT
 
 SUITES = [
-    ["tests/stand_in/test_device.py", "tests/stand_in/test_groups.py", "tests/engines/test_dtensors.py"],
+    ["tests/stand_in/test_device.py", "tests/stand_in/test_groups.py", "tests/engines/test_dtensor_refusals.py"],
     ["tests/strategies"],
     # Their own collectives, and those of stock strategies beside them, are of tensors on the CPU.
     ["tests/checkpoint", "tests/resume"],

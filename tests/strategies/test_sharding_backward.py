@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from lightning_shard import MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard import ConfigurationError, MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import whole, whole_parameters
@@ -79,7 +79,7 @@ class DirectLayers(Manual):
 
 
 class OnlyItsOwn(Manual):
-    """Parameters on the LightningModule and nowhere else."""
+    """Parameters on the LightningModule and nowhere else, which the second turn finds sharded."""
 
     def build(self) -> None:
         self.enter = nn.Parameter(torch.eye(WIDTH) / 2)
@@ -92,21 +92,30 @@ class OnlyItsOwn(Manual):
         return [[self.enter], [self.leave]]
 
 
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
 class Critics(Manual):
-    """Blocks inside a child, a list of a single block, and a parameter on the LightningModule."""
+    """Blocks inside a child, a list of a single block, and a parameter of a module of its own."""
 
     def build(self) -> None:
         self.generator = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, WIDTH))
         self.critics = nn.ModuleList([Layer()])
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.shift = Shift()
 
     def turn(self, turn: int, x: Tensor, y: Tensor) -> Tensor:
-        made = self.generator(x) + self.shift
+        made = self.shift(self.generator(x))
         made = made.detach() if turn == 1 else made
         return error(self.critics[0](made), y)
 
     def parts(self) -> list[list[nn.Parameter]]:
-        return [[*self.generator.parameters(), self.shift], list(self.critics.parameters())]
+        return [[*self.generator.parameters(), *self.shift.parameters()], list(self.critics.parameters())]
 
 
 class TiedChildren(Manual):
@@ -170,9 +179,20 @@ def _check_manual(kind: type[Manual], precision: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", [DirectLayers, OnlyItsOwn, Critics, TiedChildren])
+@pytest.mark.parametrize("kind", [DirectLayers, Critics, TiedChildren])
 def test_manual_optimization(kind: type[Manual], precision: str) -> None:
     run_distributed(_check_manual, 2, kind, precision)
+
+
+def _refused() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        fit(OnlyItsOwn, ShardFSDPStrategy(), "32-true")
+    return str(error.value)
+
+
+def test_parameters_of_no_module_are_refused_after_a_backward_pass_in_the_step() -> None:
+    for said in run_distributed(_refused, 2):
+        assert said.startswith("The step uses parameters that ShardFSDPStrategy has not gathered at that time")
 
 
 # Gradients inside a step, and parameters that are thawed on the way.

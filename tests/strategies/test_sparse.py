@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from lightning_shard import ShardDDPStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
-from tests.resume.test_accumulation import Saves
 
 
 class Embeds(TinyLM):
@@ -64,12 +62,3 @@ def test_they_are_accumulated_clipped_and_looked_at(settings: dict[str, Any], tr
     (differing, (said,)), (other, _) = run_distributed(_both, 2, settings, trainer)
     assert not differing + other
     assert "First on rank 0: the gradient of embed.weight. First on rank 1: the gradient of embed.weight." in said
-
-
-def _saves(path: str) -> list[str]:
-    return _fit(True, {}, [Saves(path, inside=False, after=3)])[1]
-
-
-def test_a_save_among_the_batches_of_a_step_says_that_it_lacks_them(tmp_path: Path) -> None:
-    (said,) = run_distributed(_saves, 1, str(tmp_path / "a.ckpt"))
-    assert any(text.startswith("This checkpoint is saved with sparse gradients, after 1 of the 2") for text in said)

@@ -106,10 +106,18 @@ class Hooked(Net):
             self.brief.remove()
 
 
-class HookedOnOneRank(Net):
-    def on_train_start(self) -> None:
-        if self.global_rank == 1:
-            self.first.weight.register_hook(lambda gradient: gradient.abs())
+class HookedLater(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.last.weight.register_hook(lambda gradient: gradient.abs())
+
+
+class Listed(Net):
+    """Keeps its parameters in lists and dicts of its own, beside a recurrent module, whose list torch keeps."""
+
+    def build(self) -> None:
+        self.recurrent = nn.GRU(WIDTH, WIDTH)
+        self.groups = {"all": [(self.first.weight, self.last.weight)]}
 
 
 class Pair(nn.Module):
@@ -134,7 +142,29 @@ class ReturnsParameters(Net):
         return super().forward(functional.linear(x.to(weight.dtype), weight, others["bias"]).tanh() + x)
 
 
-KINDS = [Codebook, FrozenEveryOtherStep, LoadedIn16Bits, Hooked, HookedOnOneRank, ReturnsParameters]
+KINDS = [Codebook, FrozenEveryOtherStep, LoadedIn16Bits, ReturnsParameters]
+
+
+def _refusal(kind: type[Net], name: str) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        fit(kind, name, "32-true")
+    return str(error.value)
+
+
+def test_hooks_on_parameters_that_shards_would_not_run_are_refused() -> None:
+    for kind, names in ((Hooked, "first.weight, first.bias, last.bias"), (HookedLater, "last.weight")):
+        for said in run_distributed(_refusal, 2, kind, "shard_fsdp"):
+            assert f"Hooks are registered on the parameters {names}, but" in said
+
+
+def test_hooks_on_parameters_run_under_zero() -> None:
+    assert run_distributed(_different, 2, Hooked, NAMES[1:], "32-true") == [[], []]
+
+
+@pytest.mark.parametrize("name", ["shard_fsdp", "shard_deepspeed_stage_3"])
+def test_lists_of_parameters_that_would_not_follow_are_refused(name: str) -> None:
+    for said in run_distributed(_refusal, 2, Listed, name):
+        assert said.startswith("groups is a dict that holds the parameters first.weight, last.weight, but")
 
 
 class Mapped(Net):

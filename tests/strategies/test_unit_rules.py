@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lightning_shard import MeshConfig, ShardFSDPStrategy, UnitRule
 from lightning_shard.engines.units import find_units
-from lightning_shard.errors import MeshError, PrecisionError, WrappingError
+from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError, WrappingError
 from lightning_shard.strategies.strategy import ShardStrategy
 from tests.engines.test_units import Root, layers, names
 from tests.harness import run_distributed
@@ -125,8 +125,7 @@ class Apart(TinyLM):
             x = self.embed(tokens) * self.frozen + self.shift
         for block in self.blocks:
             x = block(x)
-        # As it lies there: a look by its name would gather it.
-        self.freed.append(isinstance(dict.__getitem__(self.embed._parameters, "weight"), DTensor))
+        self.freed.append(isinstance(self.embed.weight, DTensor))
         if self.how == "never called":
             return functional.linear(x, self.head.weight)
         if self.how == "called in parts":
@@ -143,7 +142,8 @@ class ApartManual(Manual, Apart):
     """Accumulates, clips and steps by hand."""
 
 
-USES = ["called", "called in parts", "read before", "read after", "embedding is a head", "never called"]
+CALLED = ["called", "called in parts", "read after"]  # The head stays gathered from its forward to its backward.
+READ = ["read before", "embedding is a head", "never called"]
 
 
 def _apart(how: str, kind: type[Any], precision: str, trainer: dict[str, Any]) -> dict[str, tuple[list[str], Any]]:
@@ -153,44 +153,63 @@ def _apart(how: str, kind: type[Any], precision: str, trainer: dict[str, Any]) -
     for name in (reference, "full", "grad_op", "offload", "ddp"):
         pl.seed_everything(1, verbose=False)
         module, final = kind(how=how), Final()
+        units = {"units": [{"modules": "auto"}]} if how in READ and name in ("full", "grad_op", "offload") else {}
         fit = quiet_trainer(
-            strategy=ENGINES[name](aligned=True), precision=precision, max_steps=4, callbacks=[final], **trainer
+            strategy=ENGINES[name](aligned=True, **units),
+            precision=precision,
+            max_steps=4,
+            callbacks=[final],
+            **trainer,
         )
         fit.fit(module, loader())
         parameters[name] = final.parameters
-        units = [fqn for fqn, m in module.named_modules() if isinstance(m, FSDPModule)]
-        found[name] = units, module.freed, differences(parameters[reference], final.parameters)
+        made = [fqn for fqn, m in module.named_modules() if isinstance(m, FSDPModule)]
+        found[name] = made, module.freed, differences(parameters[reference], final.parameters)
     return found
 
 
 APART = [
     (how, kind, precision, trainer)
-    for how in USES
-    for kind, trainer in ((Apart, {}), (Apart, TWICE), (ApartManual, {}))
+    for how in (*CALLED, *READ)
+    for kind, trainer in ((Apart, {}), (Apart, TWICE), *([(ApartManual, {})] if how in CALLED else []))
     for precision in ("32-true", "bf16-mixed")
 ]
-IN_DEFAULT = ("read before", Apart, "bf16-mixed", TWICE)
+IN_DEFAULT = [("called in parts", Apart, "bf16-mixed", TWICE), ("read before", Apart, "bf16-mixed", {})]
 
 
 @pytest.mark.parametrize(
     ("how", "kind", "precision", "trainer"),
-    [pytest.param(*case, marks=() if case == IN_DEFAULT else pytest.mark.matrix) for case in APART],
+    [pytest.param(*case, marks=() if case in IN_DEFAULT else pytest.mark.matrix) for case in APART],
 )
-def test_embeddings_and_heads_of_their_own_are_used_anywhere(
+def test_embeddings_and_heads_are_units_of_their_own_or_the_roots_that_a_step_may_read(
     how: str, kind: type[Any], precision: str, trainer: dict[str, Any]
 ) -> None:
     for found in run_distributed(_apart, 2, how, kind, precision, trainer, timeout=300):
         assert [each[2] for each in found.values()] == [{}] * len(found)
         for name in ("full", "offload"):
             units, freed, _ = found[name]
-            assert units == ["", "embed", *(f"blocks.{i}" for i in range(3)), "head"]
-            # What is read outside of its module stays, as the root does, and in manual optimization what is below that.
-            assert freed[-1] == (kind is Apart and how not in ("embedding is a head", "never called"))
+            blocks = [f"blocks.{i}" for i in range(3)]
+            assert units == (["", "embed", *blocks, "head"] if how in CALLED else ["", *blocks])
+            assert freed[-1] == (kind is Apart and how in CALLED)
+
+
+def _read_of_units() -> list[str]:
+    said = []
+    for how in READ:
+        with pytest.raises(ConfigurationError) as error:
+            quiet_trainer(strategy="shard_fsdp", max_steps=2).fit(Apart(how=how), loader())
+        said.append(str(error.value))
+    return said
+
+
+def test_a_read_of_them_outside_of_their_forward_says_how_they_are_the_roots() -> None:
+    for said in run_distributed(_read_of_units, 2):
+        assert all("set units: [{modules: auto}] (with shard_fsdp)" in each for each in said)
 
 
 def _in_parts_of_two() -> dict[str, dict[str, float]]:
     found = {}
-    for how in USES:
+    for how in CALLED:
         runs = []
         for reshard in (True, 2):
             pl.seed_everything(1, verbose=False)
@@ -204,4 +223,4 @@ def _in_parts_of_two() -> dict[str, dict[str, float]]:
 
 @pytest.mark.matrix
 def test_they_are_where_shards_of_fewer_ranks_are_kept_after_forward() -> None:
-    assert run_distributed(_in_parts_of_two, 4) == [{how: {} for how in USES}] * 4
+    assert run_distributed(_in_parts_of_two, 4) == [{how: {} for how in CALLED}] * 4

@@ -5,8 +5,7 @@ may end with what its rank alone goes on with), ``boxes.bin``, ``trainer.pt`` (e
 ``weights_only=True``) and, written last, ``manifest.json``, without which it is no checkpoint.
 
 Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` (what it stands for is in the manifest, `SlotName`,
-since FQNs and slots have dots), ``average.<fqn>`` of averages of weights, and of gradients of a step's micro-batches so
-far ``gradient.<fqn>`` where they are averaged over the ranks, else ``rank_gradient.<rank>.<fqn>``.
+since FQNs and slots have dots) and ``average.<fqn>`` of averages of weights. Others are not read.
 """
 
 import contextlib
@@ -41,9 +40,6 @@ DATA_SUFFIX = ".distcp"
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 AVERAGE_PREFIX = "average."
-GRADIENT_PREFIX = "gradient."
-RANK_GRADIENT_PREFIX = "rank_gradient."
-GRADIENT_PREFIXES = (GRADIENT_PREFIX, RANK_GRADIENT_PREFIX)
 
 OPTIMIZER_STATES = "optimizer_states"
 """Key in ``trainer.pt`` of the optimizers' hyperparameters by group, and of their state that is no tensor."""

@@ -1,6 +1,6 @@
 """DeepSpeed as an engine: ZeRO stages 1 to 3, with offload to the host or to files."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,6 @@ from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
-from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import named_parameters, parameter_names
 from lightning_shard.tensors.tracing import version
 
@@ -117,6 +116,7 @@ class Zero(Engine):
             prepare_replica(module, device=run.device, seed=run.seed)
         else:
             refusals.refuse_compiled(module, self._called)
+            refusals.refuse_lists(module, self._called)
         self._closing.callback(self._to_host)
         if run.fitting:
             offload.warn_of_lock()
@@ -237,7 +237,6 @@ class Zero(Engine):
         # An earlier run's masters win.
         self._values.loaded = {**loaded, **self._values.loaded}
         earlier_parameters.follow(optimizers, self._module)
-        earlier_parameters.follow_in_lists(self._module)
 
     def _start(self, optimizer: Optimizer | None) -> Running:
         self._running = running.start(
@@ -325,12 +324,6 @@ class Zero(Engine):
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         return self.tensors.gradients(optimizer), self._run.mesh
-
-    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        found = self.tensors.accumulated(begin)
-        if begin:
-            self._started.pending, self._started.complete = True, False
-        return found if self._unstepped is None else self._unstepped.usage.so_far(found, begin)
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self._settle_writes(together=True)

@@ -5,7 +5,7 @@ parameter and concatenates a rank's shards, in sub-groups. These are the only fu
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_shard.engines.whole_steps import Shard
 from lightning_shard.engines.zero import swapping
 from lightning_shard.private_names import wrap
-from lightning_shard.tensors.flat import Accumulated, FlatGroup, FlatMember, FlatSlice, FlatTensor
+from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatSlice, FlatTensor, LiveTensor
 from lightning_shard.tensors.names import named_parameters, unwrapped_modules
 
 STAGES_1_2 = "DeepSpeedZeroOptimizer"
@@ -200,46 +200,42 @@ def flats(zero: Any) -> Sequence[Tensor]:
 
 
 def accumulated(
-    zero: Any, groups: Sequence[FlatGroup], names: Mapping[Tensor, str], begin: Collection[str]
-) -> Iterator[tuple[str, Accumulated]]:
-    """FQN and what accumulates a parameter's gradients, of those in ``names`` that have it; ``begin``: zeros are made
-    first. It is full and this rank's own, or a reduced shard, as the stage does it.
+    zero: Any, groups: Sequence[FlatGroup], names: Mapping[Tensor, str]
+) -> Iterator[tuple[str, LiveTensor]]:
+    """FQN and what accumulates a parameter's gradients, of those in ``names`` that have it: full and this rank's own,
+    or a reduced shard, as the stage does it.
     """
     if kind(zero) == BF16:
         for parameters, waiting in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
             for parameter, gradient in zip(parameters, waiting, strict=True):
-                yield names[parameter], Accumulated(gradient.view(parameter.shape), reduced=False)
+                yield names[parameter], gradient.view(parameter.shape)
         return
-    if begin:
-        zero.micro_step_id = 1  # The first micro-batch of a step overwrites what there is.
     wait_for_gradients(zero)
     if kind(zero) == STAGES_1_2 and not zero.partition_gradients:
         attribute = "grad_accum" if zero.use_grad_accum_attribute else "grad"
         for parameter, fqn in names.items():
-            if fqn in begin:
-                setattr(parameter, attribute, torch.zeros_like(parameter, dtype=zero.gradient_accumulation_dtype))
             if (gradient := getattr(parameter, attribute)) is not None:
-                yield fqn, Accumulated(gradient, reduced=False)
+                yield fqn, gradient
         return
     for index, group in enumerate(groups):
         stepped = {member.fqn: member for member in group.members if member.stepped}
-        for fqn, slices in _reduced_so_far(zero, index, stepped, names, begin=bool(begin)):
+        for fqn, slices in _reduced_so_far(zero, index, stepped, names):
             dtype = slices[0].data.dtype if slices else zero.gradient_accumulation_dtype
-            yield fqn, Accumulated(FlatTensor(stepped[fqn].shape, dtype, slices), reduced=True)
+            yield fqn, FlatTensor(stepped[fqn].shape, dtype, slices)
 
 
 def _reduced_so_far(
-    zero: Any, index: int, members: Mapping[str, FlatMember], names: Mapping[Tensor, str], *, begin: bool
+    zero: Any, index: int, members: Mapping[str, FlatMember], names: Mapping[Tensor, str]
 ) -> Iterator[tuple[str, list[FlatSlice]]]:
     """FQN and this rank's slices of what stages 2 and 3 add up of a group, whose stepped ``members`` are by FQN."""
     if kind(zero) == STAGE_3:
         flat: Any = swapping.gradient(zero, index)
     elif zero._use_compact_grad_partition_buffer(index):
         # DeepSpeed accumulates in another dtype than it computes in.
-        held = zero._get_compact_grad_partition_buffer(index) if begin else zero.averaged_gradients.get(index)
+        held = zero.averaged_gradients.get(index)
         flat = None if held is None else held.flat_partition
     else:
-        for fqn, gradient in _full_so_far(zero, index, members, names, begin=begin):
+        for fqn, gradient in _full_so_far(zero, index, names):
             member = members[fqn]
             # On the host there may be this rank's slice alone.
             at = member.start if gradient.numel() == math.prod(member.shape) else 0
@@ -250,26 +246,15 @@ def _reduced_so_far(
         yield from ((fqn, list(_slices([flat], member))) for fqn, member in members.items())
 
 
-def _full_so_far(
-    zero: Any, index: int, members: Mapping[str, FlatMember], names: Mapping[Tensor, str], *, begin: bool
-) -> Iterator[tuple[str, Tensor]]:
+def _full_so_far(zero: Any, index: int, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
     """FQN and full gradient of each parameter of which this rank steps a part, which is all that is reduced in it."""
     parameters = {names[parameter]: parameter for parameter in zero.params_in_partition[index]}
     if not zero.cpu_offload:
-        if begin:
-            zero.all_grad_tensors[index] = [torch.zeros_like(parameter) for parameter in parameters.values()]
         yield from zip(parameters, zero.all_grad_tensors.get(index) or [], strict=False)
         return
     held = zero.accumulated_grads_in_cpu
-    for fqn, parameter in parameters.items():
-        number = zero.get_param_id(parameter)
-        if begin and zero.low_precision_master_weights_and_grads:
-            held[number] = _gradient_parts(zero, index)[0].narrow(0, members[fqn].offset, members[fqn].length)
-        elif begin:
-            pinned = zero.cpu_offload_pin_memory and torch.accelerator.is_available()
-            held[number] = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device, pin_memory=pinned)
-        if number in held:
-            yield fqn, held[number]
+    numbers = {fqn: zero.get_param_id(parameter) for fqn, parameter in parameters.items()}
+    yield from ((fqn, held[number]) for fqn, number in numbers.items() if number in held)
 
 
 def reduced_gradients(zero: Any) -> list[Tensor]:

@@ -5,7 +5,7 @@ optimizer that steps nothing, over all parameters. What it reduces is taken out 
 user's optimizers step full parameters at their owners (`WholeSteps`), and DeepSpeed casts and gathers what they wrote.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from lightning_shard.engines.zero import layout, running, swapping
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor, LiveTensor
+from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor, LiveTensor
 from lightning_shard.tensors.names import parameter_names
 
 
@@ -97,9 +97,9 @@ class FlatTensors:
         for whole in self._whole.values():
             whole.share_state()
 
-    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
+    def accumulated(self) -> Mapping[str, LiveTensor]:
         names: dict[Tensor, str] = {p: n for p, n in parameter_names(self._module).items() if p.requires_grad}
-        return dict(layout.accumulated(self.running.zero, self.running.groups, names, begin))
+        return dict(layout.accumulated(self.running.zero, self.running.groups, names))
 
     def resident(self) -> Iterator[Resident]:
         """Those in files are the ones mapped between steps."""

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_shard.precision import casting
 from lightning_shard.precision.float8 import multiplies_in
 from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
-from lightning_shard.tensors.flat import Accumulated, LiveTensor
+from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.names import outside_graphs, parameter_names
 from lightning_shard.tensors.tracing import Watching, tree_leaves
 
@@ -68,10 +68,10 @@ class Recorder:
             for name, parameter in self._parameters(optimizer):
                 self._add(name, "optimizer", parameter)
 
-    def held(self, gradients: Mapping[str, Accumulated]) -> None:
+    def held(self, gradients: Mapping[str, LiveTensor]) -> None:
         """Note the dtype of gradients, by their parameters' FQNs, that wait for those of further micro-batches."""
         for name, gradient in gradients.items():
-            self._add(name, "accumulated", gradient.tensor)
+            self._add(name, "accumulated", gradient)
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         masters = self._masters(optimizer)

@@ -1,26 +1,31 @@
-"""Hooks in moments when parameters are gathered: they see and write the masters, as after a step."""
+"""Hooks between steps: they see and write shards, and one that would be wrong on them ends all ranks at once."""
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard import ShardFSDPStrategy, full_tensor
-from lightning_shard.registry import build
+from lightning_shard import ShardDDPStrategy, ShardFSDPStrategy, full_tensor
 from tests.groups import sampled
-from tests.harness import run_distributed
+from tests.harness import ROOT, run_distributed
 from tests.models import quiet_trainer, whole
-from tests.strategies.indexed import Indexed, data
+from tests.strategies.indexed import Indexed, data, refusal
 
 
 class Teaches(Indexed):
-    """A teacher that follows between forward and backward, and weights of validation that are put back."""
+    """A teacher that follows after each step, and weights that are halved in validation and put back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +41,18 @@ class Teaches(Indexed):
         self.found["first"] = self.head(self.body(torch.ones(1, 3, device=self.device))).detach().float()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.inference_mode():  # its first use
+        with torch.no_grad():
             wanted = self.teacher(batch[1]) + sum(judge(batch[1]) for judge in self.judges)
         given = checkpoint(self.head, checkpoint(self.body, batch[1], use_reentrant=False), use_reentrant=False)
         return self.loss(batch, "train") + mse_loss(given, wanted.clone())
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._look("step")
+        for parameter in (p for p in self.parameters() if p.grad is not None):
+            parameter.grad.mul_(0.5)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._look("batch")
         own, others = [*self.body.parameters(), *self.head.parameters()], list(self.teacher.parameters())
         with torch.no_grad():
             if self.global_step % 2:
@@ -49,9 +60,6 @@ class Teaches(Indexed):
             else:
                 for teacher, parameter in zip(others, own, strict=True):
                     teacher.copy_(teacher * 0.75 + parameter * 0.25)
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self._look("before_backward")
 
     def on_validation_epoch_start(self) -> None:
         self.kept = [parameter.detach().clone() for parameter in self.parameters()]
@@ -63,11 +71,13 @@ class Teaches(Indexed):
         self.log("validated", self.loss(batch, "val"), sync_dist=True)
 
     def on_validation_batch_end(self, *args: Any) -> None:
+        self._look("evaluated batch")
         with torch.no_grad():
             torch._foreach_mul_(list(self.parameters()), 0.5)
 
     def on_validation_epoch_end(self) -> None:
         self._look(f"after {self.trainer.state.fn}")
+        self.log("norm", self.head.weight.norm())
         self.found[f"sample, {self.trainer.state.fn}"] = (
             self.head(self.body(torch.ones(1, 3, device=self.device))).detach().float()
         )
@@ -79,9 +89,10 @@ class Teaches(Indexed):
     on_test_epoch_end = on_validation_epoch_end
 
     def _look(self, when: str) -> None:
-        sums = [parameter.detach().double().square().sum() for parameter in self.parameters()]
-        assert all(parameter.dtype == torch.float32 for parameter in self.parameters())
-        self.found[f"{when}, step {self.global_step}"] = torch.tensor([float(number) for number in sums])
+        """What was gathered for a step is sharded again."""
+        for name, parameter in self.named_parameters():
+            assert parameter.dtype == torch.float32
+            assert isinstance(parameter, DTensor) or isinstance(self.trainer.strategy, ShardDDPStrategy), (when, name)
 
 
 def _fit(strategy: str, precision: Any) -> dict[str, Tensor]:
@@ -102,9 +113,9 @@ STRATEGIES = ["shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"]
 @pytest.mark.parametrize(
     ("strategy", "precision"), sampled([(s, p) for s in STRATEGIES for p in ("32-true", "bf16-mixed")], 3)
 )
-def test_hooks_see_and_write_masters_while_parameters_are_gathered(strategy: str, precision: str) -> None:
+def test_hooks_between_steps_see_and_write_shards(strategy: str, precision: str) -> None:
     expected, found = (run_distributed(_fit, 2, name, precision)[0] for name in ("shard_ddp", strategy))
-    # fp64 sums of squares over shards, in another order.
+    # The norm of shards is the root of their sums.
     wrong = [n for n, value in expected.items() if not torch.allclose(found[n], value, rtol=1e-6, atol=0)]
     assert (wrong, found.keys()) == ([], expected.keys())
     assert [n for n in expected if "." in n and not torch.equal(found[n], expected[n])] == []
@@ -143,43 +154,60 @@ def test_a_unit_that_was_gathered_ahead_and_did_not_run_has_its_new_values() -> 
         assert [name for name in apart if not torch.equal(apart[name], ahead[name])] == []
 
 
-class ChangesInTheStep(Indexed):
-    """Manual optimization, whose hooks run inside of the step: they read and change gradients by the parameters' own
-    names, and call modules.
-    """
+SCRIPT = """
+import sys, time
+import lightning.pytorch as pl
+import lightning_shard
+from lightning.pytorch.utilities import rank_zero_only
+from tests.strategies.indexed import Indexed, data, refusal
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.shift = nn.Parameter(torch.zeros(3))
-        self.recurrent = nn.GRU(3, 3)  # which takes no shards
-        self.norms: list[float] = []
+EXPRESSIONS = {
+    "norm": lambda w: print(float(w.norm())),
+    "element": lambda w: w[0, 0].item(),
+    "condition": lambda w: print("nan") if w.isnan().any() else None,
+    "largest": lambda w: w.max().item(),
+    "deviation": lambda w: w.std(),
+}
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        given = self.head(self.body(self.recurrent(batch[1])[0] + self.shift))
-        self.manual_backward(mse_loss(given, batch[1].sum(-1, keepdim=True)))
-        if batch_idx % 2:
-            self.optimizers().step()
-            self.optimizers().zero_grad()
+class Prints(Indexed):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.show()
 
-    def on_after_backward(self) -> None:
-        for parameter in (self.shift, self.head.weight):
-            assert parameter.grad is not None
-            self.norms.append(float(parameter.grad.norm()))
-            parameter.grad.mul_(0.5)
-        self.norms.append(float(self.head(self.body(self.recurrent(torch.ones(1, 3))[0])).detach()))
+    @rank_zero_only
+    def show(self):
+        print("asks", time.time(), flush=True)
+        EXPRESSIONS[sys.argv[1]](self.body[0].weight)
 
-
-def _fit_in_the_step(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
-    torch.manual_seed(0)
-    module, units = ChangesInTheStep(), {} if "ddp" in strategy else {"units": ["Sequential"]}  # others in the root's
-    trainer = quiet_trainer(strategy=build(strategy, **units), max_steps=3)
-    trainer.fit(module, data(count=16))
-    return module.norms, {n: full_tensor(trainer, n) for n, _ in module.named_parameters()}
+flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="shard_fsdp", max_steps=50, **flags)
+trainer.fit(Prints(), data(count=400))
+"""
 
 
-def test_hooks_in_a_manual_step_see_the_gradients() -> None:
-    names = ("shard_ddp_aligned", "shard_fsdp_aligned")
-    (norms, expected), (seen, found) = (run_distributed(_fit_in_the_step, 2, name)[0] for name in names)
-    assert seen == pytest.approx(norms, rel=1e-6)  # of shards, in another order
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+@pytest.mark.parametrize("name", sampled(["norm", "element", "condition", "largest", "deviation"], 0))
+def test_one_rank_that_asks_ends_all_with_the_cause(name: str, tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(SCRIPT)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "asks.py"), name]
+    run = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    ended, said = time.time(), run.stdout + run.stderr
+    assert run.returncode != 0
+    assert ended - float(said.split("asks ")[1].split()[0]) < 30, said
+    assert "call tensor.full_tensor() on all ranks" in said
+    assert "[rank 1 on " in said
+    assert "ends: rank 0 on " in said, said
+
+
+class LogsOnRank0(Indexed):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("norm", self.head.weight.norm(), rank_zero_only=True)
+
+
+def _logged() -> str:
+    return refusal(quiet_trainer(strategy="shard_fsdp", max_steps=2).fit, LogsOnRank0(), data())[1]
+
+
+def test_a_sharded_tensor_is_logged_on_all_ranks_alone() -> None:
+    for said in run_distributed(_logged, 2):
+        assert "self.log('norm', ..., rank_zero_only=True) has a sharded tensor" in said
