@@ -4,6 +4,7 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -59,9 +60,12 @@ def _set_on_instances(owner: type) -> set[str]:
     return found
 
 
-def _codes(function: Any) -> Iterator[CodeType]:
+def _codes(function: Any, seen: set[FunctionType] | None = None) -> Iterator[CodeType]:
     """The code of a function and of those that it wraps, also without ``functools.wraps``."""
-    if isinstance(function, FunctionType):
+    seen = set() if seen is None else seen
+    if isinstance(function, FunctionType) and function not in seen:
+        seen.add(function)  # a function's closure may hold itself
         yield function.__code__
         for cell in function.__closure__ or ():
-            yield from _codes(cell.cell_contents)
+            with suppress(ValueError):  # an empty cell
+                yield from _codes(cell.cell_contents, seen)

@@ -91,6 +91,7 @@ def test_a_plan_of_a_file_that_is_not_there_raises() -> None:
 def test_callbacks_are_imported_from_one_place() -> None:
     assert callbacks.__all__ == [
         "BatchSizeCallback",
+        "EMACallback",
         "MemoryCallback",
         "PretrainedWeights",
         "ProfilerCallback",

@@ -38,7 +38,14 @@ from examples.benchmarks.workload import Workload, add_arguments, describe, mode
 from lightning_shard.meters.peaks import mfu, peak_flops
 
 RACES = {
-    "ddp": ["hand_ddp", "lightning_ddp", "shard_ddp", "shard_ddp_aligned"],
+    "ddp": [
+        "hand_ddp",
+        "lightning_ddp",
+        "shard_ddp",
+        "shard_ddp_aligned",
+        "shard_deepspeed_stage_0",
+        "shard_deepspeed_stage_0_aligned",
+    ],
     "fsdp": [
         "hand_fsdp",
         "lightning_model_parallel",

@@ -120,14 +120,17 @@ def keep_out_signal_handlers(replacements: Replacements, trainer: Trainer) -> No
 
 
 @contextmanager
-def ending(replacements: Replacements, trainer: Trainer) -> Generator[None, None, None]:
-    """Put back what a run has replaced once the body has ended the run, with an error or without."""
+def ending(replacements: Replacements, trainer: Trainer | None) -> Generator[None, None, None]:
+    """Put back what a run has replaced once the body has ended the run, with an error or without. None: the run failed
+    before it was set up.
+    """
     try:
         yield
     finally:
         replacements.restore()
         # Of a resume that failed: the trainer's next run would go on with it.
-        trainer._checkpoint_connector._loaded_checkpoint = {}
+        if trainer is not None:
+            trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
 # When a run stops

@@ -31,8 +31,6 @@ require(_groups.FSDPParam, "_sharded_post_forward_param sharded_state")
 if before_2_15.IS_NEEDED:
     require(_groups.FSDPParamGroup, "lazy_init")
     require(_groups.FSDPParam, "reduce_dtype", assigned="unsharded_accumulated_grad")
-else:
-    require(_groups.FSDPParam, "unsharded_grad_dtype")
 
 
 def units_of(root: nn.Module) -> list[Any]:

@@ -68,6 +68,7 @@ class ShardStrategy(ParallelStrategy):
         self._predictions = parts.Predictions()
         self._replacements, self._ledger, self._identity = Replacements(), parts.RunLedger(), parts.RunIdentity()
         self._engine: Engine | None = None
+        self._trainer: Trainer | None = None  # of the run, from its set-up on
 
     _start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     is_distributed = True  # else Lightning gives a custom strategy no distributed sampler
@@ -185,7 +186,8 @@ class ShardStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._failed, self._replacements = False, Replacements()
-        trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
+        self._trainer = trainer = self._module.trainer
+        root = str(trainer.default_root_dir)
         refusals.refuse_trainer(trainer)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         parts.fit.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
@@ -402,7 +404,7 @@ class ShardStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         assert self.accelerator is not None
-        with loops.ending(self._replacements, self._module.trainer):
+        with loops.ending(self._replacements, self._trainer):
             self._ledger.stop()
             self.checkpoints.end()
             self.model = self.lightning_module

@@ -42,15 +42,15 @@ def require_internals() -> None:
     require(BF16_Optimizer, "clear_backward_seen_flag", assigned="get_grads_for_norm")
 
     stages_1_2 = DeepSpeedZeroOptimizer
-    require(stages_1_2, "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer all_grad_tensors")
+    require(stages_1_2, "_use_compact_grad_partition_buffer all_grad_tensors")
     require(stages_1_2, "accumulated_grads_in_cpu averaged_gradients bit16_groups clear_backward_seen_flag cpu_offload")
-    require(stages_1_2, "cpu_offload_pin_memory device dp_process_group finalize_gradient_accumulation_boundary")
-    require(stages_1_2, "get_param_id grad_accum gradient_accumulation_dtype low_precision_master_weights_and_grads")
+    require(stages_1_2, "device dp_process_group finalize_gradient_accumulation_boundary")
+    require(stages_1_2, "get_param_id grad_accum gradient_accumulation_dtype")
     require(stages_1_2, "loss_scaler optimizer params_in_partition partition_gradients real_dp_process_group")
     require(stages_1_2, "reduce_scatter round_robin_bit16_groups round_robin_bit16_offsets update_lp_params")
     require(stages_1_2, "single_partition_of_fp32_groups use_grad_accum_attribute")
     require(stages_1_2, assigned="allreduce_bucket average_tensor check_grad_overflow check_overflow gradient_average")
-    require(stages_1_2, assigned="independent_gradient_partition_epilogue micro_step_id overflow scaled_global_norm")
+    require(stages_1_2, assigned="independent_gradient_partition_epilogue overflow scaled_global_norm")
     require(stages_1_2, assigned="update_offload_overflow_tracker")
     require(GradPartitionBufferGroup, "flat_partition")
 
@@ -61,7 +61,7 @@ def require_internals() -> None:
     require(stage_3, "offload_optimizer offload_param optimizer optimizer_swapper parameter_offload")
     require(stage_3, "persistent_parameters sub_group_to_group_id")
     require(stage_3, assigned="_offload_grad_partition_at_boundary _prepare_sub_group check_overflow")
-    require(stage_3, assigned="complete_grad_norm_calculation_for_cpu_offload get_grad_norm_direct micro_step_id")
+    require(stage_3, assigned="complete_grad_norm_calculation_for_cpu_offload get_grad_norm_direct")
     require(stage_3, assigned="independent_gradient_partition_epilogue overflow")
     require(LossScalerBase, assigned="update_scale")
 
