@@ -127,7 +127,7 @@ def test_clipping_overridden_in_the_module() -> None:
 
 
 class EverySecond(Indexed):
-    """A user's `optimizer_step` that leaves out steps, warms the rate up and decays by a tensor of its own."""
+    """A user's `optimizer_step` that leaves out steps, warms the rate up and decays a weight by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class EverySecond(Indexed):
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * (batch_idx + 1) / 6
             optimizer.step(closure=optimizer_closure)
-            self.body[0].weight.data.mul_(torch.tensor([0.9, 0.99, 1.0]))
+            self.body[0].weight.data.mul_(0.9)
         else:
             optimizer_closure()
 
