@@ -118,7 +118,12 @@ def refuse_lists(module: nn.Module, strategy: str) -> None:
     for owner, part in module.named_modules():
         # torch keeps those of recurrent modules up to date.
         for attribute, value in {} if isinstance(part, nn.RNNBase) else vars(part).items():
-            if attribute != "_parameters" and not isinstance(value, nn.Parameter) and (found := held(value)):
+            # DeepSpeed keeps a module's dictionary of parameters under the second name.
+            if (
+                attribute not in ("_parameters", "_original_parameters")
+                and not isinstance(value, nn.Parameter)
+                and (found := held(value))
+            ):
                 raise ConfigurationError(
                     f"{f'{owner}.{attribute}'.lstrip('.')} is a {type(value).__name__} that holds the parameters "
                     f"{listed(found)}, but {strategy} puts others in their place, which it would not follow. Use "

@@ -28,7 +28,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "largest": lambda p: p.max().item(),
     "condition": lambda p: bool(p.isnan().any()),
     "all": lambda p: (p > 0).all(),
-    "equal": lambda p: torch.equal(p, p),
     "element": lambda p: p[0, 0].item(),
     "row": lambda p: p[0].zero_(),
     "rows": lambda p: p[2:9].mul_(0.5),

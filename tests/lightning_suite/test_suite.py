@@ -28,7 +28,6 @@ REFUSED: list[tuple[Case, list[str], str, str]] = [
     (hooks.gradients_dropped_in_a_hook, [ALIGNED], "ConfigurationError", f"{BETWEEN}NestedStep.on_after_backward, but"),
     (features.clipped_by_torch_in_a_hook, [ALIGNED], "ConfigurationError", f"{BETWEEN}ClippingInHook.on_before_"),
     (checkpoints.of_the_hpc, STRATEGIES, "CheckpointError", "Lightning chose"),
-    (checkpoints.paths_in_hyperparameters, STRATEGIES, "CheckpointError", "hyper_parameters/path: pathlib.PosixPath"),
     (hooks.toggled_without_a_word, STRATEGIES[:1], "ConfigurationError", "does not depend on head.weight, head.bias"),
     (hooks.left_out_without_a_word, STRATEGIES[:1], "ConfigurationError", "does not depend on head.weight, head.bias"),
 ]

@@ -102,9 +102,8 @@ def _clipped(strategy: str) -> tuple[float, float]:
     return module.head.weight.abs().max().item(), full_tensor(trainer, "head.weight").abs().max().item()
 
 
-@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp"])
-def test_what_a_hook_writes_after_the_last_step_stays(strategy: str) -> None:
-    assert run_distributed(_clipped, 1, strategy) == [(pytest.approx(0.01),) * 2]
+def test_what_a_hook_writes_after_the_last_step_stays() -> None:
+    assert run_distributed(_clipped, 1, "shard_ddp") == [(pytest.approx(0.01),) * 2]
 
 
 CASES: list[tuple[str, type[Indexed], str]] = [

@@ -23,8 +23,17 @@ STAGES = [f"shard_deepspeed_stage_{stage}_aligned" for stage in (1, 2, 3)]
 HOST = [f"shard_deepspeed_stage_{stage}_offload_aligned" for stage in (2, 3)]
 
 
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
 class Adversaries(pl.LightningModule):
-    """A generator, a discriminator and a parameter on the module itself."""
+    """A generator, a discriminator and a parameter in a module of its own."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -32,7 +41,7 @@ class Adversaries(pl.LightningModule):
         self.automatic_optimization = False
         self.kind = kind
         self.generator = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
-        self.shift = nn.Parameter(torch.zeros(3))
+        self.shift = Shift()
         self.discriminator = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 1))
         self.found: dict[str, Tensor | None] = {}
 
@@ -41,7 +50,7 @@ class Adversaries(pl.LightningModule):
         return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
 
     def losses(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        fake = self.generator(x) + self.shift
+        fake = self.shift(self.generator(x))
         return self.score(fake, True), self.score(x[:, :3], True) + self.score(fake.detach(), False)
 
     def training_step(self, x: Tensor, batch_idx: int) -> None:
@@ -65,7 +74,7 @@ class Adversaries(pl.LightningModule):
                 continue
             if self.kind == "own":
                 # Between backward and the step.
-                name = ("shift", "discriminator.2.weight")[index]
+                name = ("shift.by", "discriminator.2.weight")[index]
                 gradient = full_tensor(self.trainer, name, "gradient")
                 assert gradient is not None
                 set_full_tensor(self.trainer, name, gradient / 2, "gradient")
@@ -85,7 +94,7 @@ class Adversaries(pl.LightningModule):
                     parameter.data.clamp_(-0.2, 0.2)
             if self.kind == "clamped gathered":
                 with torch.no_grad():
-                    self.shift.clamp_(-0.2, 0.2)
+                    self.shift.by.clamp_(-0.2, 0.2)
             if self.kind in ("toggled", "accumulated"):
                 optimizer.zero_grad()
                 self.untoggle_optimizer(optimizer)
@@ -93,7 +102,7 @@ class Adversaries(pl.LightningModule):
             schedule.step()
 
     def configure_optimizers(self) -> Any:
-        generator = torch.optim.AdamW([*self.generator.parameters(), self.shift], lr=0.02)
+        generator = torch.optim.AdamW([*self.generator.parameters(), *self.shift.parameters()], lr=0.02)
         discriminator = torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)
         schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (generator, discriminator)]
         return [generator, discriminator], schedules
@@ -170,7 +179,7 @@ def _refused(kind: str, stage: int, threshold: int) -> str:
         ("clamped", 1, 0, "Written to by no optimizer (such as by clamp_, or through parameter.data): "),
         # Small parameters stay gathered, but the optimizer's masters are written over them.
         ("clamped", 3, 1000, "Written to by no optimizer (such as by clamp_, or through parameter.data): "),
-        ("clamped gathered", 3, 0, "through parameter.data): shift. Under ShardDeepSpeedStrategy(stage=3)"),
+        ("clamped gathered", 3, 0, "through parameter.data): shift.by. Under ShardDeepSpeedStrategy(stage=3)"),
         ("module", 2, 0, "zero_grad of AdamW was not called since its last step"),
     ],
 )
