@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,11 +25,7 @@ from lightning_shard.errors import DataError
 from lightning_shard.resume.rng import rng_state, seed_rng, set_rng_state
 from lightning_shard.resume.wrap import order_warning, resumable
 from tests.resume.support import (
-    CountingOwn,
-    InPlaceOwn,
     Numbers,
-    NumpyOwn,
-    Own,
     PositionState,
     SeededState,
     YieldedState,
@@ -284,62 +279,6 @@ def test_of_stock_and_stateful_samplers_nothing_is_said(name: str) -> None:
     for _ in range(2):
         ids(loader)
     assert loader.state_dict()["unsaved"] == []
-
-
-class Opaque(Own):
-    """What it goes on with can't be in a checkpoint."""
-
-    def __init__(self) -> None:
-        self.source = itertools.cycle(range(7))
-
-    def order(self) -> list[int]:
-        return list(itertools.islice(self.source, self.length))
-
-
-@pytest.mark.parametrize(
-    ("kind", "kept"),
-    [(NumpyOwn, ".rng"), (CountingOwn, ".epochs"), (Opaque, ".source"), (InPlaceOwn, None)],
-)
-@pytest.mark.parametrize("dealt", [False, True])
-def test_a_sampler_that_keeps_something_is_said(kind: Any, kept: str | None, dealt: bool) -> None:
-    """Once by what it seems to keep, and in mid-epoch by an order that is another one."""
-
-    def fresh() -> Any:
-        own = kind()
-        wrapped = DistributedSamplerWrapper(own, num_replicas=2, rank=0, shuffle=False) if dealt else own
-        stock = DataLoader(Numbers(11), 2, sampler=wrapped)
-        return resumable(stock, world_size=1 + dealt, rank=0, inner_sampler=own if dealt else None)
-
-    loader = fresh()
-    ids(loader)
-    ends = through_file(loader.state_dict())
-    next(iter(loader))
-    state = through_file(loader.state_dict())
-    for each, midway in ((ends, False), (state, True)):
-        resumed = fresh()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            resumed.load_state_dict(each)
-            ids(resumed)
-        said = [str(warning.message) for warning in caught]
-        keeps = [text for text in said if f"in {kind.__name__}{kept} is in no checkpoint" in text]
-        differs = [text for text in said if "gives another order than before the checkpoint" in text]
-        assert len(keeps) == (kept is not None)
-        assert len(differs) == midway
-        assert len(said) == len(keeps) + len(differs)
-
-
-def test_the_order_at_another_world_size_is_not_compared() -> None:
-    loaders = [distributed_loader(12, world, 0) for world in (2, 3)]
-    next(iter(loaders[0]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaders[1].load_state_dict(through_file(loaders[0].state_dict()))
-        first = next(iter(loaders[1])).tolist()
-        again = distributed_loader(12, 3, 0)
-        again.load_state_dict(through_file(loaders[1].state_dict()))
-        # Of 8 samples that were left each of 3 ranks has 3.
-        assert len(first + [i for batch in ids(again) for i in batch]) == 3
 
 
 class Backwards(DistributedSampler[Any]):

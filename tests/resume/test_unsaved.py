@@ -1,0 +1,123 @@
+"""What samplers and datasets keep goes on by their ``state_dict``, or that it does not is said."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import DataLoader
+
+from lightning_shard.resume.wrap import resumable
+from tests.resume.support import CountingOwn, InPlaceOwn, Numbers, NumpyOwn, Own, distributed_loader, ids, through_file
+
+
+class Opaque(Own):
+    """What it goes on with can't be in a checkpoint."""
+
+    def __init__(self) -> None:
+        self.source = itertools.cycle(range(7))
+
+    def order(self) -> list[int]:
+        return list(itertools.islice(self.source, self.length))
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [(NumpyOwn, ".rng"), (CountingOwn, ".epochs"), (Opaque, ".source"), (InPlaceOwn, None)],
+)
+@pytest.mark.parametrize("dealt", [False, True])
+def test_a_sampler_that_keeps_something_is_said(kind: Any, kept: str | None, dealt: bool) -> None:
+    """Once by what it seems to keep, and in mid-epoch by an order that is another one."""
+
+    def fresh() -> Any:
+        own = kind()
+        wrapped = DistributedSamplerWrapper(own, num_replicas=2, rank=0, shuffle=False) if dealt else own
+        stock = DataLoader(Numbers(11), 2, sampler=wrapped)
+        return resumable(stock, world_size=1 + dealt, rank=0, inner_sampler=own if dealt else None)
+
+    loader = fresh()
+    ids(loader)
+    ends = through_file(loader.state_dict())
+    next(iter(loader))
+    state = through_file(loader.state_dict())
+    for each, midway in ((ends, False), (state, True)):
+        resumed = fresh()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resumed.load_state_dict(each)
+            ids(resumed)
+        said = [str(warning.message) for warning in caught]
+        keeps = [text for text in said if f"in {kind.__name__}{kept} is in no checkpoint" in text]
+        differs = [text for text in said if "gives another order than before the checkpoint" in text]
+        assert len(keeps) == (kept is not None)
+        assert len(differs) == midway
+        assert len(said) == len(keeps) + len(differs)
+
+
+def test_the_order_at_another_world_size_is_not_compared() -> None:
+    loaders = [distributed_loader(12, world, 0) for world in (2, 3)]
+    next(iter(loaders[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaders[1].load_state_dict(through_file(loaders[0].state_dict()))
+        first = next(iter(loaders[1])).tolist()
+        again = distributed_loader(12, 3, 0)
+        again.load_state_dict(through_file(loaders[1].state_dict()))
+        # Of 8 samples that were left each of 3 ranks has 3.
+        assert len(first + [i for batch in ids(again) for i in batch]) == 3
+
+
+class Part(Numbers):
+    """Counts its samples, and has that as its state."""
+
+    asked = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked += 1
+        return torch.tensor([index, self.asked])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.asked = state["asked"]
+
+
+def test_a_dataset_with_a_state_goes_on_and_with_workers_that_is_said() -> None:
+    def make(**options: Any) -> Any:
+        return resumable(DataLoader(Part(9), 2, **options), world_size=1, rank=0)
+
+    whole, loader = ids(make()), make()
+    first = ids(itertools.islice(loader, 2))
+    state = through_file(loader.state_dict())
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert first + ids(resumed) == whole
+    with pytest.warns(UserWarning, match=r"in Part\.state_dict\(\) in worker processes is in no checkpoint"):
+        make(num_workers=1).load_state_dict(state)
+
+
+class Noisy(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.rng = random.Random(3)
+
+
+def test_a_dataset_with_a_generator_is_said() -> None:
+    loader = resumable(DataLoader(Noisy(9), 2), world_size=1, rank=0)
+    with pytest.warns(UserWarning, match=r"in Noisy\.rng is in no checkpoint"):
+        loader.load_state_dict(through_file(loader.state_dict()))
+
+
+def test_what_earlier_versions_saved_of_attributes_is_said() -> None:
+    loader = resumable(DataLoader(Numbers(9), 2), world_size=1, rank=0)
+    state = loader.state_dict() | {"attributes_now": {"lost": ["Own.1.a"], "Own.1.rng": {"legacy": {}}}}
+    with pytest.warns(UserWarning, match=r"in Own\.1\.a, Own\.1\.rng is in no checkpoint"):
+        loader.load_state_dict(state)
