@@ -151,7 +151,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
         return
     keys: dict[str, dict[str, str]] = {}
     values: dict[str, Values] = {}
-    unfit: set[str] = set()  # What is said of these is enough.
+    unfit: set[str] = set()  # Of these nothing more is to be said.
     for fqn in part.names:
         if (stored := found.get(fqn)) is None:
             continue
@@ -183,6 +183,10 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
     source.match.problems.extend(p for slot, by_name in values.items() for p in _unequal(source.index, slot, by_name))
     plain = {slot: next(iter(by_name.values())) for slot, by_name in values.items() if slot not in keys}
     new = {slot: _new_slot(part, slot, own, found, source) for slot, own in keys.items()}
+    if part.flat is not None:
+        # What no step has used has no state elsewhere, and in a flat tensor zeros with the group's step.
+        kept = source.keys.keys() | source.values.keys()
+        unfit |= {fqn for fqn in part.shapes.keys() & found.keys() if found[fqn] not in kept}
     for slot in values | keys:
         having = keys.get(slot, values.get(slot, {})).keys()
         lacking = (part.shapes.keys() & found.keys()) - having - unfit
