@@ -144,7 +144,8 @@ def test_array_tasks_and_an_older_job_in_one_folder(jobs: Jobs, tmp_path: Path) 
     one_node = ("--nodes=1", "--ntasks-per-node=1")
     array = jobs.submit(jobs.script(f"srun {program}"), *one_node, "--array=1-2")
     for task in (1, 2):
-        until(lambda task=task: (tmp_path / "runs/checkpoints").exists() or jobs.log(f"{array}_{task}").count("Error"))
+        # Each has made its first step, ahead of which a signal ends it.
+        until(lambda task=task: any(word in jobs.log(f"{array}_{task}") for word in ("dtypes, measured", "Error")))
     time.sleep(1)
     jobs.cluster.command("scancel", "--signal=USR1", array)
     for task in (1, 2):
