@@ -133,7 +133,7 @@ def test_early_stopping_sees_the_whole_epoch_after_its_last_batch(tmp_path: Path
 @pytest.mark.parametrize(("when", "step"), sampled([("batch", 8), ("validation", 6), ("epoch", 6)], 0, 1))
 def test_plateau_schedulers_go_on(tmp_path: Path, plateau: str, when: str, step: int) -> None:
     if (plateau, when) == ("loss_epoch/epoch", "batch"):
-        step = 12  # else it is the mean of the epoch's rest
+        when, step = "validation", 12  # else it is the mean of the epoch's rest
     kwargs: dict[str, Any] = {"plateau": plateau, "max_epochs": 5}
     if plateau == "val_loss/step":
         # Before the first validation there is nothing to monitor.
