@@ -121,8 +121,8 @@ def keep_out_signal_handlers(replacements: Replacements, trainer: Trainer) -> No
 
 @contextmanager
 def ending(replacements: Replacements, trainer: Trainer | None) -> Generator[None, None, None]:
-    """Put back what a run has replaced once the body has ended the run, with an error or without. None: the run failed
-    before it was set up.
+    """Restore all replaced attributes once the body has ended the run, with an error or without. ``trainer`` is None if
+    the run failed before it was set up.
     """
     try:
         yield

@@ -184,7 +184,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
     plain = {slot: next(iter(by_name.values())) for slot, by_name in values.items() if slot not in keys}
     new = {slot: _new_slot(part, slot, own, found, source) for slot, own in keys.items()}
     if part.flat is not None:
-        # What no step has used has no state elsewhere, and in a flat tensor zeros with the group's step.
+        # Other engines keep no state of a parameter that no step used. A flat tensor has zeros and the group's step.
         kept = source.keys.keys() | source.values.keys()
         unfit |= {fqn for fqn in part.shapes.keys() & found.keys() if found[fqn] not in kept}
     for slot in values | keys:
