@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from lightning_shard import errors
+from lightning_shard import __version__, errors
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -142,5 +142,13 @@ def test_nothing_that_a_run_left_lies_in_the_root() -> None:
         pytest.skip("this is no checkout of git")
     names = {name.partition("/")[0] for name in listed.stdout.split("\0") if name}
     folders = {"lightning_shard", "configs", "examples", "tests"}
-    files = {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
+    files = {"pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"}
     assert {name for name in names if not name.startswith(".")} == folders | files
+
+
+def test_the_release_has_one_version_and_a_short_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f'\nversion = "{__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert f"\n## {__version__} - 20" in changelog
+    assert len(changelog.splitlines()) <= 120

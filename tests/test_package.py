@@ -18,7 +18,7 @@ from tests.harness import ROOT
 pytest.importorskip("flit_core", "3.12")
 BUILD = "from flit_core import buildapi as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 FOLDERS = (".ci", ".github", "configs", "examples", "tests")  # what README.md and the guides name
-FILES = ("README.md", "LICENSE", "CHANGELOG.md")
+FILES = ("README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
 
 
 @pytest.fixture(scope="module")
