@@ -138,8 +138,8 @@ def columns() -> Iterator[tuple[str, str]]:
 
 
 def rows() -> list[str]:
-    """The strategy names, but for NVMe, which needs a kernel that is compiled for minutes."""
-    return [name for name in PRESETS if "nvme" not in name]
+    """The strategy names but stage 0, which is the DDP engine, and NVMe, whose kernel takes minutes to compile."""
+    return [name for name in PRESETS if "nvme" not in name and "stage_0" not in name]
 
 
 def head(title: tuple[str, str]) -> str:
@@ -149,13 +149,15 @@ def head(title: tuple[str, str]) -> str:
 
 
 def markdown(results: Mapping[str, str], ranks: int, titles: list[tuple[str, str]]) -> str:
-    """A table of names by columns, with what is refused in notes below."""
+    """A table of names by columns, one row for names with the same cells, and notes with the reasons of refusals."""
     notes: dict[str, int] = {}
-    lines = [f"| | {' | '.join(map(head, titles))} |", "|---" * (len(titles) + 1) + "|"]
+    names: dict[str, list[str]] = {}
     for name in rows():
         cells = [results[key(ranks, name, *title)] for title in titles]
         shown = [c if len(c) == 1 else f"no [{notes.setdefault(_reason(c), len(notes) + 1)}]" for c in cells]
-        lines.append(f"| `{name}` | {' | '.join(shown)} |")
+        names.setdefault(" | ".join(shown), []).append(f"`{name}`")
+    lines = [f"| | {' | '.join(map(head, titles))} |", "|---" * (len(titles) + 1) + "|"]
+    lines += [f"| {', '.join(alike)} | {cells} |" for cells, alike in names.items()]
     return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in notes.items())])
 
 

@@ -26,7 +26,7 @@ def test_a_sample_is_equal(name: str, module: str, optimizer: str) -> None:
 def shown(name: str, ranks: int) -> dict[str, str]:
     """Column to cell of a name's rows in the guide."""
     part = PAGE.read_text().partition(f"<!-- {ranks} processes -->")[2].partition("<!-- end")[0]
-    rows = [re.findall(rf"^\| {row}\|(.*)\|$", part, re.M) for row in ("", f"`{name}` ")]
+    rows = [re.findall(rf"^\| {row}\|(.*)\|$", part, re.M) for row in ("", f"(?:[^|]*, )?`{name}`[^|]*")]
     heads, cells = ([cell.strip() for row in found for cell in row.split("|")] for found in rows)
     return {column: cell.partition(" ")[0] for column, cell in zip(heads, cells, strict=True)}
 
