@@ -77,6 +77,7 @@ class Saver:
 
         def work(write: BackgroundWrite) -> None:
             begun.finish(writing, values)
+            self._buffers.pin()
             writing.first(f"removing what {begun.target} replaces", write.completed)
             self._note(started)
 
@@ -147,32 +148,41 @@ class Saver:
 
 
 class HostBuffers:
-    """Memory for one copy of what a rank writes, kept from one save to the next: pinned, so that all copies run at
-    once, in slabs, because torch rounds each pinned allocation up to a power of two; in files for boxes in files.
+    """Memory for one copy of the boxes that a rank writes, kept from one save to the next.
+
+    Copies of boxes on a device are in pinned memory, so that all copies run at once. Pinning takes about as long as a
+    copy, so that it is left to `pin`, which the thread of the first save calls once it has written. Boxes that lie in
+    files are copied to files.
     """
 
     def __init__(self) -> None:
         self.kept: dict[MetadataIndex, Tensor] = {}
+        self._on_device: set[MetadataIndex] = set()
 
     @torch.no_grad()
     def copy(self, boxes: Sequence[MetadataIndex], values: Values) -> Values:
         """Copy ``boxes`` and give the copies, which stay as they are until the next call; devices are waited for."""
         sources = {index: values(index) for index in boxes}
-        pinned = {index: source for index, source in sources.items() if source.device.type != "cpu"}
         wanted = {index: (source.shape, source.dtype) for index, source in sources.items()}
-        kept = {i: b for i, b in self.kept.items() if (b.shape, b.dtype) == wanted.get(i)}
-        if not pinned.keys() <= kept.keys():
-            kept = {index: buffer for index, buffer in kept.items() if index not in pinned}
-        self.kept = kept  # what other boxes had is free before more is taken
-        if not pinned.keys() <= kept.keys():
-            kept.update(zip(pinned, pinned_like(list(pinned.values())), strict=True))
+        # Memory of other boxes is free before more is taken.
+        self.kept = {i: b for i, b in self.kept.items() if (b.shape, b.dtype) == wanted.get(i)}
+        self._on_device = {index for index, source in sources.items() if source.device.type != "cpu"}
         for index, source in sources.items():
-            if index not in kept:
-                kept[index] = _new_buffer(source)
-            kept[index].copy_(source, non_blocking=index in pinned)
-        for device in {source.device for source in pinned.values()}:
+            if index not in self.kept:
+                self.kept[index] = _new_buffer(source)
+            self.kept[index].copy_(source, non_blocking=True)
+        for device in {sources[index].device for index in self._on_device}:
             torch.accelerator.current_stream(device).synchronize()
-        return kept.__getitem__
+        return self.kept.__getitem__
+
+    def pin(self) -> None:
+        """Put pinned memory in place of the copies of boxes on a device, whose values are gone then."""
+        pageable = {index for index in self._on_device if not self.kept[index].is_pinned()}
+        if pageable and torch.accelerator.is_available():
+            like = [torch.empty_like(self.kept[index], device="meta") for index in self._on_device]
+            for index in self._on_device:  # Free before more is taken.
+                del self.kept[index]
+            self.kept.update(zip(self._on_device, pinned_like(like), strict=True))
 
 
 _SLAB, _ALIGNMENT = 2**28, 512  # bytes

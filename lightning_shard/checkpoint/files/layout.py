@@ -10,7 +10,6 @@ since FQNs and slots have dots) and ``average.<fqn>`` of averages of weights. Ot
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import secrets
@@ -18,6 +17,7 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path, PurePosixPath
@@ -25,6 +25,7 @@ from typing import BinaryIO, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from lightning_shard.checkpoint.files.hashing import FileHash
 from lightning_shard.checkpoint.files.location import Location, StorePath, StrPath
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
@@ -86,10 +87,11 @@ def without_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Size in bytes and hexadecimal sha256 of a file."""
+    """Size in bytes of a file and its checksum (see `lightning_shard.checkpoint.files.hashing`)."""
 
     size: int
-    sha256: str
+    sha256: str  # Hexadecimal.
+    block: int = 0  # Bytes of the blocks over whose digests it was taken; 0: over the file.
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -164,7 +166,7 @@ def checkpoint_names(folder: Location) -> list[Path] | list[StorePath]:
     return sorted({folder / name for name in names if name})
 
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 24
 _PATIENCE_SECONDS = 10.0
 ATTEMPTS, ATTEMPT_SECONDS = 25, 0.002
 """Of what is replaced, renamed or removed while it is looked at, until what was seen is said of it."""
@@ -220,20 +222,24 @@ class Directory:
 
     def check(self, name: str, entry: FileEntry, take: Callable[[bytes], object] | None = None) -> None:
         """Compare a file with its size and checksum; ``take`` is called with its bytes. Errors as of `open`."""
-        where, digest = self.path / name, hashlib.sha256()
+        where, digest = self.path / name, FileHash(entry.block)
         with self.open(name) as stream:
             if (size := stream.seek(0, os.SEEK_END)) != entry.size:
                 raise CheckpointCorruptError(f"{where} has {size} bytes, {MANIFEST} says {entry.size}")
             stream.seek(0)
             try:
+                # While threads hash what was read, more is read.
+                hashed: list[Future[None]] = []
                 while block := stream.read(_BLOCK):
-                    digest.update(block)
+                    hashed, before = digest.begin_update(block), hashed
+                    for job in before:
+                        job.result()
                     if take is not None:
                         take(block)
             except OSError as error:
                 self.check_current()
                 raise CheckpointCorruptError(f"{where} can't be read: {error}") from error
-        if digest.hexdigest() != entry.sha256:
+        if digest.entry()[0] != entry.sha256:
             raise CheckpointCorruptError(
                 f"{where} does not match its checksum: it was damaged or changed after it was written"
             )

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_shard import errors
 from lightning_shard.checkpoint.files import layout
+from lightning_shard.checkpoint.files.hashing import LEAST_BLOCK
 from lightning_shard.checkpoint.files.layout import Directory, open_directory
 from lightning_shard.checkpoint.files.location import AnyPath, Location, StorePath, location
 from lightning_shard.checkpoint.files.stores import open_store
@@ -80,7 +81,7 @@ class Manifest:
             "tensors": {key: [layout.dtype_name(dtype), *shape] for key, (shape, dtype) in self.tensors.items()},
             "aliases": dict(self.aliases),
             "slots": {key: name for key, name in self.slots.items() if name != told.get(key)},
-            "files": {name: asdict(entry) for name, entry in self.files.items()},
+            "files": {name: _file_fields(entry) for name, entry in self.files.items()},
         }
         try:
             fields["digest"] = _digest(fields)
@@ -121,13 +122,12 @@ class Manifest:
             tensors, aliases = {k: _tensor_entry(v) for k, v in fields["tensors"].items()}, fields["aliases"]
             if lost := sorted(map(str, {key for key in aliases.values() if key not in tensors})):
                 raise ValueError(f"aliases name {listed(lost)}, which are not among the tensors")
-            files = {layout.check_relative(k): _typed(v, _FILE) for k, v in fields["files"].items()}
             return Manifest(
                 facts=Facts(**{name: fields[name] for name in Facts.__dataclass_fields__}),
                 tensors=tensors,
                 aliases=aliases,
                 slots=_slots(fields["slots"], tensors, aliases),
-                files={k: layout.FileEntry(size=v["size"], sha256=v["sha256"]) for k, v in files.items()},
+                files={layout.check_relative(k): _file_entry(v) for k, v in fields["files"].items()},
                 format_version=version,
                 digest=digest,
             )
@@ -141,7 +141,7 @@ _FIELDS: dict[str, Any] = {
 }
 _MAY_LACK = {name: value for name, value in _NO_FACTS.items() if name not in ("engine", "policy")} | {"slots": {}}
 _RUN = {"name": str, "step": int, "time": int | float}
-_FILE = {"size": int, "sha256": str}
+_FILE = {"size": int, "sha256": str, "block": int}
 
 
 def _typed(fields: Any, kinds: Mapping[str, Any]) -> Any:
@@ -150,6 +150,17 @@ def _typed(fields: Any, kinds: Mapping[str, Any]) -> Any:
         if not isinstance(fields[name], kind):
             raise ValueError(f"{name} is {fields[name]!r}, not {getattr(kind, '__name__', kind)}")
     return fields
+
+
+def _file_fields(entry: layout.FileEntry) -> dict[str, Any]:
+    return {name: value for name, value in asdict(entry).items() if name != "block" or value}
+
+
+def _file_entry(fields: Mapping[str, Any]) -> layout.FileEntry:
+    found = _typed({"block": 0, **fields}, _FILE)
+    if found["block"] != 0 and found["block"] < LEAST_BLOCK:
+        raise ValueError(f"block is {found['block']}, fewer than {LEAST_BLOCK} bytes")
+    return layout.FileEntry(**{name: found[name] for name in _FILE})
 
 
 def _lines(value: Any, depth: int) -> str:

@@ -1,17 +1,16 @@
 """torch.distributed.checkpoint files: boxes of tensors, written one at a time and read into live tensors in place.
 
 The files are those of torch's own ``FileSystemWriter`` (each item a ``torch.save`` of one box), so that torch's tools
-read them; but a file is hashed while it is written, at most one box is on the host at a time, and only what was checked
+read them; but a file is hashed while it is written, at most two boxes are on the host at a time, and only what was checked
 is read. What stands for a tensor has ``shape``, ``dtype`` and two methods of torch's checkpointable protocol
 (``torch/distributed/_checkpointable.py``): ``__create_chunk_list__`` and ``__get_tensor_shard__``.
 """
 
 import contextlib
-import hashlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -34,6 +33,7 @@ from lightning_shard.checkpoint.files.boxes import (
     data_files,
     encode_boxes,
 )
+from lightning_shard.checkpoint.files.hashing import FileHash
 from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, Directory, FileEntry, damaged_if
 from lightning_shard.checkpoint.files.location import Location
 from lightning_shard.checkpoint.files.trainer_state import decode_state, load_archive
@@ -49,7 +49,7 @@ class HashedFile:
 
     def __init__(self, path: Location) -> None:
         self._stream = path.open("xb")  # closed by __exit__
-        self._hash, self._size = hashlib.sha256(), 0
+        self._hash, self._size = FileHash(), 0
         self._failure: OSError | None = None
 
     def __enter__(self) -> "HashedFile":
@@ -73,12 +73,15 @@ class HashedFile:
             raise self._failure from error
 
     def write(self, data: Any) -> int:
+        hashed = self._hash.begin_update(data)
         try:
             written = self._stream.write(data)
         except OSError as error:
             self._failure = self._failure or error
             raise
-        self._hash.update(data)
+        finally:
+            for job in hashed:
+                job.result()
         self._size += written
         return written
 
@@ -89,7 +92,8 @@ class HashedFile:
         return self._size
 
     def entry(self) -> FileEntry:
-        return FileEntry(size=self._size, sha256=self._hash.hexdigest())
+        sha256, block = self._hash.entry()
+        return FileEntry(size=self._size, sha256=sha256, block=block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +110,14 @@ def data_file(rank: int) -> str:
 def write_boxes(
     directory: Location, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values, own_state: bytes = b""
 ) -> Written:
-    """Write boxes, each copied to the host in its turn, and ``own_state``, if any, into this rank's file."""
+    """Write boxes, the next one copied to the host while one is written, and ``own_state``, if any, into this rank's file."""
     places = np.zeros((len(boxes), 2), dtype=np.int64)
     if not boxes and not own_state:
         return Written(places=places, files={})
     with HashedFile(directory / data_file(rank)) as stream:
-        for number, index in enumerate(boxes):
+        for number, box in enumerate(_host_copies(map(values, boxes))):
             start = stream.tell()
-            torch.save(_row_major(values(index)), cast(BinaryIO, stream))
+            torch.save(box, cast(BinaryIO, stream))
             places[number] = start, stream.tell() - start
         if own_state:
             stream.write(own_state + len(own_state).to_bytes(_LENGTH_BYTES, "little"))
@@ -134,12 +138,39 @@ def read_own_state(directory: Directory, rank: int) -> dict[str, Any]:
     return decode_state(data, where)
 
 
-def _row_major(tensor: Tensor) -> Tensor:
-    """The same values on the host, in row-major order and a storage of no more than them."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
+def _host_copies(boxes: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The boxes on the host, in row-major order, each in a storage of its own size, which the caller is done with when
+    it asks for the next one. A box of a device is copied to pinned memory while the caller uses the one before.
+    """
+    ahead: list[Callable[[], Tensor]] = []
+    for box in boxes:
+        box = box.detach().resolve_conj().resolve_neg().contiguous()
+        if box.device.type != "cpu":
+            ahead.append(_begin_copy(box))
+            if len(ahead) < 2:
+                continue
+        elif box.untyped_storage().nbytes() != box.nbytes:
+            box = box.clone(memory_format=torch.contiguous_format)
+        if ahead:
+            yield ahead.pop(0)()
+        if box.device.type == "cpu":
+            yield box
+    if ahead:
+        yield ahead.pop()()
+
+
+def _begin_copy(box: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a box to pinned memory; returns a function that waits for the copy and gives it."""
+    # torch keeps pinned memory that was freed, so that later boxes of about this size get the same.
+    host = torch.empty(box.shape, dtype=box.dtype, pin_memory=True)
+    host.copy_(box, non_blocking=True)
+    copied = torch.accelerator.current_stream(box.device).record_event()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return wait
 
 
 def write_file(path: Location, data: bytes) -> FileEntry:
