@@ -9,8 +9,8 @@ masters and AdamW state to the same folder, and read them back from the page cac
 sync what they write to the disk, stock Lightning does not. This package hashes what it writes and checks it when it
 loads, the others do not.
 
-Then steps are timed in rounds that begin with no save, with one that is waited for, and with one in the background. At
-last plans are made for made-up ranks (`examples.benchmarks.planning`).
+Then steps are timed in rounds that begin with no save, with one that is waited for, with one in the background, and with
+``dcp.async_save`` of the same tensors. At last plans are made for made-up ranks (`examples.benchmarks.planning`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from examples.benchmarks.workload import Workload, add_arguments, describe, work
 Way = Callable[[Path], Any]
 Seconds = dict[str, list[float]]
 
-ROUNDS = ("no save", "a save that is waited for", "a save in the background")
+BY_DCP = "a save by DCP in the background"
+ROUNDS = ("no save", "a save that is waited for", "a save in the background", BY_DCP)
 COLUMNS = {"what": "", "ms": "median ms", "spread": "smallest..largest", "rate": "GB/s"}
 
 
@@ -79,7 +80,7 @@ def measure(place: Place, work: Workload, options: argparse.Namespace, folder: P
                 if repetition:  # the first warms up
                     seconds.setdefault(f"{kind}, {name}", []).append(place.now() - start)
     for number in range((options.rounds + 1) * len(ROUNDS)):
-        found = one_round(place, ours, ROUNDS[number % len(ROUNDS)], options.steps, folder / "round.ckpt")
+        found = one_round(place, ours, tensors, ROUNDS[number % len(ROUNDS)], options.steps, folder / "round.ckpt")
         for what, value in found.items() if number >= len(ROUNDS) else ():
             seconds.setdefault(what, []).append(value)
     stock.end()
@@ -87,24 +88,31 @@ def measure(place: Place, work: Workload, options: argparse.Namespace, folder: P
     return seconds, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def one_round(place: Place, loop: TrainerLoop, kind: str, steps: int, path: Path) -> dict[str, float]:
+def one_round(
+    place: Place, loop: TrainerLoop, tensors: dict[str, Tensor], kind: str, steps: int, path: Path
+) -> dict[str, float]:
     """Save, or not, and take steps."""
     found: dict[str, float] = {}
     strategy: Any = loop.trainer.strategy
+    finish: Callable[[], object] | None = None
     place.meet()
-    if kind != "no save":
+    start = place.now()
+    if kind == BY_DCP:
+        finish = dcp.async_save(tensors, checkpoint_id=path.with_suffix(".dcp")).result
+    elif kind != "no save":
         strategy.async_save = kind == "a save in the background"
-        start = place.now()
         loop.trainer.save_checkpoint(path)
+        finish = strategy.finish_saving if strategy.async_save else None
+    if kind != "no save":
         found[f"training waits, {kind}"] = place.now() - start
     start = place.now()
     loop.run(steps)
     found[f"a step after {kind}"] = (place.now() - start) / steps
-    if strategy.async_save:
+    if finish is not None:
         start = place.now()
-        strategy.finish_saving()
-        found["what is left to write after these steps"] = place.now() - start
-        strategy.async_save = False
+        finish()
+        found[f"left to write after these steps, {kind}"] = place.now() - start
+    strategy.async_save = False
     return found
 
 

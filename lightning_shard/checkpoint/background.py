@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.utils.serialization import config as serialization
 
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.commit import BackgroundWrite
@@ -64,7 +65,10 @@ class Saver:
         begun = begin_any(ranks, path, collect, self._plans, wanted)
         live = live_values(begun.state.tensors)
         if writing is None:
-            begun.finish(ranks, live)
+            # torch's own checksums of each record cost as much as ours. The setting is the process's, so that the
+            # thread of a background save, beside which other code may call torch.save, leaves it.
+            with serialization.patch("save.compute_crc32", False):
+                begun.finish(ranks, live)
             self._note(started)
             return
         try:

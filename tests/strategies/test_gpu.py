@@ -71,6 +71,8 @@ def fit(name: str, precision: str, folder: Path, **kwargs: Any) -> tuple[dict[st
 def test_copies_of_device_memory_are_pinned_and_whole_at_once() -> None:
     tensors = {f"w{i}": torch.full((1 << 20,), float(i), device="cuda") for i in range(4)}
     boxes, buffers = [MetadataIndex(name, (0,)) for name in tensors], HostBuffers()
+    buffers.copy(boxes, lambda index: tensors[index.fqn])
+    buffers.pin()  # as the thread of the first save does
     values = buffers.copy(boxes, lambda index: tensors[index.fqn])
     for tensor in tensors.values():
         tensor.fill_(-1.0)

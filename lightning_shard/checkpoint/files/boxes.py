@@ -12,6 +12,7 @@ metadata has to inert records; every other name is refused. The records are chec
 
 import io
 import pickle
+import pickletools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.layout import Directory
 from lightning_shard.checkpoint.files.manifest import Manifest
-from lightning_shard.checkpoint.files.trainer_state import check_pickle
 from lightning_shard.errors import CheckpointCorruptError
 from lightning_shard.text import listed
 
@@ -234,7 +234,6 @@ class _Unpickler(pickle.Unpickler):
     """Knows the names in torch's metadata, each as a record class or function of this instance alone."""
 
     def __init__(self, data: bytes, records: Iterable[tuple[str, str]]) -> None:
-        check_pickle(data)
         super().__init__(io.BytesIO(data))
         self._known: dict[tuple[str, str], Any] = {known: type(known[1], (_Record,), {}) for known in records}
         # Fresh functions: even an attribute that the pickle sets on one is gone after this reading.
@@ -278,6 +277,9 @@ def _parse(
     data: bytes, records: Iterable[tuple[str, str]], files: Mapping[str, layout.FileEntry]
 ) -> tuple[dict[str, Any], dict[str, StoredBoxes], dict[str, StorageInfo]]:
     """The root's fields, key to boxes of each tensor, and key to place of each item that is no tensor."""
+    # pickle takes memory for as many objects as the largest number that one is given.
+    if any(op.name in ("PUT", "LONG_BINPUT") and arg > len(data) for op, arg, _ in pickletools.genops(data)):
+        raise CheckpointCorruptError(f"it numbers more objects than its {len(data)} bytes can hold")
     root = _fields(_Unpickler(data, records).load(), "Metadata")
     names, sizes = data_files(files)
     numbers = {name: number for number, name in enumerate(names)}

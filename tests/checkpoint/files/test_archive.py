@@ -117,3 +117,12 @@ def test_a_file_that_was_zipped_anew_is_refused(tmp_path: Path, how: str) -> Non
     assert read_archive(tmp_path / "a.ckpt")["w3"].read().eq(3).all()
     with pytest.raises(CheckpointError, match=r"b\.ckpt was zipped anew, or is damaged"):
         read_archive(tmp_path / "b.ckpt")
+
+
+def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"")
+        archive.writestr("archive/data/0", b"x" * 1000)
+        archive.filelist += [archive.filelist[1]] * 5
+    with pytest.raises(CheckpointCorruptError, match="lie in each other"):
+        read_archive(tmp_path / "a.ckpt")
