@@ -9,8 +9,8 @@ masters and AdamW state to the same folder, and read them back from the page cac
 sync what they write to the disk, stock Lightning does not. This package hashes what it writes and checks it when it
 loads, the others do not.
 
-Then steps are timed in rounds that begin with no save, with one that is waited for, with one in the background, and with
-``dcp.async_save`` of the same tensors. At last plans are made for made-up ranks (`examples.benchmarks.planning`).
+Then steps are timed in rounds that begin with no save, with one that is waited for, with one in the background, and
+with ``dcp.async_save`` of the same tensors. At last plans are made for made-up ranks (`examples.benchmarks.planning`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_every_way_is_timed_and_shown(tmp_path: Path) -> None:
         **{f"{kind}, {way}": 2 for kind in ("save", "load") for way in ways},
         **{f"a step after {kind}": 1 for kind in checkpoint_io.ROUNDS},
         **{f"training waits, {kind}": 1 for kind in checkpoint_io.ROUNDS[1:]},
-        "what is left to write after these steps": 1,
+        **{f"left to write after these steps, {kind}": 1 for kind in checkpoint_io.ROUNDS[2:]},
     }
     rows = checkpoint_io.rows_of(seconds, total)
     text = report.table(rows, checkpoint_io.COLUMNS)

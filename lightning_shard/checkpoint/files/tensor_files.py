@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint files: boxes of tensors, written one at a time and read into live tensors in place.
 
 The files are those of torch's own ``FileSystemWriter`` (each item a ``torch.save`` of one box), so that torch's tools
-read them; but a file is hashed while it is written, at most two boxes are on the host at a time, and only what was checked
-is read. What stands for a tensor has ``shape``, ``dtype`` and two methods of torch's checkpointable protocol
+read them; but a file is hashed while it is written, at most two boxes are on the host at a time, and only checked files
+are read. What stands for a tensor has ``shape``, ``dtype`` and two methods of torch's checkpointable protocol
 (``torch/distributed/_checkpointable.py``): ``__create_chunk_list__`` and ``__get_tensor_shard__``.
 """
 
@@ -110,7 +110,7 @@ def data_file(rank: int) -> str:
 def write_boxes(
     directory: Location, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values, own_state: bytes = b""
 ) -> Written:
-    """Write boxes, the next one copied to the host while one is written, and ``own_state``, if any, into this rank's file."""
+    """Write boxes, then ``own_state``, if any, into this rank's file."""
     places = np.zeros((len(boxes), 2), dtype=np.int64)
     if not boxes and not own_state:
         return Written(places=places, files={})

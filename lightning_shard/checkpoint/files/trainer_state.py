@@ -1,7 +1,7 @@
 """``trainer.pt``: everything in a checkpoint that is not a tensor of the model or an optimizer.
 
-It loads with ``weights_only=True``, which is tested when it is written. Plain containers that ``weights_only=True`` refuses
-(numpy arrays, ``deque``, ``defaultdict``, ``frozenset``) are written as a dictionary with `_KIND`.
+It loads with ``weights_only=True``, which is tested when it is written. Plain containers that ``weights_only=True``
+refuses (numpy arrays, ``deque``, ``defaultdict``, ``frozenset``) are written as a dictionary with `_KIND`.
 """
 
 import copy
