@@ -36,12 +36,12 @@ def test_the_parts_in_which_a_file_is_written_do_not_matter(size: int) -> None:
     assert parts.entry() == (_expected(data), BLOCK if size > BLOCK else 0)
 
 
-def test_a_changed_byte_of_a_long_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "BLOCK", BLOCK)
+def test_a_changed_byte_of_a_long_file_is_found(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(2 * hashing.BLOCK + 5)
     with HashedFile(tmp_path / "a") as stream:
         stream.write(data)
     directory = open_directory(tmp_path)
+    assert stream.entry().block == hashing.BLOCK
     directory.check("a", stream.entry())
     (tmp_path / "a").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CheckpointCorruptError, match="does not match its checksum"):
