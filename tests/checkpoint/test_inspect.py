@@ -95,7 +95,7 @@ def test_verify_of_one_file_checks_its_records(tmp_path: Path, trained: Path) ->
             verify(path)
     for length in (0, 100, len(original) // 2, len(original) - 1):
         path.write_bytes(original[:length])
-        with pytest.raises(CheckpointCorruptError, match=r"full\.ckpt is damaged"):
+        with pytest.raises(CheckpointError, match=r"full\.ckpt is (damaged|no whole file)"):
             verify(path)
 
 

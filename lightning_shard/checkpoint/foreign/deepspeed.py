@@ -264,7 +264,7 @@ def _joined(ranges: Sequence[tuple[ArchivedTensor, int, int]], shape: tuple[int,
         filled = 0
         for tensor, first, last in ranges:
             count = min(last - first, numel - filled)
-            full[filled : filled + count] = tensor.elements(first, first + count)
+            full[filled : filled + count] = tensor.mapped[first : first + count]
             filled += count
         return full.view(shape)
 
