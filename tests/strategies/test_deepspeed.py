@@ -63,10 +63,37 @@ class InZeroInit(TinyLM):
         self.shift = nn.Parameter(torch.zeros(self.width))
 
 
+class Early(TinyLM):
+    """Uses a parameter in the first of two micro-batches alone."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "early"):
+            self.early = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + (0 if batch_idx % 2 else self.early.sum())
+
+
 def test_manual_optimization() -> None:
     check_equal(["zero_1", "zero_3_offload"], Manual)
     # Stages 2 and 3 reduce every backward pass, as FSDP does.
     check_equal(["zero_2", "zero_3"], Manual, "bf16-mixed", every=2, trainer={"max_steps": 3})
+
+
+def _overlapped(accumulated: dict[type[TinyLM], int]) -> list[Any]:
+    """What overlap changes for each module, whose gradients are accumulated."""
+    found = []
+    for kind, batches in accumulated.items():
+        trainer = {"max_steps": 3, "accumulate_grad_batches": batches}
+        buckets = [{"overlap_comm": overlaps, "reduce": 500} for overlaps in (False, True)]
+        plain, overlapped = (fit("zero_1", kind, "32-true", {"buckets": each}, trainer) for each in buckets)
+        found += [differences(plain[part], overlapped[part]) for part in ("parameters", "optimizer")]
+    return found
+
+
+def test_stage_1_reduces_all_that_overlap_leaves() -> None:
+    assert run_distributed(_overlapped, 2, {Manual: 1, Early: 2, TinyLM: 2}) == [[{}] * 6] * 2
 
 
 @pytest.mark.matrix

@@ -28,7 +28,7 @@ def require_internals() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup, IPGBucket
     from deepspeed.utils import groups
 
     engine = deepspeed.DeepSpeedEngine
@@ -47,12 +47,15 @@ def require_internals() -> None:
     require(stages_1_2, "device dp_process_group finalize_gradient_accumulation_boundary")
     require(stages_1_2, "get_param_id grad_accum gradient_accumulation_dtype")
     require(stages_1_2, "loss_scaler optimizer params_in_partition partition_gradients real_dp_process_group")
+    require(stages_1_2, "get_gradient_for_reduction ipg_buckets overlap_comm params_already_reduced")
+    require(stages_1_2, "overlapping_partition_gradients_reduce_epilogue reduce_ready_partitions_and_remove_grads")
     require(stages_1_2, "reduce_scatter round_robin_bit16_groups round_robin_bit16_offsets update_lp_params")
     require(stages_1_2, "single_partition_of_fp32_groups use_grad_accum_attribute")
     require(stages_1_2, assigned="allreduce_bucket average_tensor check_grad_overflow check_overflow gradient_average")
-    require(stages_1_2, assigned="independent_gradient_partition_epilogue overflow scaled_global_norm")
+    require(stages_1_2, assigned="independent_gradient_partition_epilogue overflow reduce_gradients scaled_global_norm")
     require(stages_1_2, assigned="update_offload_overflow_tracker")
     require(GradPartitionBufferGroup, "flat_partition")
+    require(IPGBucket, "params")
 
     stage_3 = DeepSpeedZeroOptimizer_Stage3
     require(stage_3, "_reassign_or_swap_out_partitioned_parameters averaged_gradients clear_backward_seen_flag")

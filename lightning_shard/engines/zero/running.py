@@ -126,10 +126,26 @@ def _take_over_steps(running: Running) -> None:
         swapping.take_over(zero)
     else:
         _divide_sums(zero)
+        if running.stage == 1 and zero.overlap_comm:
+            zero.reduce_gradients = partial(_reduce_all, zero)
         zero.check_grad_overflow = True
         zero.scaled_global_norm = no_norm
         # It looks for an overflow, which is found elsewhere, in each offloaded gradient, and waits for it.
         zero.update_offload_overflow_tracker = lambda gradient: None
+
+
+def _reduce_all(zero: Any, pipeline_parallel: bool = False) -> None:
+    """End an accumulation of stage 1 with ``overlap_comm``. DeepSpeed's hooks reduce in a backward pass that is known
+    to end one: none is in manual optimization, and none is called for a parameter that this pass does not use.
+    """
+    waiting = {number for bucket in zero.ipg_buckets.values() for *_, number in bucket.params}
+    for index, group in enumerate(zero.bit16_groups):
+        for parameter in group:
+            number = zero.get_param_id(parameter)
+            is_reduced = zero.params_already_reduced[number] or number in waiting
+            if not is_reduced and zero.get_gradient_for_reduction(parameter) is not None:
+                zero.reduce_ready_partitions_and_remove_grads(parameter, index)
+    zero.overlapping_partition_gradients_reduce_epilogue()
 
 
 def _divide_sums(zero: Any) -> None:

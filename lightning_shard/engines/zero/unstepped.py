@@ -44,7 +44,7 @@ class Unstepped:
         if reduce:
 
             def reduce_equal() -> None:
-                self.compare(running.stage)
+                self.compare(ordered=running.stage > 1 or running.zero.overlap_comm)
                 reduce()
 
             running.zero.independent_gradient_partition_epilogue = reduce_equal
@@ -77,17 +77,19 @@ class Unstepped:
     def taken(self) -> Set[str]:
         """What backward passes have used since the last call, the same on all ranks, which compare it."""
         if not self._compares:
-            self.compare(stage=1)
+            self.compare(ordered=False)
         used = {*self.usage.used, *self._together}
         self.usage.used.clear()
         return used
 
-    def compare(self, stage: int) -> None:
-        """Compare what ranks used, ahead of a reduction that pairs it by its place. ConfigurationError: they differ."""
+    def compare(self, *, ordered: bool) -> None:
+        """Compare what ranks used, ahead of a reduction that pairs it by its place, and, where it reduces gradients as
+        they come, in which order. ConfigurationError: they differ.
+        """
         if self.usage.settled:
             return
         came = [fqn for fqn in self.usage.used if fqn not in self._together]
-        own, ranks = came if stage > 1 else sorted(came), Ranks.of()
+        own, ranks = came if ordered else sorted(came), Ranks.of()
         digests = ranks.gather(hashlib.sha256(repr(own).encode()).digest())  # In place of thousands of names.
         other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
         if other is None:
@@ -98,8 +100,8 @@ class Unstepped:
         first, there = next(pair for pair in zip(orders[0], orders[other], strict=True) if pair[0] != pair[1])
         raise ConfigurationError(
             f"Gradients come in different orders: where rank 0 has that of {first}, rank {other} has that of {there}. "
-            "Stages 2 and 3 reduce them as they come. Run the modules in one order on every rank, or use shard_ddp or "
-            "shard_deepspeed_stage_1."
+            "Stages 2 and 3, and stage 1 with overlap_comm, reduce them as they come. Run the modules in one order on "
+            "every rank, or use shard_ddp."
         )
 
     def _keep(self, running: Running) -> None:
