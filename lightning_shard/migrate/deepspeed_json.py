@@ -30,6 +30,8 @@ SCALE_NOTE = (
 )
 _OWN_SCALE_NOTE = "powers of two, so that scaling back does not round; the same rules as DeepSpeed's"
 
+_OVERLAP_NOTE = "gradients are reduced while backward runs, which DeepSpeed's default in stages 1 and 2 is not"
+
 _TRAINERS = described("deepspeed_file")
 
 _DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_persistence_threshold"}
@@ -161,6 +163,8 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
 
 
 def _typed(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
+    if merged[ZERO]["stage"] in (1, 2) and merged[ZERO].get("overlap_comm") is None:
+        reading.meet(f"{prefix}{ZERO}.overlap_comm", None, _OVERLAP_NOTE)
     for name, path in KEYS.items():
         value = get(merged, path)
         if value is None or name == "stage":

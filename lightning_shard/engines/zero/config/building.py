@@ -16,6 +16,8 @@ CONTRADICTS = (
 
 BUCKET = 500_000_000  # DeepSpeed's default for both buckets, in elements.
 
+OVERLAPPED = 200_000_000  # Of stages 1 and 2, which keep two at a time where they overlap: as in stock Lightning.
+
 NVME_BUFFER = 100_000_000  # DeepSpeed's default for one buffer of parameters from NVMe, in elements.
 
 
@@ -153,9 +155,15 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     # gathering one is even, for the alignment of 16-bit buffers.
     elements = facts.number_of_parameters or BUCKET
     elements += elements % 2
+    bucket = OVERLAPPED if zero["stage"] < 3 else BUCKET
+    if zero["stage"] < 3 and facts.device_type != "cpu" and zero.get("overlap_comm", AUTO) == AUTO:
+        # Stage 1 in bf16 without offload is DeepSpeed's ``BF16_Optimizer``, which reduces after backward.
+        zero["overlap_comm"] = (
+            zero["stage"] == 2 or short(facts.policy.compute) != "bf16" or "offload_optimizer" in zero
+        )
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if zero.get(key, AUTO) == AUTO:
-            zero[key] = min(BUCKET, elements)
+            zero[key] = min(bucket, elements)
     parameters = zero.get("offload_param", {})
     if parameters.get("device") == "nvme" and parameters.get("buffer_size", AUTO) == AUTO:
         parameters["buffer_size"] = min(NVME_BUFFER, elements)

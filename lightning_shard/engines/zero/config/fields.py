@@ -66,15 +66,16 @@ class ZeroBuckets:
     """How gradients and updated parameters are bucketed for the network."""
 
     reduce: int | Literal["auto"] | None = None
-    """Elements of gradients that are reduced at a time. "auto": the square of the model's hidden size. None: 5e8,
-    and no more than the model has, because the buffer is allocated whole."""
+    """Elements of gradients that are reduced at a time. "auto": the square of the model's hidden size. None: 2e8 in
+    stages 1 and 2 and 5e8 in stage 3, and no more than the model has, because the buffer is allocated whole."""
 
     allgather: int | None = None
-    """Elements of updated parameters that are gathered at a time, stages 1 and 2. None: 5e8, and no more than the
+    """Elements of updated parameters that are gathered at a time, stages 1 and 2. None: 2e8, and no more than the
     model has."""
 
     overlap_comm: bool | None = None
-    """Reduce while backward runs. DeepSpeed's: true in stage 3, else false."""
+    """Reduce while backward runs, with two buckets in stages 1 and 2. None: true, on CPUs in stage 3 alone. DeepSpeed
+    can't in stage 1 in bf16 without offload."""
 
     contiguous_gradients: bool | None = None
     """Copy gradients into one buffer as they come. DeepSpeed's: true."""

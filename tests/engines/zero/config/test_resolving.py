@@ -13,7 +13,7 @@ from deepspeed.runtime import config as library
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER
+from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER, OVERLAPPED
 from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
     OptimizerOffload,
@@ -191,6 +191,26 @@ def test_buffers_are_no_larger_than_the_model() -> None:
     own = library.DeepSpeedConfig({"train_batch_size": 1, ZERO: {"offload_param": {"device": "cpu"}}}).zero_config
     assert own.reduce_bucket_size == own.allgather_bucket_size == BUCKET
     assert own.offload_param.buffer_size == NVME_BUFFER
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "device", "given", "expected"),
+    [
+        (1, "32-true", "cuda", None, True),
+        (1, "bf16-mixed", "cuda", None, False),  # DeepSpeed's optimizer there reduces after backward
+        (2, "bf16-mixed", "cuda", None, True),
+        (2, "bf16-mixed", "cuda", False, False),
+        (2, "bf16-mixed", "cpu", None, None),
+        (3, "bf16-mixed", "cuda", None, None),
+    ],
+)
+def test_stages_1_and_2_overlap_on_devices(
+    stage: int, precision: str, device: str, given: bool | None, expected: bool | None
+) -> None:
+    fields = DeepSpeedFields(stage=stage, buckets=ZeroBuckets(overlap_comm=given))
+    zero = configured(fields, run_facts(precision, device_type=device, number_of_parameters=10**12))[ZERO]
+    assert zero.get("overlap_comm") is expected
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == (BUCKET if stage == 3 else OVERLAPPED)
 
 
 def test_auto_buckets_without_a_hidden_size_are_the_defaults() -> None:
