@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_shard import devices
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import reachable
 from lightning_shard.tensors.full import full_of
@@ -87,8 +88,7 @@ def share_cores(count: int) -> None:
     Lightning's launcher is in the one that starts the others, and sets the threads of that one.
     """
     if os.environ.get(_STARTED_BY, own := str(os.getpid())) != own and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // count))
+        torch.set_num_threads(max(1, devices.cores() // count))
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 

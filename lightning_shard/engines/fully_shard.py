@@ -1,5 +1,6 @@
 """FSDP2's ``fully_shard``: full and hybrid sharding, which differ in the mesh alone."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+from lightning_shard import devices
 from lightning_shard.engines._fsdp2 import reduce_over, units_of
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
@@ -77,6 +79,8 @@ class FullyShard(FSDP2Engine):
         )
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
+        if self._options.cpu_offload:
+            devices.step_on_all_cores(run.device, run.planned.per_node, os.environ, says=run.mesh.get_rank() == 0)
         prepared = super().prepare(module, run)
         if self._options.separate_reduce_scatter:
             reduce_over(module, shard_group_of_its_own(run.mesh, "reduce-scatter"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_shard
-from lightning_shard import ConfigurationError, ShardFSDPStrategy, full_tensor
+from lightning_shard import ConfigurationError, ShardFSDPStrategy, devices, full_tensor
 from lightning_shard._lightning import processes
 from lightning_shard.callbacks import ProfilerCallback, RunPageCallback, ThroughputCallback
 from tests.harness import ROOT
@@ -77,6 +78,37 @@ def test_a_process_that_a_script_started_has_its_part_of_the_cores(monkeypatch: 
         monkeypatch.setenv("LIGHTNING_SHARD_STARTED_BY", "1")
         processes.share_cores(10**6)
         assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("device", "environ", "changes"),
+    [
+        ("cuda", TORCHRUN, True),
+        ("cpu", TORCHRUN, False),
+        ("cuda", {**TORCHRUN, "OMP_NUM_THREADS": "01"}, False),  # the user's
+        ("cuda", {"OMP_NUM_THREADS": "1"}, False),
+    ],
+)
+def test_an_offloaded_step_under_torchrun_has_the_cores_of_its_rank(
+    device: str, environ: dict[str, str], changes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "cores", lambda: 6)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            devices.step_on_all_cores(torch.device(device), 2, environ, says=True)
+        assert torch.get_num_threads() == (3 if changes else 1)
+        assert [("uses 3 now" in str(each.message)) for each in said] == [True] * changes
+        torch.set_num_threads(2)
+        devices.step_on_all_cores(torch.device(device), 2, environ, says=True)
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 

@@ -1,5 +1,6 @@
 """DeepSpeed as an engine: ZeRO stages 1 to 3, with offload to the host or to files."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_shard import devices
 from lightning_shard.engines import earlier_parameters, refusals
 from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck
@@ -120,6 +122,8 @@ class Zero(Engine):
         self._closing.callback(self._to_host)
         if run.fitting:
             offload.warn_of_lock()
+        if run.fitting and self._settings.optimizer_device != "none":
+            devices.step_on_all_cores(run.device, run.planned.per_node, os.environ, says=run.mesh.get_rank() == 0)
         transforms, policy = find_transforms(module, self.units(module), self._forward_options), run.policy
         if policy.compute != torch.float32:
             # First, so that what checkpointing runs again in backward has the casts in it.
