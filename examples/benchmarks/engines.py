@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from examples.benchmarks import report
 from examples.benchmarks.processes import MEBIBYTE, Failed, run_processes
 from examples.benchmarks.races import (
@@ -159,8 +157,8 @@ def measure_time(
 def add_mfu(rows: list[dict[str, Any]], work: Workload, peak_tflops: float | None) -> None:
     """Model FLOPs utilisation, where the device's peak is known."""
     device_peak = None if peak_tflops is None else 1e12 * peak_tflops
-    if device_peak is None and work.device == "cuda":
-        device_peak = peak_flops(torch.cuda.get_device_name(), work.compute_dtype)
+    if device_peak is None and work.device != "cpu":
+        device_peak = peak_flops(report.device_name(work.device), work.compute_dtype)
     if device_peak is None:
         say(f"no MFU: the peak of {report.device_name(work.device)} is not known; give it as --peak-tflops")
         return

@@ -29,12 +29,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.benchmarks import engines, report
-from examples.benchmarks.llama import SIZES, Llama
-from examples.benchmarks.processes import MEBIBYTE, Failed, Place, run_processes
+from examples.benchmarks.llama import SIZES
+from examples.benchmarks.processes import MEBIBYTE, Failed, Place, free_memory, run_processes
 from examples.benchmarks.races import contestants, say
-from examples.benchmarks.trainers import Task
-from examples.benchmarks.workload import Batch, Workload, describe, workload_of
-from lightning_shard import tools
+from examples.benchmarks.trainers import ACCELERATORS, Task
+from examples.benchmarks.workload import DEVICES, Batch, Workload, describe, parameters_of, with_weights, workload_of
+from lightning_shard import devices, tools
 from lightning_shard.commands import selftest
 from lightning_shard.errors import ShardError
 from lightning_shard.planning.report import Row
@@ -92,6 +92,8 @@ class Machine:
     """Bytes of a device."""
     host: int
     """Bytes of the host that are free."""
+    folder: Path = Path()
+    """Where a model's values are, once for all processes."""
 
 
 @dataclass(kw_only=True)
@@ -119,7 +121,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cuda")
+    add("--device", choices=DEVICES, default=DEVICES[-1])
     add("--processes", type=int, help="default: all GPUs, 2 on CPUs")
     add("--sizes", nargs="+", choices=list(SIZES), default=["1B", "3B", "8B"], metavar="SIZE")
     add("--seq-len", type=int, default=4096)
@@ -135,17 +137,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def machine_of(options: argparse.Namespace) -> Machine:
+def machine_of(options: argparse.Namespace, folder: Path = Path()) -> Machine:
     """This machine; of a CPU's memory each process has its share."""
-    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = free_memory()
     if options.device == "cpu":
         processes = options.processes or 2
-        return Machine(device="cpu", processes=processes, memory=host // processes, host=host)
-    if not torch.cuda.is_available():
+        return Machine(device="cpu", processes=processes, memory=host // processes, host=host, folder=folder)
+    if not (count := devices.visible()):
         raise SystemExit("torch sees no GPU here: `--device cpu --sizes tiny --seq-len 16` tries the report itself")
-    count = torch.cuda.device_count()
-    memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(count))
-    return Machine(device="cuda", processes=options.processes or count, memory=memory, host=host)
+    memory = min(torch.accelerator.get_memory_info(index)[1] for index in range(count))
+    processes = options.processes or count
+    return Machine(device=options.device, processes=processes, memory=memory, host=host, folder=folder)
 
 
 # Right
@@ -154,7 +156,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
 def checked(place: Place, precision: str, folder: str) -> tuple[int, str]:
     """The exit code of ``lightning-shard selftest`` in these processes, and what it prints."""
     printed = io.StringIO()
-    accelerator = "gpu" if place.device.type == "cuda" else "cpu"
+    accelerator = ACCELERATORS.get(place.device.type, "cpu")
     with contextlib.redirect_stdout(printed):
         arguments = ["--precision", precision, "--accelerator", accelerator, "--folder", folder]
         code = selftest.main(arguments, os.environ)
@@ -203,11 +205,10 @@ def planned_for(machine: Machine, work: Workload, size: str) -> dict[tuple[str, 
 
 def room(machine: Machine, work: Workload, row: Row) -> int:
     """How many contestants like ``row`` fit beside one another."""
-    with torch.device("meta"):
-        loaded = 4 * sum(p.numel() for p in Llama(work.size, work.seq_len).parameters())
+    loaded = 4 * parameters_of(work)
     device = USABLE * machine.memory // max(1, row.most.device.total)
-    # Each process loads the model as a whole ahead of sharding, one contestant after the other.
-    free = USABLE * machine.host - machine.processes * loaded
+    # Of the loaded model there is one copy, in the page cache, and each process copies what it keeps.
+    free = USABLE * machine.host - loaded
     return int(
         min(device, free // (machine.processes * row.most.host.total) if row.most.host.total else device * (free > 0))
     )
@@ -233,7 +234,7 @@ def race(machine: Machine, options: argparse.Namespace, size: str, name: str, fo
         vars(arguments).update(settings, apart=together < len(engines.RACES[name]), alone=together < 2)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            rows, _ = engines.measure_time(name, work, arguments, until=until)
+            rows, _ = engines.measure_time(name, with_weights(work, machine.folder), arguments, until=until)
             engines.add_mfu(rows, work, options.peak_tflops)
         for each in rows:
             each["title"] = title
@@ -267,7 +268,7 @@ def memory(machine: Machine, options: argparse.Namespace, size: str, race_name: 
         if row is None or room(machine, work, row) < 1:
             found.left_out.append(f"{title}: it does not fit, or is refused")
             return
-        measured = engines.measure_memory([name], work, until=until)
+        measured = engines.measure_memory([name], with_weights(work, machine.folder), until=until)
         if name in measured:
             plan = row.most.device.total / MEBIBYTE
             numbers = {"planned": round(plan, 1), "memory": round(measured[name], 1)}
@@ -367,10 +368,11 @@ def draw(found: Findings, path: Path) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report; 1 if something is not as it should be."""
     options = parse_arguments(arguments)
-    machine = machine_of(options)
-    found = Findings(title=f"{report.environment(machine.device)}; {machine.processes} processes")
-    say(found.title)
-    run_parts(parts_of(machine, options), found, seconds=60 * options.minutes, output=options.output)
+    with tempfile.TemporaryDirectory() as folder:
+        machine = machine_of(options, Path(folder))
+        found = Findings(title=f"{report.environment(machine.device)}; {machine.processes} processes")
+        say(found.title)
+        run_parts(parts_of(machine, options), found, seconds=60 * options.minutes, output=options.output)
     say("\n".join([*(f"FAILED: {line}" for line in found.failed), f"report: {options.output / 'gpu_report.md'}"]))
     return int(bool(found.failed))
 

@@ -20,15 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from examples.benchmarks import report
 from examples.benchmarks.limits import MemoryLimit, Trial, is_out_of_memory, largest
-from examples.benchmarks.llama import Llama
 from examples.benchmarks.processes import MEBIBYTE, Failed, Place, run_processes
 from examples.benchmarks.races import ratios, say
 from examples.benchmarks.turns import Plan, build, paired, spread
-from examples.benchmarks.workload import Workload, add_arguments, workload_of
+from examples.benchmarks.workload import Workload, add_arguments, parameters_of, workload_of
 
 ENGINES = [
     "shard_ddp",
@@ -101,12 +98,6 @@ def attempt(name: str, work: Workload, size: int, limit: int, steps: int) -> Tri
 def deepened(work: Workload, layers: int) -> Workload:
     """The workload with so many layers, on a single sequence."""
     return replace(work, batch_size=1, size=replace(work.size, layers=layers))
-
-
-def parameters_of(work: Workload) -> int:
-    """Of the model."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Llama(work.size, work.seq_len).parameters())
 
 
 def measure(

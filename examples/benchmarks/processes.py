@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from lightning_shard.devices import cores
+
 MEBIBYTE = 2**20
 
 PRELOAD = [
@@ -50,8 +52,8 @@ class Place:
 
     def now(self) -> float:
         """Seconds on a clock, once the device has nothing left to do."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
     def meet(self) -> None:
@@ -69,7 +71,7 @@ def run_processes(
     """
     _prepare(processes, device)
     # A process that was forked can't use a CUDA that its parent has looked at.
-    method = "spawn" if device == "cuda" else "forkserver"
+    method = "forkserver" if device == "cpu" else "spawn"
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("localhost", 0))  # no one listens at it: the processes meet over a file
         given = (function, arguments, processes, device, folder, free.getsockname()[1])
@@ -94,8 +96,8 @@ def _prepare(processes: int, device: str) -> None:
     """What new processes inherit."""
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     os.environ["PYTHONWARNINGS"] = "ignore"
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     if device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
         os.environ["DS_ACCELERATOR"] = "cpu"
         multiprocessing.set_forkserver_preload(PRELOAD)
 
@@ -129,16 +131,16 @@ def _run(
         MASTER_ADDR="localhost",
         MASTER_PORT=str(port),
     )
-    on_gpu = device == "cuda"
-    place = Place(rank=rank, device=torch.device("cuda", rank) if on_gpu else torch.device("cpu"))
-    if on_gpu:
-        torch.cuda.set_device(place.device)
+    on_device = device != "cpu"
+    place = Place(rank=rank, device=torch.device(device, rank) if on_device else torch.device("cpu"))
+    if on_device:
+        torch.accelerator.set_device_index(rank)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}" if on_device else "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=processes,
-        device_id=place.device if on_gpu else None,
+        device_id=place.device if on_device else None,
     )
     result = function(place, *arguments)
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
@@ -149,15 +151,15 @@ def _run(
 
 
 class PeakMemory:
-    """The most memory that this process takes above what it took at first: on CUDA tensors', on CPUs the process'."""
+    """The most memory that this process takes above what it took at first: on GPUs tensors', on CPUs the process'."""
 
     def __init__(self, place: Place) -> None:
         """Begin to watch."""
-        self._cuda = place.device if place.device.type == "cuda" else None
+        self._device = place.device if place.device.type != "cpu" else None
         gc.collect()
-        if self._cuda is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda)
-            self._before = torch.cuda.memory_allocated(self._cuda)
+        if self._device is not None:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+            self._before = torch.accelerator.memory_allocated(self._device)
         else:
             _give_freed_memory_back()
             # proc(5): 5 resets the peak resident set size.
@@ -166,8 +168,9 @@ class PeakMemory:
 
     def bytes(self) -> int:
         """The peak so far, in bytes."""
-        now = torch.cuda.max_memory_allocated(self._cuda) if self._cuda is not None else _status("VmHWM")
-        return now - self._before
+        own = self._device
+        now = _status("VmHWM") if own is None else torch.accelerator.max_memory_allocated(own)
+        return int(now) - self._before
 
 
 def _give_freed_memory_back() -> None:
@@ -181,8 +184,13 @@ def _give_freed_memory_back() -> None:
         mallopt(-3, 64 * 1024)
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def free_memory() -> int:
+    """Bytes that new processes of this host can have; the page cache gives way to them (proc(5))."""
+    return _status("MemAvailable", "/proc/meminfo")
+
+
+def _status(field: str, path: str = "/proc/self/status") -> int:
+    for line in Path(path).read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
+    raise OSError(f"{path} has no {field}")

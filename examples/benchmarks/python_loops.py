@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.benchmarks.llama import Block, Llama
 from examples.benchmarks.processes import Place
-from examples.benchmarks.workload import Batch, Workload, build_model, build_optimizer, loss_of, stream
+from examples.benchmarks.workload import Batch, Workload, build_model, build_optimizer, loss_of, parameters_of, stream
 
 
 class Unavailable(RuntimeError):
@@ -49,7 +48,7 @@ class Loop:
 def replicated(model: Llama, work: Workload, place: Place) -> nn.Module:
     """``model`` under DDP."""
     if work.precision == "32-true":
-        return DistributedDataParallel(model, device_ids=[place.rank] if place.device.type == "cuda" else None)
+        return DistributedDataParallel(model, device_ids=None if place.device.type == "cpu" else [place.rank])
     # DistributedDataParallel has no master weights; torch's FSDP2-based replicate is its equal with them.
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -69,7 +68,7 @@ def sharded(
         shape = (nodes, work.processes // nodes)
         mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
         mesh = mesh if nodes > 1 else mesh["shard"]
-    policy = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if offload else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=place.device.type != "cpu") if offload else OffloadPolicy()
     for block in model.blocks:
         fully_shard(
             block, mesh=mesh, reshard_after_forward=not grad_op, mp_policy=work.mp_policy, offload_policy=policy
@@ -98,12 +97,13 @@ def by_hand(work: Workload, place: Place, shard: Callable[[Llama, Workload, Plac
 
 def deepspeed_config(work: Workload, stage: int, *, offload: str | None = None) -> dict[str, Any]:
     """A configuration with the workload's dtypes, and buckets that are no larger than the model."""
-    with torch.device("meta"):
-        elements = sum(p.numel() for p in Llama(work.size, work.seq_len).parameters())
-    bucket = min(500_000_000, elements + elements % 2)
+    elements = parameters_of(work)
+    bucket = min(200_000_000 if stage < 3 else 500_000_000, elements + elements % 2)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    if work.device != "cpu":
+        zero["overlap_comm"] = True  # as stock Lightning's strategy, Hugging Face's files and this package have it
     if offload is not None:
-        place: dict[str, Any] = {"device": offload, "pin_memory": work.device == "cuda"}
+        place: dict[str, Any] = {"device": offload, "pin_memory": work.device != "cpu"}
         if offload == "nvme":
             place["nvme_path"] = tempfile.mkdtemp(prefix="nvme-")
         zero["offload_optimizer"] = dict(place)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lightning_shard import devices
+
 Row = Mapping[str, Any]
 
 
@@ -27,7 +29,7 @@ def environment(device: str) -> str:
 
 def device_name(device: str) -> str:
     """Of the GPU, or how many cores there are."""
-    return torch.cuda.get_device_name() if device == "cuda" else f"{cpu_count()} CPU cores"
+    return f"{cpu_count()} CPU cores" if device == "cpu" else devices.name_of(torch.device(device))
 
 
 def _version(name: str) -> str | None:

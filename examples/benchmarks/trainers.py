@@ -16,6 +16,9 @@ from examples.benchmarks.python_loops import deepspeed_config, sharded
 from examples.benchmarks.workload import Batch, Workload, build_loader, build_model, build_optimizer, loss_of
 from lightning_shard.registry import build
 
+ACCELERATORS: dict[str, Any] = {"cuda": "gpu"}
+"""The Trainer's accelerator for a kind of device."""
+
 
 class Task(LightningModule):
     """The workload as a LightningModule."""
@@ -103,7 +106,7 @@ class TrainerLoop:
         self.task = task(work, place, shard, plain=plain)
         self._pause = Pause()
         arguments = {
-            "accelerator": "gpu" if work.device == "cuda" else "cpu",
+            "accelerator": ACCELERATORS.get(work.device, "cpu"),
             "devices": work.processes,
             "strategy": strategy,
             "precision": precision,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +20,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
 
 from examples.benchmarks.llama import SIZES, Llama, Size
+from examples.gpt import Rotary
 from examples.python_corpus import Windows, load, standard_library
+from lightning_shard import devices
 from lightning_shard.meters.flops import count_flops
 
 Batch = tuple[Tensor, Tensor]
+
+DEVICES = sorted({"cpu", "cuda", *devices.types()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,8 @@ class Workload:
     """"units": each block runs again in backward; "selective": all of it but products and attention; None: nothing."""
     compile: bool = False
     """Blocks, and the loss, are compiled."""
+    weights: str | None = None
+    """A file of the model's values, which all processes map into their memory; None: each makes them on the host."""
 
     @property
     def tokens(self) -> int:
@@ -61,7 +69,7 @@ class Workload:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that make a `Workload`."""
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--processes", type=int, help="default: 2 on CPUs, all GPUs")
     parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], help="default: 32-true on CPUs, bf16-mixed")
     parser.add_argument("--size", choices=list(SIZES), help="parameters of the model; default: 5M or 25M on CPUs, 1B")
@@ -77,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def workload_of(options: argparse.Namespace, *, size: str = "5M", seq_len: int = 256) -> Workload:
     """The workload that the options describe; ``size`` and ``seq_len``: on CPUs, where they do not say."""
-    on_gpu = options.device == "cuda"
+    on_gpu = options.device != "cpu"
 
     def given(name: str, cpu: object, gpu: object) -> object:
         value = getattr(options, name)
@@ -89,18 +97,22 @@ def workload_of(options: argparse.Namespace, *, size: str = "5M", seq_len: int =
         batch_size=given("batch_size", 4, 1),
         precision=given("precision", "32-true", "bf16-mixed"),
         device=options.device,
-        processes=given("processes", 2, torch.cuda.device_count()),
+        processes=given("processes", 2, devices.visible()),
         checkpointing=options.checkpointing,
         compile=options.compile,
     )
 
 
+def parameters_of(work: Workload) -> int:
+    """How many numbers the model has."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Llama(work.size, work.seq_len).parameters())
+
+
 def describe(work: Workload) -> str:
     """One line for the head of a table."""
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Llama(work.size, work.seq_len).parameters())
     return (
-        f"{parameters / 1e6:.1f} M parameters, {work.processes} processes on {work.device}, "
+        f"{parameters_of(work) / 1e6:.1f} M parameters, {work.processes} processes on {work.device}, "
         f"{work.batch_size} x {work.seq_len} tokens each, {work.precision}"
         + (f", {work.checkpointing} checkpointed" if work.checkpointing else "")
         + (", compiled" if work.compile else "")
@@ -121,7 +133,13 @@ def build_model(work: Workload, *, plain: bool = False) -> Llama:
     ``plain``: the engine checkpoints and compiles, as its user tells it to; else the user does, here.
     """
     torch.manual_seed(1)
-    model = Llama(work.size, work.seq_len)
+    with torch.device("meta" if work.weights else "cpu"):
+        model = Llama(work.size, work.seq_len)
+    if work.weights:
+        for module in model.modules():
+            if isinstance(module, Rotary):  # its tables are in no state dict
+                module.to_empty(device="cpu").reset_parameters()
+        model.load_state_dict(torch.load(work.weights, mmap=True, weights_only=True), assign=True)
     for block in [] if plain else model.blocks:
         if work.checkpointing is not None:
             contexts = {"context_fn": _contexts} if work.checkpointing == "selective" else {}
@@ -129,6 +147,19 @@ def build_model(work: Workload, *, plain: bool = False) -> Llama:
         if work.compile:
             block.forward = torch.compile(block.forward)
     return model
+
+
+def with_weights(work: Workload, folder: Path) -> Workload:
+    """``work`` with its values in a file of ``folder``, which is written when they are first asked for: a model of
+    billions of parameters takes minutes to fill, and each process and contestant would have it whole. Without room for
+    the file it is ``work``.
+    """
+    file = folder / f"{work.size.layers}x{work.size.width}.pt"
+    if not file.exists():
+        if shutil.disk_usage(folder).free < 5 * parameters_of(work):
+            return work
+        torch.save(build_model(Workload(size=work.size, seq_len=work.seq_len)).state_dict(), file)
+    return replace(work, weights=str(file))
 
 
 def _contexts() -> Any:
@@ -155,7 +186,7 @@ def build_loader(work: Workload, rank: int) -> DataLoader[Batch]:
         work.batch_size,
         sampler=DistributedSampler(windows, work.processes, rank, seed=1, drop_last=True),
         drop_last=True,
-        pin_memory=work.device == "cuda",
+        pin_memory=work.device != "cpu",
     )
 
 
