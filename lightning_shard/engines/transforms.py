@@ -17,14 +17,16 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from lightning_shard.engines.activation_offload import HostInputs
 from lightning_shard.engines.units import Unit, of_classes
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import inside_modules, replace_forward
 from lightning_shard.tensors.tracing import TorchDispatchMode, Watching, schema_of
 
-Checkpointing = Literal["units", "selective"] | int | list[str] | None
+Checkpointing = Literal["units", "selective", "offload"] | int | list[str] | None
 
 SELECTIVE: Final = "selective"
+OFFLOAD: Final = "offload"
 
 
 def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing) -> list[nn.Module]:
@@ -52,6 +54,11 @@ class ForwardOptions:
     def __post_init__(self) -> None:
         if isinstance(every := self.activation_checkpointing, int) and every < 1:
             raise WrappingError(f"activation_checkpointing is {every}, but n for every n-th unit must be 1 or more.")
+        if self.activation_checkpointing == OFFLOAD and self.compile:
+            raise WrappingError(
+                "activation_checkpointing is 'offload' and compile is true, but a compiled unit saves all tensors of "
+                "its graph, and not its inputs alone. Set activation_checkpointing: units, or compile: false."
+            )
 
     @property
     def recomputes(self) -> bool:
@@ -70,8 +77,12 @@ def find_transforms(
             "compile goes by shard units, but the model has none below its root. Set units where the strategy has "
             "them, or call torch.compile in configure_model."
         )
+    inputs = HostInputs()
     # Outside of it, so that the compiler sees what is recomputed.
-    return lambda: [*(checkpoint_forward(m, spec) for m in checkpointed), *(compile_forward(m) for m in compiled)]
+    return lambda: [
+        *(checkpoint_forward(m, spec, inputs) for m in checkpointed),
+        *(compile_forward(m) for m in compiled),
+    ]
 
 
 def compile_forward(module: nn.Module) -> Callable[[], None]:
@@ -96,11 +107,12 @@ def _of_its_class(kind: type[nn.Module], function: Callable[..., Any]) -> Callab
 _CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
 
 
-def checkpoint_forward(module: nn.Module, spec: Checkpointing) -> Callable[[], None]:
-    """Run the module's forward again in backward."""
+def checkpoint_forward(module: nn.Module, spec: Checkpointing, inputs: HostInputs | None = None) -> Callable[[], None]:
+    """Run the module's forward again in backward; ``inputs``: of the model's modules, where they are offloaded."""
     # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
     run = partial(checkpoint, inside_modules(module.forward), use_reentrant=False)
-    return replace_forward(module, partial(_selectively, run) if spec == SELECTIVE else run)
+    forms = {SELECTIVE: partial(_selectively, run), OFFLOAD: (inputs or HostInputs()).wrap(run)}
+    return replace_forward(module, forms.get(spec, run) if isinstance(spec, str) else run)
 
 
 def _selectively(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

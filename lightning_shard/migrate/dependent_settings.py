@@ -161,7 +161,7 @@ def _activation_checkpointing(target: Target, asked: Line) -> None:
     value, note = asked.value, ""
     if value == "units" and isinstance(units, list) and units:
         value, note = units, "the classes that were shard units"
-    elif value in ("units", "selective") and units != "auto":
+    elif value in ("units", "selective", "offload") and units != "auto":
         note = _NO_UNITS
     target.set(asked, "strategy.activation_checkpointing", value, note)
 

@@ -24,6 +24,13 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
         reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
     else:
         reading.ask("fsdp_version", 2, "fsdp_config.fsdp_version", int(version))
+    checkpoints = "fsdp_activation_checkpointing"
+    if str(content.get(offloads := f"{checkpoints}_offload")).lower() == "true":
+        # Accelerate reads it where it checkpoints.
+        both = str(content.get(checkpoints)).lower() == "true"
+        met = checkpoints if both else offloads
+        reading.meet(f"fsdp_config.{met}", True, "offload includes it" if both else "nothing is checkpointed")
+        content = {name: value for name, value in content.items() if name != met}
     read = reading.read_fields("fsdp_config", FSDP_2 if version == "2" else FSDP, content)
     _sharding(reading, content, version, read["fsdp_reshard_after_forward"] if version == "2" else None)
     _wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])

@@ -42,8 +42,8 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     if isinstance(content.get("parallelism_config"), Mapping):
         read_mesh(reading, content["parallelism_config"])
     if (checkpointing := content.get("gradient_checkpointing")) in ("offload", "offload_disk"):  # axolotl's
-        reading.lose("gradient_checkpointing", checkpointing, "checkpointed inputs stay on the device", effect="memory")
-        content["gradient_checkpointing"] = True
+        reading.ask("activation_checkpointing", "offload", "gradient_checkpointing", checkpointing)
+        content = {name: value for name, value in content.items() if name != "gradient_checkpointing"}
     reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})
     _precision(reading, content, engine)
     others = sorted(str(name) for name in content if name not in FIELDS)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.cluster.traces import user_frame
+from lightning_shard.engines.activation_offload import HostInputs
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit, computes
 from lightning_shard.errors import ConfigurationError
@@ -74,9 +75,10 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         stack.callback(cast_parameters(root, policy.compute, dtypes))
         if {policy.compute, *dtypes.values()} != {torch.float32}:
             stack.callback(install_casts(root, policy.compute, inside=dtypes, output=policy.output))
-        for module in checkpointed_modules(root, list(step.units), step.checkpointing):
-            stack.callback(checkpoint_forward(module, step.checkpointing))
         live = LiveBytes([*root.parameters(), *root.buffers()])
+        inputs = _PlannedInputs(live)
+        for module in checkpointed_modules(root, list(step.units), step.checkpointing):
+            stack.callback(checkpoint_forward(module, step.checkpointing, inputs))
         times = None if step.device is None else OperatorTimes(step.device, lambda: len(live.segments) - 1)
         hooks = _UnitHooks(root, step.units, live)
         for handle in hooks.handles:
@@ -107,6 +109,35 @@ def _loss(output: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(f"training_step returned {type(loss).__name__}, and not a loss")
     return loss
+
+
+class _OnHost:
+    """In the place of a copy, which would count as a tensor of the device."""
+
+    def __init__(self, tensor: Tensor, live: "LiveBytes") -> None:
+        size, stride = tensor.shape, tensor.stride()
+        self.new = partial(torch.empty_strided, size, stride, dtype=tensor.dtype)
+        self.stride = lambda: stride
+        live.offloaded += tensor.nbytes
+        weakref.finalize(self, live.take_back, tensor.nbytes)
+
+
+class _PlannedInputs(HostInputs):
+    """Counts what is copied to the host, of tensors without data."""
+
+    def __init__(self, live: "LiveBytes") -> None:
+        super().__init__()
+        self._live = live
+
+    def on_host(self, tensor: Tensor) -> Any:
+        return _OnHost(tensor, self._live)
+
+    def on_device(self, host: Any) -> Tensor:
+        made: Tensor = host.new()
+        return made
+
+    def copy(self, to: Any, source: Any) -> None:
+        """Nothing."""
 
 
 class _UnitHooks:
@@ -212,7 +243,7 @@ def explained(error: BaseException, operation: str) -> str:
 
 Phase = Literal["forward", "backward"]
 
-MEASURES = ("activations", "peak", "peak_gradients", "end_activations", "end_gradients", "at_reduction")
+MEASURES = ("activations", "peak", "peak_gradients", "end_activations", "end_gradients", "at_reduction", "offloaded")
 """The fields of a `Segment` that are bytes."""
 
 
@@ -229,6 +260,7 @@ class Segment:
     peak_gradients: int = 0  # Of ``peak``, the gradients.
     end_activations: int = 0  # Activations when it ends.
     end_gradients: int = 0  # Gradients when it ends.
+    offloaded: int = 0  # Inputs of recomputed modules that are on the host when it ends.
     # Activations and gradients when its unit has all of its gradients; 0: that is in another segment.
     at_reduction: int = 0
     complete: tuple[str, ...] = ()  # Units that have all of their gradients when it ends.
@@ -256,6 +288,7 @@ class LiveBytes(NumbersReadAsOne):
         self._has_gradients = False
         self.activations = 0
         self.gradients = 0
+        self.offloaded = 0  # Bytes on the host.
         self.segments: list[Segment] = []
         self.events: list[tuple[int, int, int]] = []
         self.last_operation = ""
@@ -270,6 +303,11 @@ class LiveBytes(NumbersReadAsOne):
 
     def finish(self) -> None:
         self.segments[-1].end_activations, self.segments[-1].end_gradients = self.activations, self.gradients
+        self.segments[-1].offloaded = self.offloaded
+
+    def take_back(self, size: int) -> None:
+        """Count ``size`` bytes on the host no more."""
+        self.offloaded -= size
 
     def track(self, tensors: Any) -> None:
         for tensor in (t for t in tree_leaves(tensors) if isinstance(t, Tensor)):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
-from lightning_shard.memory import KindBytes
+from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning import fully_shard, torch_ddp, zero
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
@@ -33,6 +33,9 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace | None) ->
     # The optimizer reads gradients where the last reduction has put them.
     apart = KindBytes(gradients=min(points[-1].apart.gradients, last.account.device.gradients))
     points.append(replace(last, apart=apart))
+    if offloaded := max(segment.offloaded for segment in followed.segments):
+        host = MemoryAccount(host=KindBytes(activations=offloaded))
+        points = [replace(point, account=point.account + host) for point in points]
     if trace is None:
         # What counts as made by backward is gradients.
         for i, point in enumerate(points):

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.engines.transforms import SELECTIVE, Checkpointing
+from lightning_shard.engines.transforms import OFFLOAD, SELECTIVE, Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import KINDS, MemoryAccount
 from lightning_shard.planning.device_memory import DeviceMemory, Range, verdict
@@ -21,6 +21,9 @@ FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
 LARGEST_BATCH = 2**20  # From which on none is looked for.
 
 ON_CPU = "on CPUs tensors alone are counted, offloaded ones too: Python and its libraries lie beside them"
+
+
+_FORM = {SELECTIVE: "selective ", OFFLOAD: "offloaded "}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Row:
     def title(self) -> str:
         if self.checkpointing is None:
             return self.name
-        return f"{self.name} + {'selective ' if self.checkpointing == SELECTIVE else ''}checkpointing"
+        return f"{self.name} + {_FORM.get(str(self.checkpointing), '')}checkpointing"
 
     def verdict(self, memory: int) -> str:
         found = verdict(self.needs.ends, memory)

@@ -195,6 +195,7 @@ def _micro_batch(
     clock, order = _Clock(), trace.order
     ready: dict[tuple[str, str], float] = {}
     done: tuple[str, ...] = ()
+    offloaded, copied = 0, 0.0
 
     def gather(phase: str, unit: str) -> None:
         if (phase, unit) not in ready:
@@ -215,6 +216,10 @@ def _micro_batch(
             clock.wait(ready["forward", ""], plan["forward"][""].by)
             if phase == "backward" and not done and order:
                 gather("backward", order[-1])
+        if moved := abs(segment.offloaded - offloaded):
+            # Inputs of recomputed units pass to the host and back while a unit computes; the next one waits for them.
+            clock.wait(copied, HOST)
+            offloaded, copied = segment.offloaded, clock.device + moved / device.host
         clock.compute(own, device, compiled=compiled and bool(unit))
         for name in [name for name in segment.complete if name not in done and reduces]:
             sent = plan["reduce"][name]

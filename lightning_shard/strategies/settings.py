@@ -30,7 +30,7 @@ class CommonArguments(TypedDict, total=False):
     """What `with_common_arguments` puts in the place of a constructor's ``**common``, for type checkers."""
 
     aligned: bool
-    activation_checkpointing: Literal["units", "selective"] | int | ClassNames | None
+    activation_checkpointing: Literal["units", "selective", "offload"] | int | ClassNames | None
     compile: bool
     accumulate_sync: AccumulateSync
     log_grad_norm: bool
@@ -60,7 +60,8 @@ class CommonSettings:
             reduction and accumulation whatever the Trainer's precision says.
         activation_checkpointing: recompute forward in backward: "units" for every shard unit (DDP and DeepSpeed have
             none: every repeated block), n for every n-th, or a list of classes or their names; "selective" for
-            every one but its matrix products, convolutions and attention (without dropout), which are kept.
+            every one but its matrix products, convolutions and attention (without dropout), which are kept; "offload"
+            for every one, with its inputs in pinned host memory until backward comes near.
         compile: compile the forward of every shard unit, or repeated block, with ``torch.compile``; what it can't
             compile runs as it is. Not in ZeRO stage 3, which gathers inside of the blocks.
         accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch" (engines
@@ -106,7 +107,7 @@ class CommonSettings:
 
     mesh: MeshConfig
     aligned: bool = False
-    activation_checkpointing: Literal["units", "selective"] | int | ClassNames | None = None
+    activation_checkpointing: Literal["units", "selective", "offload"] | int | ClassNames | None = None
     compile: bool = False
     accumulate_sync: AccumulateSync = "auto"
     log_grad_norm: bool = False

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import transforms
+from lightning_shard.engines.activation_offload import HostInputs
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.engines.transforms import (
     Checkpointing,
@@ -233,3 +235,56 @@ def test_each_class_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     while undo:
         undo.pop()()
     assert all("forward" not in vars(block) for block in blocks)
+
+
+class Copies(HostInputs):
+    """Takes a CPU's memory for a device's, and says how much of it is held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+        self._live: WeakSet[Any] = WeakSet()
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        self._live.add(tensor.untyped_storage())
+        self.held.append(len(self._live))
+        return torch.empty_like(tensor)
+
+    def on_device(self, host: Tensor) -> Tensor:
+        return torch.empty_like(host)
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source)
+
+
+def _recomputed(inputs: HostInputs | None, block: type[nn.Module] = Block) -> list[Tensor]:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(block() for _ in range(4)))
+    for each in blocks if inputs is not None else ():
+        checkpoint_forward(each, "offload", inputs)
+    x = torch.randn(BATCH, TIME, WIDTH, requires_grad=True)
+    for _ in range(2):  # of two graphs at once the inputs of each come back in its own backward
+        loss = blocks(x * 2).square().mean() + blocks(x * 3).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return [each.grad for each in (x, *blocks.parameters()) if each.grad is not None]
+
+
+def test_inputs_leave_the_device_and_come_back_as_they_were() -> None:
+    inputs, expected = Copies(), _recomputed(None)
+    found = _recomputed(inputs)
+    assert len(found) == len(expected) == 1 + 5 * 4
+    assert all(map(torch.equal, found, expected))
+    assert len(inputs.held) == 16
+    # That of the running module, the one before it until its copy is made, and the first, which the caller holds.
+    assert max(inputs.held) == 3
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(super().forward(x))
+
+
+def test_an_input_that_is_changed_in_place_is_told_of() -> None:
+    with pytest.raises(RuntimeError, match="took was changed in place since"):
+        _recomputed(Copies(), InPlace)

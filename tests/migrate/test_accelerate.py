@@ -137,13 +137,20 @@ def test_mesh_of_parallelism_config(migrated: Callable[..., dict[str, Any]], ref
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"), [((True, True), "offload"), ((True, False), "units"), ((False, True), None)]
+)
+def test_checkpointed_inputs_on_the_host(
+    given: tuple[bool, bool], expected: str | None, migrated: Callable[..., dict[str, Any]]
+) -> None:
+    checkpoints, offloads = given
+    options = {"fsdp_activation_checkpointing": checkpoints, "fsdp_activation_checkpointing_offload": offloads}
+    assert arguments(migrated(fsdp(2, **options))).get("activation_checkpointing") == expected
+
+
+@pytest.mark.parametrize(
     ("content", "expected"),
     [
         (fsdp(1, fsdp_backward_prefetch="NO_PREFETCH"), ["NO_PREFETCH", "speed alone: ", "BACKWARD_PRE"]),
-        (
-            fsdp(2, fsdp_activation_checkpointing=True, fsdp_activation_checkpointing_offload=True),
-            ["fsdp_activation_checkpointing_offload", "memory alone: ", "save_on_cpu"],
-        ),
         ({**fsdp(2), "debug": True}, ["debug", "doctor"]),
         (
             {**fsdp(2), "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}},

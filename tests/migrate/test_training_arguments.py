@@ -52,7 +52,7 @@ def test_what_axolotl_has(migrated: Files, refused: Callable[..., str]) -> None:
     assert "tensor_parallel_size: 2. The mesh has no such axis" in refused({**axolotl, "tensor_parallel_size": 2})
     assert migrated({**axolotl, "tensor_parallel_size": 1})["trainer"]["precision"] == "32-true"
     offloaded = migrated({**axolotl, "fsdp_version": 2, "gradient_checkpointing": "offload"})
-    assert arguments(offloaded)["activation_checkpointing"] == "units"
+    assert arguments(offloaded)["activation_checkpointing"] == "offload"
 
 
 def test_words_for_true(migrated: Files) -> None:

@@ -84,6 +84,19 @@ def test_kernels_that_send_take_processors() -> None:
     assert step_time(training(), FULL, trace(), slow).parts.get(SENDING, 0.0) == pytest.approx(0.0, abs=1e-3)
 
 
+def test_inputs_pass_to_the_host_while_units_compute() -> None:
+    def offloading(bytes_of_a_unit: int) -> dict[str, float]:
+        segments = list(trace().segments)
+        held = (1, 2, 3, 2, 1, 0, 0)
+        segments = [replace(s, offloaded=n * bytes_of_a_unit) for s, n in zip(segments, held, strict=True)]
+        found = step_time(training(), FULL, replace(trace(), segments=tuple(segments)), rates(None)).parts
+        return {name: spent for name, spent in found.items() if spent > 1e-3}
+
+    assert offloading(10**6) == {PRODUCTS: 9.0}  # a second each beside a second and more of compute
+    # Three seconds each: in forward two units wait for two more, in backward, of two seconds a unit, three for one.
+    assert offloading(3 * 10**6) == pytest.approx({PRODUCTS: 9.0, HOST: 2 * 2 + 2 + 2 * 1}, rel=1e-3)
+
+
 def test_what_does_not_hide_is_waited_for() -> None:
     # Gathers of 4 s: 3 in forward, each while the one before computes for 1 s; in backward the last unit is gathered
     # again, and each gather waits for the reduction (8 s) that was begun before it.

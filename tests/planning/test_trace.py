@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_shard.engines.facts import TorchDDPFacts
+from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.units import find_units
 from lightning_shard.planning.facts import Training, model_facts
 from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step
@@ -24,12 +25,13 @@ from tests.planning.support import BF16, FP32
 # Tracing
 
 
-def trace(module: pl.LightningModule, *, mode: Any = None, **kwargs: Any) -> Any:
+def trace(module: pl.LightningModule, *, mode: Any = None, checkpointing: Checkpointing = None, **kwargs: Any) -> Any:
     mode = mode or fake.fake_mode()
     fake.make_fake(module, mode)
     module.__dict__["log"] = lambda *args, **kwargs: None
     units = find_units(module, "auto")
     step = Step(training_step=lambda b: module.training_step(b, 0), batch=next(iter(loader())), units=units)
+    step = replace(step, checkpointing=checkpointing)
     return trace_step(module, step, BF16, mode, **kwargs)
 
 
@@ -45,6 +47,20 @@ def test_a_trace_leaves_the_module_as_it_was() -> None:
     assert found.order == ("blocks.0", "blocks.1", "blocks.2")
     # All but the loss and the batch is freed.
     assert found.segments[-1].end_activations < 1000
+
+
+def test_inputs_on_the_host_are_not_on_the_device() -> None:
+    module = TinyLM(depth=6)
+    module.configure_model()
+    mode = fake.fake_mode()
+    kept, offloaded = (trace(module, mode=mode, checkpointing=form, batch_size=32) for form in ("units", "offload"))
+    size = max(s.offloaded for s in offloaded.segments) // 6
+    assert size == 32 * 8 * 12 * 2
+    forward = [[s for s in each.segments if s.phase == "forward"][-1] for each in (kept, offloaded)]
+    # The last one's is on the device too, and the loop of the module holds none.
+    assert forward[0].end_activations - forward[1].end_activations == 5 * size
+    assert max(s.activations for s in kept.segments) >= max(s.activations for s in offloaded.segments) + 2 * size
+    assert {s.offloaded for s in kept.segments} == {offloaded.segments[-1].offloaded} == {0}
 
 
 def run_of(module: nn.Module, *traces: Trace) -> Run:

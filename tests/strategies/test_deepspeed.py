@@ -116,7 +116,9 @@ def test_models_on_the_meta_device_and_in_zero_init() -> None:
     assert differences(rank["zero_3"]["parameters"], whole["full"]["parameters"]) == {}
 
 
-@pytest.mark.parametrize("what", [pytest.param("units", marks=pytest.mark.matrix), "selective"])
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(what, marks=pytest.mark.matrix) for what in ("units", "offload")), "selective"]
+)
 def test_activation_checkpointing_changes_no_number(what: str) -> None:
     check_equal(
         ["zero_3"] if what == "selective" else STAGES, TinyLM, "bf16-mixed", strategy={"activation_checkpointing": what}

@@ -144,6 +144,11 @@ def test_every_zeroth_unit_is_refused_before_a_run() -> None:
         ShardDDPStrategy(activation_checkpointing=0).engine_for()
 
 
+def test_offloaded_inputs_are_refused_with_compile() -> None:
+    with pytest.raises(WrappingError, match="'offload' and compile is true, but a compiled unit saves all tensors"):
+        ShardFSDPStrategy(activation_checkpointing="offload", compile=True).engine_for()
+
+
 def test_the_base_stays_a_list_of_calls() -> None:
     assert len(inspect.getsource(strategy_module).splitlines()) <= 465
     functions = [value for value in vars(ShardStrategy).values() if inspect.isfunction(value)]

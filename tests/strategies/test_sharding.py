@@ -120,6 +120,7 @@ SAME: list[dict[str, Any]] = [
     {"activation_checkpointing": ["Block", "Linear"]},
     {"activation_checkpointing": 2},
     {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": "offload", "reshard_after_forward": False},
     {"activation_checkpointing": "units", "cpu_offload": True, "units": 900},
     {"activation_checkpointing": "units", "reshard_after_forward": False, "backward_prefetch": 2},
     {"mesh": MeshConfig(replicate=2)},
@@ -129,6 +130,7 @@ SAME: list[dict[str, Any]] = [
 
 RUNS = {
     "units": {0: 2, 1: 2, 2: 2},
+    "offload": {0: 2, 1: 2, 2: 2},
     2: {0: 2, 1: 1, 2: 2},
     None: {0: 1, 1: 1, 2: 1},
 }
@@ -203,7 +205,7 @@ def test_settings_on_four_processes() -> None:
 def _check_checkpointed_replicas() -> None:
     for precision in ("32-true", "bf16-mixed"):
         expected = fit(ShardDDPStrategy(), precision=precision)
-        for setting in ("units", "selective", 2, ["Block"]):
+        for setting in ("units", "selective", "offload", 2, ["Block"]):
             found = fit(ShardDDPStrategy(activation_checkpointing=setting), precision=precision)
             check_same(found, expected, setting)
             check_runs(found, setting, setting)
