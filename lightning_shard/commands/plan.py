@@ -162,6 +162,9 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
     if configured.refused:
         raise ConfigurationError(configured.refused)
     parts = [_title(planner, inputs, configured), report.by_kind(configured.points), report.fit(configured, memory)]
+    if nodes.ranks > 1 and not own.engine.replicates:
+        count, units = sum(p.numel() for p in inputs.module.parameters()), len(own.engine.units(inputs.module)) + 1
+        parts += filter(None, [report.advice(count, units, memory)])
     parts.append(report.traffic(configured.sent, nodes))
     parts += [report.timing(configured.time)] if configured.time else []
     rows, best = [replace(configured, name="as configured")], None

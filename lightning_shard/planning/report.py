@@ -91,6 +91,17 @@ def fit(row: Row, memory: int) -> str:
     return "\n".join([*lines, f"{saved}; in the background by way of as much pinned memory of the host"])
 
 
+def advice(count: int, units: int, memory: int) -> str:
+    """Advice against sharding a model of ``count`` parameters whose states are less than 1 % of ``memory``; else ""."""
+    states = 16 * count  # Parameters, gradients and Adam's two slots in fp32.
+    if states * 100 > memory:
+        return ""
+    return (
+        f"advice: use shard_ddp: {count:,} parameters with gradients and optimizer state need {show_bytes(states)}, less "
+        f"than 1 % of a device, and sharded a step waits for collectives of each of its {units} shard units"
+    )
+
+
 def _sure_and(sure: object, may: str, nothing: str) -> str:
     return f"{sure or 'none for sure'}; {may}" if may else str(sure or nothing)
 

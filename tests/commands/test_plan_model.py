@@ -72,6 +72,7 @@ def test_a_configuration_is_planned_as_its_architecture(
     count = sum(p.numel() for p in model.parameters())
     assert f"shard_fsdp, bf16-mixed, 1 x 2 devices, batch 3 per device: {count:,} parameters" in out
     assert "note:" not in out
+    assert f"advice: use shard_ddp: {count:,} parameters with" in out
     model.config.decoder_start_token_id = getattr(model.config, "decoder_start_token_id", 0)
     # A step with real values, of batches of the same form.
     module, data = HuggingFace(path), HuggingFaceData(path, batch_size=3, seq_len=8)
