@@ -97,8 +97,8 @@ def advice(count: int, units: int, memory: int) -> str:
     if states * 100 > memory:
         return ""
     return (
-        f"advice: use shard_ddp: {count:,} parameters with gradients and optimizer state need {show_bytes(states)}, less "
-        f"than 1 % of a device, and sharded a step waits for collectives of each of its {units} shard units"
+        f"advice: use shard_ddp: {count:,} parameters with gradients and optimizer state need {show_bytes(states)}, "
+        f"less than 1 % of a device, and sharded a step waits for collectives of each of its {units} shard units"
     )
 
 
