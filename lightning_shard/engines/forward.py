@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.engines import _fsdp2
 from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, units_of
 from lightning_shard.precision.casting import in_backward
+from lightning_shard.tensors.names import outside_graphs
 
 _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"
@@ -63,16 +64,21 @@ def gather_each(root: nn.Module) -> None:
 
 
 def gather_for_calls(root: nn.Module) -> None:
-    """Gather the root's own parameters for each module's call: hooks call modules by themselves."""
+    """Gather the root's own parameters for each module's call: hooks call modules by themselves. Those in a graph of
+    the user's ``torch.compile``, which hooks would break, are gathered for the module around it.
+    """
+    outside = set(outside_graphs(root))
 
     def visit(module: nn.Module) -> None:
         below = isinstance(module, FSDPModule) and module is not root
-        own = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+        inside = [parameter for child in module.children() if child not in outside for parameter in child.parameters()]
+        own = any(isinstance(p, DTensor) for p in (*module.parameters(recurse=False), *inside))
         if module is not root and (own or below):
             module.register_forward_pre_hook(lambda *_: _gather_for_call(root, own=not below), prepend=True)
             module.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
         for child in () if below else module.children():
-            visit(child)
+            if child in outside:
+                visit(child)
 
     visit(root)
 

@@ -25,6 +25,9 @@ from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, 
 from lightning_shard.errors import PrecisionError, WrappingError
 from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.ranks import warn_on_first_rank
+from lightning_shard.tensors.names import compiled_in_place
+from lightning_shard.text import listed
 
 FORWARD_METHODS = ("encode", "generate")  # Methods that run a model without ``forward``, by the names that are common.
 
@@ -103,6 +106,12 @@ def _chosen_units(root: nn.Module, run: Run, spec: UnitSpec) -> list[Unit]:
     """The modules that configure_model applied ``fully_shard`` to, inner before outer, else those of ``spec``."""
     sharded = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]
     if not sharded:
+        if names := compiled_in_place(root):
+            warn_on_first_rank(
+                f"{listed(names, most=3)} were compiled in place (module.compile()), hooks and all, and are no shard "
+                "units: the module around gathers their parameters together. Write module = torch.compile(module), or "
+                "compile: true of the strategy, which compiles each unit."
+            )
         return find_units(root, spec, with_children=not run.automatic)
     policy = run.policy
     if wrong := [fqn for fqn, m in sharded if dtypes_of(m) != (policy.compute, policy.reduce)]:

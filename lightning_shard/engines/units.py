@@ -16,7 +16,7 @@ from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.policy import DTYPES
 from lightning_shard.precision.words import DType
-from lightning_shard.tensors.names import class_name
+from lightning_shard.tensors.names import class_name, outside_graphs
 from lightning_shard.text import did_you_mean
 
 ClassNames = list[str | type[nn.Module]]  # Classes of modules, as a user names them.
@@ -118,6 +118,7 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
     chosen |= apart
     if with_children:
         chosen = {**dict.fromkeys(_nearest_with_forward(root), UnitRule(modules="auto")), **chosen}
+    chosen = _around_graphs(root, chosen)
     below = {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)}
     settled = _settle_shared(root, below)
     if lost := [fqn for fqn, module in below.items() if fqn not in settled and chosen[module].special]:
@@ -167,6 +168,28 @@ def _apart(root: nn.Module, blocks: Collection[nn.Module]) -> dict[nn.Module, Un
         if not shared and sum(p.numel() for p in own) >= min(sizes):
             stays = False if isinstance(module, nn.Linear) else None
             found[module] = UnitRule(modules="auto", reshard_after_forward=stays)
+    return found
+
+
+def _around_graphs(root: nn.Module, chosen: dict[nn.Module, UnitRule]) -> dict[nn.Module, UnitRule]:
+    """``chosen`` with the module around a graph of the user's ``torch.compile`` in the place of those in it, as hooks
+    of units break a graph; WrappingError: these have settings of their own.
+    """
+    outside, below = set(outside_graphs(root)), _below(root)
+    found = {module: rule for module, rule in chosen.items() if module in outside}
+    for fqn, module in below.items():
+        if (rule := chosen.get(module)) is None or module in outside:
+            continue
+        if rule.special:
+            raise WrappingError(
+                f"units gives {fqn} settings of its own, but it lies in a graph of torch.compile, which no unit parts. "
+                "Leave torch.compile out and set compile: true, which compiles each unit."
+            )
+        above = fqn.rpartition(".")[0]
+        while above and not (below[above] in outside and runs_forward(below[above])):
+            above = above.rpartition(".")[0]
+        if above:
+            found.setdefault(below[above], rule)
     return found
 
 

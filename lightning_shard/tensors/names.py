@@ -143,6 +143,15 @@ def outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Itera
             yield from outside_graphs(child, seen)
 
 
+def compiled_in_place(root: nn.Module) -> list[str]:
+    """FQNs of the modules below ``root`` with parameters whose ``compile`` was called: their hooks are compiled too."""
+    return [
+        n
+        for n, m in unwrapped_modules(root)
+        if m._compiled_call_impl is not None and next(m.parameters(), None) is not None
+    ]
+
+
 def class_name(module: nn.Module) -> str:
     """The name of a module's own class, also once an engine has put its own class in front (``FSDPBlock``)."""
     return own_class(module).__name__

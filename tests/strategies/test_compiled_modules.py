@@ -1,8 +1,9 @@
-"""Modules that users compile by themselves: names without a trace of it, and a sentence where no graph holds them."""
+"""Modules that users compile by themselves: whole graphs, names without a trace of it, and a sentence for stage 3."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_shard import ConfigurationError, full_tensor, set_full_tensor
+from lightning_shard import ConfigurationError, WrappingError, full_tensor, set_full_tensor
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.engines.refusals import refuse_compiled
+from lightning_shard.engines.units import UnitRule, find_units
 from lightning_shard.registry import build
 from lightning_shard.tensors.names import fqns, named_parameters
+from tests.groups import sampled
 from tests.harness import run_distributed
-from tests.models import quiet_trainer
+from tests.models import all_parameters, quiet_trainer
+from tests.strategies.engines import differences
 
 WEIGHT = "net.0.weight"
 
@@ -102,6 +106,69 @@ def test_graphs_are_seen_however_they_are_made(change: Callable[[Compiled], None
     change(module)
     with pytest.raises(ConfigurationError, match=r"torch.compile makes a graph of net.*, but Z gathers"):
         refuse_compiled(module, "Z")
+
+
+class Blocks(pl.LightningModule):
+    """Blocks that ``how`` compiles, or the module around them."""
+
+    def __init__(self, how: str, whole: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
+        owner, names = (self, ["net"]) if whole else (self.net, ["0", "1", "2"])
+        for name in names:
+            part = owner.get_submodule(name)
+            if how == "module":
+                setattr(owner, name, torch.compile(part, backend="eager"))
+            elif how == "in place":
+                part.compile(backend="eager")
+            else:
+                part.forward = torch.compile(part.forward, backend="eager")  # type: ignore[method-assign]
+
+    training_step, configure_optimizers = Compiled.training_step, Compiled.configure_optimizers
+    train_dataloader = val_dataloader = Compiled.train_dataloader
+    make = torch.optim.AdamW
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.net(batch)
+
+
+def _graphs(name: str, how: str, whole: bool, precision: str) -> tuple[int, int, dict[str, Tensor]]:
+    """The graphs and graph breaks of a fit with validation, and its weights."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module = Blocks(how, whole)
+    trainer = quiet_trainer(strategy=name, precision=precision, max_epochs=2)
+    trainer.fit(module)
+    weights = all_parameters(trainer) if name != "ddp" else dict(module.named_parameters())
+    counted = torch._dynamo.utils.counters
+    named = {fqn.replace("_orig_mod.", ""): weight.detach().clone() for fqn, weight in weights.items()}
+    return counted["stats"]["unique_graphs"], counted["graph_break"].total(), named
+
+
+def _check_graphs(how: str, whole: bool, precision: str) -> None:
+    graphs, breaks, wanted = _graphs("ddp" if precision == "32-true" else "shard_ddp", how, whole, precision)
+    with pytest.warns(match="^net.* compiled in place") if how == "in place" else nullcontext():
+        found = _graphs("shard_fsdp", how, whole, precision)
+    assert found[:2] == (graphs, breaks) == (2 if whole else 3, 0)
+    assert differences(wanted, found[2]) == {}
+
+
+CASES = [(how, whole, "32-true") for how in ("module", "in place", "forward") for whole in (True, False)]
+
+
+@pytest.mark.parametrize(("how", "whole", "precision"), sampled([*CASES, ("module", False, "bf16-mixed")], 0))
+def test_no_hook_breaks_a_graph_under_fsdp(how: str, whole: bool, precision: str) -> None:
+    run_distributed(_check_graphs, 2, how, whole, precision)
+
+
+def test_a_unit_is_around_a_graph() -> None:
+    module = Blocks("module", whole=True)
+    assert [unit.name for unit in find_units(module, "auto")] == ["net"]
+    assert [unit.name for unit in find_units(Blocks("forward", whole=False), "auto")] == ["net.0", "net.1", "net.2"]
+    assert find_units(Blocks("in place", whole=True), "auto") == []
+    with pytest.raises(WrappingError, match=r"net\._orig_mod\.1 settings of its own, but it lies in a graph"):
+        find_units(module, [UnitRule(pattern=r"net\._orig_mod\.1", compute="fp32")])
 
 
 def test_a_name_is_found_by_both_spellings() -> None:

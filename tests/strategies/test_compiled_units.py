@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from lightning_shard.callbacks.memory import MemoryCallback
+from tests.groups import sampled
 from tests.harness import run_distributed
-from tests.models import TinyLM, whole_parameters
+from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 from tests.strategies.test_sharding import fit
 
 
@@ -79,6 +81,31 @@ def _check_compiled_elsewhere(cases: list[tuple[Any, ...]]) -> None:
         found = _compiled(checkpointing, strategy, stage=stage, precision=precision, **still)
         rtol = 1e-5 if precision == "32-true" else 2**-8
         torch.testing.assert_close(found.losses, expected.losses, rtol=rtol, atol=0)
+
+
+def _check_graphs(strategy: Any, stage: int | None, checkpointing: Any) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings: dict[str, Any] = {"compile": True, "activation_checkpointing": checkpointing}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        trainer = quiet_trainer(strategy=strategy(**settings, **({"stage": stage} if stage else {})), max_epochs=2)
+        trainer.fit(TinyLM(), loader(count=32), loader(count=32, shuffle=False))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # for training and for validation
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+KINDS = [
+    (ShardFSDPStrategy, None, None),
+    (ShardFSDPStrategy, None, "selective"),
+    (ShardDeepSpeedStrategy, 2, None),
+    (ShardDDPStrategy, None, None),
+]
+
+
+@pytest.mark.parametrize(("strategy", "stage", "checkpointing"), sampled(KINDS, 0))
+def test_all_steps_run_two_graphs(strategy: Any, stage: int | None, checkpointing: Any) -> None:
+    run_distributed(_check_graphs, 2, strategy, stage, checkpointing)
 
 
 COMPILED = [
