@@ -42,6 +42,11 @@ CONTRACT = (
     "call tensor.full_tensor() on all ranks, or use lightning_shard.full_tensor(trainer, name) or "
     "lightning_shard.full_parameters(trainer, ...), on all ranks too (examples/guides/contract.md)"
 )
+BETWEEN_STEPS = (
+    "write between steps, as in on_train_batch_start or on_train_batch_end, with "
+    "lightning_shard.full_parameters(trainer, write=True) or set_full_tensor (examples/guides/contract.md, where "
+    "average_teacher is the momentum update of a teacher)"
+)
 
 _engines = 0
 _added: dict[Any, Any] = {}

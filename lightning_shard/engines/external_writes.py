@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines._fsdp2 import full_parameters, gathered_parameters, units_of
+from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.full import own_part
@@ -50,20 +51,21 @@ def _write_shard(parameter: DTensor, value: Tensor) -> None:
 
 class Seen(NamedTuple):
     """A parameter as forward sees it, with this rank's part of that and the value that lasts, if these are to be
-    compared.
+    compared. A released one has neither.
     """
 
     fqn: str
     parameter: Tensor
     own: Tensor | None = None
     kept: Tensor | None = None
+    released: bool = False
 
 
 class ExternalWriteCheck:
     """Looks for such writes in the first three steps of a fit. All ranks make it and call its methods, in one order.
 
     Autograd counts writes in place without reading the device, but none to ``parameter.data``: there values are
-    compared, for which a device is waited for.
+    compared, for which a device is waited for, and of a released parameter its empty memory.
     """
 
     STEPS = 3
@@ -81,18 +83,31 @@ class ExternalWriteCheck:
         self._strategy, self._see = strategy, see
         self._versions = dict(versions or {})
         self._written: set[str] = set()
+        self._empty: dict[Tensor, Any] = {}  # The storages of released parameters.
+        self._begins = False  # Whether no unit has run since the last look at all.
         self._steps = 0
-        self._closing = ExitStack()
+        self.closing = ExitStack()
+        """Closed with the check."""
         for unit in units:
-            # Ahead of the engine's own hook, which releases.
-            hook = unit.register_forward_hook(partial(self._after_forward, unit), prepend=True)
-            self._closing.callback(hook.remove)
-        self.close = self._closing.close
+            # Ahead of the engine's own hooks, which gather and release.
+            for register, call in (
+                (unit.register_forward_pre_hook, self._before_forward),
+                (unit.register_forward_hook, self._after_forward),
+            ):
+                self.closing.callback(register(partial(call, unit), prepend=True).remove)
+        self.close = self.closing.close
 
     def note_versions(self) -> None:
         """The engine itself has written parameters."""
         if self._steps < self.STEPS:
-            self._versions.update({seen.fqn: version(seen.parameter) for seen in self._see(None)})
+            for seen in self._see(None):
+                self._versions[seen.fqn] = version(seen.parameter)
+                if seen.released:
+                    self.note_release(seen.parameter)
+
+    def note_release(self, parameter: Tensor) -> None:
+        """The engine itself has released a parameter."""
+        self._empty[parameter] = parameter.untyped_storage()
 
     def end_step(self) -> None:
         self._steps += 1
@@ -105,14 +120,19 @@ class ExternalWriteCheck:
         if self._steps >= self.STEPS:
             return
         self._look(None)
+        self._begins = True
         found = Ranks.of().gather(self._written) if together else [self._written]
         if names := set[str]().union(*found):
             raise ConfigurationError(
                 f"Written to by no optimizer (such as by clamp_, or through parameter.data): {listed(sorted(names))}. "
-                f"Under {self._strategy} that is a copy of shards or masters, and the write is lost: write between "
-                "steps with lightning_shard.full_parameters(trainer, write=True) or set_full_tensor "
-                "(examples/guides/contract.md), or use shard_ddp in '32-true'."
+                f"Under {self._strategy} that is a copy of shards or masters, and the write is lost: {BETWEEN_STEPS}, "
+                "or use shard_ddp in '32-true'."
             )
+
+    def _before_forward(self, unit: nn.Module, *forward: Any) -> None:
+        if self._begins:
+            self._begins = False
+            self._look(None)  # While what the step has written is there.
 
     def _after_forward(self, unit: nn.Module, *forward: Any) -> None:
         self._look(unit)
@@ -121,7 +141,8 @@ class ExternalWriteCheck:
     def _look(self, unit: nn.Module | None) -> None:
         compared: list[Seen] = []
         for seen in self._see(unit):
-            if version(seen.parameter) != self._versions.get(seen.fqn, 0):
+            replaced = seen.released and self._empty.get(seen.parameter) is not seen.parameter.untyped_storage()
+            if replaced or version(seen.parameter) != self._versions.get(seen.fqn, 0):
                 self._written.add(seen.fqn)
             elif seen.own is not None and seen.own.numel():
                 compared.append(seen)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.engines._fsdp2 import units_of
-from lightning_shard.engines.dtensor_refusals import CONTRACT
+from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS, CONTRACT
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 from lightning_shard.tensors.names import outside_graphs, unwrapped_modules
@@ -195,15 +195,16 @@ def refuse_double(module: nn.Module) -> None:
 
 MIXED = "got mixed torch.Tensor and DTensor"
 
-_NOT_GATHERED = (
-    MIXED,
+RELEASED = (
     "are out of bounds for storage of size 0",
     "returned an invalid gradient at index 0 - got [0]",
     "The size of tensor a (0) must match",
     "must match the size of tensor b (0)",
     "must match the existing size (0)",
-    "'Tensor' object has no attribute 'ds_status'",
 )
+"""What torch says where an operator meets a parameter that was full and is no more."""
+
+_NOT_GATHERED = (MIXED, *RELEASED, "'Tensor' object has no attribute 'ds_status'")
 """What torch and DeepSpeed say where an operator meets the shard of a parameter, one that was full and is no more, or
 another tensor in a parameter's place, as by torch.func.functional_call.
 """
@@ -258,6 +259,5 @@ def not_gathered(strategy: str) -> ConfigurationError:
         f"The step uses parameters that {strategy} has not gathered at that time: it gathers those of a module for "
         "its own forward and backward pass. For a sum over self.parameters() use the optimizer's weight_decay, or "
         f"compute it in the modules; {_OUTSIDE}; take gradients of gradients after the step's other forward passes; "
-        "read and write values between steps with full_tensor and set_full_tensor; or use shard_deepspeed_stage_2, or "
-        "shard_ddp in '32-true'."
+        f"{BETWEEN_STEPS}; or use shard_deepspeed_stage_2, or shard_ddp in '32-true'."
     )

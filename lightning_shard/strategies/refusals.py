@@ -27,8 +27,9 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
 from lightning_shard.checkpoint.files.location import location
+from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.refusals import MIXED
+from lightning_shard.engines.refusals import MIXED, RELEASED
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.meters.memory import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
@@ -202,8 +203,9 @@ def refuse_gradient_hooks(trainer: Trainer, engine: Engine, settings: CommonSett
     text = (
         f"Between backward and the optimizer's step runs {listed(names)}, but under {strategy} .grad of a "
         "parameter is not its reduced gradient there. Read and write that with "
-        'lightning_shard.full_parameters(trainer, kind="gradient") or full_tensor, clip with self.clip_gradients, and '
-        "set hooks_use_accessor: true (examples/guides/contract.md)"
+        'lightning_shard.full_parameters(trainer, kind="gradient") or full_tensor, clip with self.clip_gradients, zero '
+        "gradients (cancel_gradients) in place of .grad = None, and set hooks_use_accessor: true "
+        "(examples/guides/contract.md)"
     )
     if refused:
         raise ConfigurationError(f"{text}, or use shard_ddp_aligned or shard_fsdp_aligned.")
@@ -265,9 +267,10 @@ _MORE = {
         ),
         "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed with "
         'plain tensors. Use lightning_shard.full_parameters(trainer, ...), with the kind "gradient" for gradients '
-        "(examples/guides/contract.md), or keep averages in parameters without gradients, which are sharded too; or "
-        "use shard_ddp in '32-true'.",
+        "(examples/guides/contract.md, where average_teacher is the momentum update of a teacher), or use shard_ddp in "
+        "'32-true'.",
     ),
+    **dict.fromkeys(RELEASED, f"Stage 3 keeps parameters empty but while their modules run: {BETWEEN_STEPS}."),
     "Torch not compiled with CUDA enabled": "Batches, parameters and buffers come on the run's device: leave .cuda() "
     "out, and make further tensors with device=self.device.",
 }

@@ -35,6 +35,16 @@ class Assigns(Net):
         self.first.weight.data = self.first.weight.data * 0.9
 
 
+class Momentum(Averages):
+    """A teacher that follows in the step, by values that stage 3 has not gathered."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None: ...
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.first.weight.data * 0.1
+        return super().training_step(batch, batch_idx)
+
+
 class WritesRow(Net):
     def on_train_batch_end(self, *args: Any) -> None:
         with torch.no_grad():
@@ -45,7 +55,9 @@ class Samples(Net):
     """Runs its layers between steps, and writes a parameter as it should."""
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        with torch.no_grad():
+        from deepspeed.zero import GatheredParameters
+
+        with torch.no_grad(), GatheredParameters([*self.parameters()]):
             self.sampled = self(batch)
         weight = full_tensor(self.trainer, "first.weight")
         assert weight is not None
@@ -64,6 +76,8 @@ def _refused(kind: Callable[[], Net], name: str, options: dict[str, Any]) -> Non
         (Averages, "teacher.weight", WITHOUT_SMALL_ONES),
         (Averages, "teacher.weight", {}),
         (Assigns, "first.weight", {}),
+        (Assigns, "first.weight", WITHOUT_SMALL_ONES),
+        (Momentum, "teacher.weight", WITHOUT_SMALL_ONES),
     ],
 )
 def test_a_write_that_would_be_lost_is_refused(kind: type[Net], name: str, options: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ parameter and concatenates a rank's shards, in sub-groups. These are the only fu
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -108,6 +109,26 @@ def is_partitioned(parameter: Tensor) -> bool:
 def is_gathered(parameter: Any) -> bool:
     """Whether a parameter under stage 3 is full, and not being gathered."""
     return bool(parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape)
+
+
+def is_released(parameter: Any) -> bool:
+    """Whether a parameter under stage 3 is empty."""
+    return is_partitioned(parameter) and parameter.ds_status.name == "NOT_AVAILABLE"
+
+
+def watch_releases(parameters: Iterable[Any], note: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call ``note`` with each of the sharded ``parameters`` that stage 3 releases, until the result is called."""
+
+    def partition(parameter: Tensor, own: Callable[..., None], param_list: Any = None, **kwargs: Any) -> None:
+        own(param_list, **kwargs)
+        for each in param_list or [parameter]:
+            note(each)
+
+    undo = ExitStack()
+    for parameter in filter(is_partitioned, parameters):
+        undo.callback(setattr, parameter, "partition", parameter.partition)
+        wrap(parameter, "partition", partial(partition, parameter))
+    return undo.close
 
 
 def in_leaf_modules(module: nn.Module) -> set[str]:

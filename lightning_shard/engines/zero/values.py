@@ -106,7 +106,7 @@ class Values:
                     own = parameter.detach().reshape(-1)[start : start + length]
                     yield Seen(fqn, parameter, own, swapping.shard_of(parameter)[:length])
                 else:
-                    yield Seen(fqn, parameter)
+                    yield Seen(fqn, parameter, released=layout.is_released(parameter))
             return
         lasting = [(m.fqn, m.start, part) for m, part in layout.shards(running.groups) if m.stepped]
         for fqn, start, part in (*lasting, *((fqn, part.start, part.data) for fqn, part in self.kept.items())):
@@ -119,6 +119,7 @@ class Values:
         names = {parameter: fqn for fqn, parameter in self.parameters.items()}
         self._inside = {m: [(names[p], p) for p in layout.gathered_with(m)] for _, m in gathered}
         check = ExternalWriteCheck(strategy, partial(self.seen, running), self._inside)
+        check.closing.callback(layout.watch_releases(names, check.note_release))
         check.note_versions()
         return check
 
