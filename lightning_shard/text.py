@@ -65,6 +65,14 @@ def parse_flops(text: str) -> float:
     return float(_parse(text, "(?i:flops?(?:/s)?)?", "peak. Write operations per second: 989TFLOPS, 9.89e14")[0])
 
 
+def parse_count(value: object) -> int:
+    """The number that a ``num_nodes`` or ``devices`` says, as a number or by indices; 0: as many as a machine has."""
+    text = str(value)
+    if re.search(r"[\[,(]", text):
+        return len(re.findall(r"\d+", text))
+    return int(text) if text.isdecimal() else 0
+
+
 def listed(names: Iterable[object], *, most: int = 6) -> str:
     """The first names, and how many more there are."""
     shown = [name if len(name) <= 100 else f"{name[:100]}..." for name in map(str, names)]

@@ -49,21 +49,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     refuse_to_replace(options.output, options.force)
-    from lightning_shard.devices import visible
-
-    gpus = visible()
-    usual = ["quickstart", f"{gpus} gpu" if gpus else "2 cpu", "yes" if shutil.which("sbatch") else "no"]
-    found = _answers(options.answers, [*usual, "shard_fsdp_aligned", "bf16-mixed" if gpus else "32-true"])
-    copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
-    nodes, devices, accelerator = int(copies or 1), int(count), device or ("gpu" if gpus else "cpu")
+    found = _answers(options.answers)
+    nodes, devices, accelerator = _machines(found)
     config = f"--config {shlex.quote(str(options.output))}"
     launch = f"lightning-shard fit {config}"
     if nodes > 1:
         launch = f"torchrun --nnodes {nodes} --nproc-per-node {devices} --rdzv-backend c10d --rdzv-endpoint NODE:29500 "
         launch += f"-m lightning_shard fit {config}    # on each node; NODE is the name of one of them"
     if found["slurm"] == "yes":
-        cpu = " --cpu" * (accelerator == "cpu")
-        launch = f"lightning-shard slurm --nodes {nodes} --devices {devices}{cpu} {config} --submit"
+        launch = f"lightning-shard slurm {config} --submit"
     values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
     values |= {"strategy": found["engine"], "precision": found["precision"], "modules": _modules(found["train"])}
     text = Template(Path(__file__).with_name("init.yaml").read_text(encoding="utf-8").rstrip("\n")).substitute(values)
@@ -75,8 +69,29 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _answers(given: Sequence[str], usual: Sequence[str]) -> dict[str, str]:
-    """Question to answer: given, typed or usual."""
+def _machines(found: Mapping[str, str]) -> tuple[int, int, str]:
+    """Nodes, devices of each, and the accelerator: where a queue or other nodes run it, this machine's says nothing."""
+    from lightning_shard.devices import visible
+
+    copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
+    elsewhere = found["slurm"] == "yes" or int(copies or 1) > 1
+    return int(copies or 1), int(count), device or ("gpu" if elsewhere or visible() else "cpu")
+
+
+def _proposed(name: str, found: Mapping[str, str]) -> str:
+    """The answer where none is given, after those before it."""
+    from lightning_shard.devices import visible
+
+    if name == "devices":
+        return f"{visible()} gpu" if visible() else "8 gpu" if shutil.which("sbatch") else "2 cpu"
+    if name == "precision":
+        return "bf16-mixed" if _machines(found)[2] == "gpu" else "32-true"
+    slurm = "yes" if shutil.which("sbatch") else "no"
+    return {"train": "quickstart", "slurm": slurm, "engine": "shard_fsdp_aligned"}[name]
+
+
+def _answers(given: Sequence[str]) -> dict[str, str]:
+    """Question to answer: given, typed or proposed."""
     from lightning_shard.engines.zero.config.reading import read_file
 
     answers: dict[str, Any] = {}
@@ -85,7 +100,8 @@ def _answers(given: Sequence[str], usual: Sequence[str]) -> dict[str, str]:
         answers |= {name: value} if equals else read_file(Path(answer))
     if unknown := answers.keys() - QUESTIONS:
         raise ConfigurationError(f"there is no question {', '.join(unknown)}. They are {', '.join(QUESTIONS)}.")
-    for (name, (question, _)), default in zip(QUESTIONS.items(), usual, strict=True):
+    for name, (question, _) in QUESTIONS.items():
+        default = _proposed(name, answers)
         asks = name not in answers and sys.stdin.isatty()
         while True:
             answer = _typed(f"{question} [{default}] ") or default if asks else answers.get(name, default)

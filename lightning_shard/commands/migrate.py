@@ -25,6 +25,7 @@ from lightning_shard.migrate.lightning_yaml import Known
 from lightning_shard.migrate.migration import document, refusal, table
 from lightning_shard.migrate.migration import migrate as read_and_migrate
 from lightning_shard.strategies.precision import ShardPrecision
+from lightning_shard.text import parse_count
 
 _DESCRIPTION = """\
 Write the YAML for this package from an Accelerate config file, Hugging Face TrainingArguments (JSON or YAML), a
@@ -143,12 +144,11 @@ def check(content: Mapping[str, Any]) -> None:
     # With the precision and the number of processes, as before a run.
     strategy = registry.build(built.strategy) if isinstance(built.strategy, str) else built.strategy
     strategy.precision_plugin = built.plugins[0] if built.plugins else ShardPrecision(built.precision or "32-true")
-    strategy.num_nodes, devices = built.num_nodes, built.devices
-    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
-    if (count or 0) > _MOST_DEVICES:
+    strategy.num_nodes, count = built.num_nodes, parse_count(built.devices)
+    if count > _MOST_DEVICES:
         raise ConfigurationError(f"devices is {count}, but a node has at most {_MOST_DEVICES}.")
     strategy.parallel_devices = [torch.device("cpu")] * (count or 1)
-    if count is None:
-        _ = strategy.policy  # a mesh can't be checked against a number that nobody knows yet
-    else:
+    if count:
         strategy.check()
+    else:
+        _ = strategy.policy  # a mesh can't be checked against a number that nobody knows yet

@@ -32,7 +32,7 @@ from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.tensors import fake
 from lightning_shard.tensors.names import replace_tensors
-from lightning_shard.text import first_line
+from lightning_shard.text import first_line, parse_count
 
 
 class _StandIn(SimpleNamespace):
@@ -87,7 +87,11 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         data=reader.datamodule,
         strategy=strategy,
         trainer=trainer,
-        nodes=Nodes(nodes=nodes or _number(trainer, "num_nodes"), devices=devices or _number(trainer, "devices")),
+        # "auto" and -1 are what a machine has, here one.
+        nodes=Nodes(
+            nodes=nodes or parse_count(trainer.get("num_nodes")) or 1,
+            devices=devices or parse_count(trainer.get("devices")) or 1,
+        ),
         mode=mode,
         name=name,
         config=lambda: yaml.safe_load(reader.parser.dump(reader.config))["fit"],
@@ -107,13 +111,6 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
     fake.make_fake(without_side_effects(inputs.module), mode)
     processes.set_device(inputs.module, torch.device("cpu"))  # where the fake tensors are
     return inputs
-
-
-def _number(trainer: Mapping[str, Any], name: str) -> int:
-    """A number of nodes or devices as the Trainer takes it: "auto" and -1 are what a machine has, here one."""
-    given = trainer.get(name)
-    text = str(len(given) if isinstance(given, list | tuple) else given)
-    return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
 def _parse(arguments: Sequence[str], mode: Any) -> Any:

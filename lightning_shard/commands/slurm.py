@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_shard.cluster.slurm import parse_time
 from lightning_shard.commands import config_files, given
 from lightning_shard.commands import options as common
 from lightning_shard.errors import ConfigurationError, raise_problems
-from lightning_shard.text import did_you_mean
+from lightning_shard.text import did_you_mean, parse_count
 
 _SIGNAL = "USR1"  # SLURM sends it before the time limit.
 _BESIDE = os.path.dirname(sys.executable)  # where the programs of this environment are
@@ -141,9 +142,9 @@ limit and when it is preempted, and goes back into the queue then.
 def parser() -> common.OptionsParser:
     parser = common.options_parser("slurm", _DESCRIPTION)
     add = parser.add_argument
-    add("--nodes", default="1", help="nodes of the job, or the fewest and the most that it may have: 2-4 (default: 1)")
-    add("--devices", type=int, default=1, help="devices, and so processes, on each node (default: 1)")
-    add("--cpu", action="store_true", help="devices are CPUs: ask for no GPUs, and set trainer.accelerator: cpu")
+    add("--nodes", help="nodes of the job, or the fewest and the most that it may have: 2-4 (default: num_nodes, or 1)")
+    add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
+    add("--cpu", action="store_true", help="devices are CPUs: ask for no GPUs (default: by trainer.accelerator)")
     add("--cpus-per-task", type=int, help="CPUs of each process (default: the cluster's)")
     add("--time", help="time limit, such as 4:00:00 (default: the partition's)")
     add("--signal-seconds", type=int, default=120, help="signal the run this long before the limit (default: 120)")
@@ -166,58 +167,86 @@ def parser() -> common.OptionsParser:
     return parser
 
 
+def parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options, with the machines of the run's configuration, and the command's own arguments.
+
+    ConfigurationError: the two contradict each other, or the job would refuse an argument.
+    """
+    options, rest = parser().parse_known_args(arguments)
+    config = _configuration(rest)
+    check_rest(options.command, rest)
+    trainer: dict[str, Any] = config.get("trainer") or {}
+    trainer |= {name.removeprefix("--trainer."): value for name, value in given(rest) if name.startswith("--trainer.")}
+    nodes, devices, accelerator = (trainer.get(key) for key in ("num_nodes", "devices", "accelerator"))
+    if devices is not None and not parse_count(devices) and options.devices is None:
+        raise ConfigurationError(f"trainer.devices is {devices}, but a job says how many it asks for: give --devices.")
+    least, _, most = (options.nodes or str(nodes)).partition("-")
+    if parse_count(nodes) and not parse_count(least) <= parse_count(nodes) <= parse_count(most or least):
+        raise _contradiction(f"--nodes {options.nodes}", f"trainer.num_nodes: {nodes}")
+    if options.devices and parse_count(devices) not in (0, options.devices):
+        raise _contradiction(f"--devices {options.devices}", f"trainer.devices: {devices}")
+    if options.cpu and accelerator not in (None, "auto", "cpu"):
+        raise _contradiction("--cpu", f"trainer.accelerator: {accelerator}")
+    options.nodes = options.nodes or str(parse_count(nodes) or 1)
+    options.devices = (parse_count(devices) or 1) if options.devices is None else options.devices
+    options.cpu = options.cpu or accelerator == "cpu"
+    # Where a configuration says from what a run starts, only a run that was stopped goes on from its own.
+    options.auto = options.command == "fit" and not config.get("ckpt_path") and "--ckpt_path" not in dict(given(rest))
+    return options, rest
+
+
+def _contradiction(option: str, setting: str) -> ConfigurationError:
+    return ConfigurationError(f"{option} contradicts {setting} of the configuration: make them equal, or remove one.")
+
+
+def _configuration(rest: Sequence[str]) -> dict[str, Any]:
+    """The content of the ``--config`` files, of which the last one holds; of all their ``trainer`` sections."""
+    import yaml
+
+    content: dict[str, Any] = {}
+    for file in config_files(rest):
+        if not Path(file or "-").is_file():
+            raise ConfigurationError(f"--config {file}: there is no such file (from {Path.cwd()}).")
+        try:
+            read = yaml.safe_load(Path(file).read_text(encoding="utf-8", errors="replace")) or {}
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"--config {file} can't be read as YAML: {error}") from error
+        trainers = [part.get("trainer") for part in (content, read) if isinstance(part, dict)]
+        merged = {key: value for each in trainers if isinstance(each, dict) for key, value in each.items()}
+        content |= {**(read if isinstance(read, dict) else {}), "trainer": merged}
+    return content
+
+
 def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """What each process runs; ``rest``: arguments of the command."""
+    """Each process's program and arguments; ``rest``: arguments of the command."""
     # This program or script, so that the job finds it without an activated environment.
     own = shutil.which("lightning-shard", path=_BESIDE)
     installed = [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
     program = [sys.executable, sys.argv[0]] if _is_script() else installed
     command = [*program, options.command, *rest]
-    for key in ("num_nodes", "devices"):
-        if f"--trainer.{key}" in dict(given(rest)):
-            raise ConfigurationError(f"--trainer.{key} is set by --{key.removeprefix('num_')}: remove it.")
     command += [f"--trainer.num_nodes={_nodes_of(options)}", f"--trainer.devices={options.devices}"]
-    if options.cpu:
-        command.append("--trainer.accelerator=cpu")
-    # Where a configuration says from what a run starts, only a run that was stopped goes on from its own.
-    files = [Path(file) for file in config_files(rest) if Path(file).is_file()]
-    texts = "\n".join(file.read_text(errors="replace") for file in files)
-    said = re.search(r"^ckpt_path: *(?!null\b|~)[^\s#]", texts, re.MULTILINE)
-    if options.command == "fit" and not said and "--ckpt_path" not in dict(given(rest)):
-        command.append("--ckpt_path=auto")
-    return command
+    return command + ["--trainer.accelerator=cpu"] * options.cpu + ["--ckpt_path=auto"] * options.auto
 
 
 _KEYS = ("config", *common.KEYS, "verbose", "return_predictions", "print_config", "traceback")
 """Options of the command, or what stands before their first dot."""
 
 
-def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
-    """Refuse what the job would refuse once it has waited in the queue: unknown options, and files that there are not.
-    Options of a user's own script pass unless they resemble one of the command.
+def check_rest(command: str, rest: Sequence[str]) -> None:
+    """Refuse unknown options, which the job would refuse once it has waited in the queue. Options of a user's own
+    script pass unless they resemble one of the command.
     """
-    accelerators, configs = [], config_files(rest)
-    for file in configs:
-        if not Path(file or "-").is_file():
-            raise ConfigurationError(f"--config {file}: there is no such file (from {Path.cwd()}).")
-        text = Path(file).read_text(errors="replace")
-        if match := re.search(r"^[^#\n]*\baccelerator: *[\"']?(\w+)", text, re.MULTILINE):
-            accelerators.append((f"--config {file}", match[1]))
     known = [f"--{key}" for key in _KEYS]
     own = [option for action in common.actions(parser()) for option in action.option_strings]
     takes_value = False
-    for word, (name, value) in zip(rest, given(rest), strict=True):
-        if name == "--trainer.accelerator":
-            accelerators.append((f"{name} {value}", value))
+    for word, (name, _) in zip(rest, given(rest), strict=True):
         option = word.startswith("-") and not re.match(r"-[\d.]", word)  # a negative number is a value
         resembles = name.startswith("--") and did_you_mean(name, own)
         is_known = name == "-c" or name.partition(".")[0].rstrip("+") in known
         if (option and not is_known and (resembles or not _is_script())) or not (option or takes_value or _is_script()):
             raise ConfigurationError(parser().unknown(word, known).replace("slurm.", f"slurm, nor of {command}.", 1))
         takes_value = option and "=" not in word and name not in ("--verbose", "--print_config", "--traceback")
-    if accelerators and accelerators[-1][1] == "cpu" and not cpu:
-        raise ConfigurationError(f"{accelerators[-1][0]}: the accelerator is cpu, which needs no GPUs: give --cpu.")
-    if not (configs or _is_script() or any(word.startswith("--model") for word in rest)):
+    if not (config_files(rest) or _is_script() or any(word.startswith("--model") for word in rest)):
         raise ConfigurationError(f"{command} has nothing to run: give --config FILE, or --model.")
 
 
@@ -226,8 +255,7 @@ def _is_script() -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options, rest = parser().parse_known_args(arguments)
-    check_rest(options.command, rest, cpu=options.cpu)
+    options, rest = parsed(arguments)
     text = script(options, command_of(options, rest))
     if options.submit and shutil.which("sbatch") is None:
         raise ConfigurationError("--submit needs sbatch, which is not on this machine: run it on a login node.")

@@ -18,7 +18,7 @@ from lightning_shard.engines.zero.config.settings import (
     read_settings,
 )
 from lightning_shard.migrate.neutral import LEVELS, Reading, described, setting
-from lightning_shard.text import nearest
+from lightning_shard.text import nearest, parse_count
 
 CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
 PRECISION_NOTE = (
@@ -112,8 +112,7 @@ def check_batches(reading: Reading) -> None:
     if whole is None:
         return
     nodes, devices = (reading.value(f"trainer.{key}", trainer.get(key)) for key in ("num_nodes", "devices"))
-    local = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 0
-    processes = local * int(nodes or 1) or None  # of all nodes; None: the files do not say
+    processes = parse_count(devices) * int(nodes or 1) or None  # of all nodes; None: the files do not say
     known = {each.field: each.value for each in (micro, steps) if each is not None}
     product = prod(known.values()) * (processes or 1)
     shown_product = " x ".join([*(f"{name} {value}" for name, value in known.items()), f"{processes or 'n'} processes"])

@@ -55,11 +55,29 @@ def test_answers_come_from_a_file_or_a_terminal(folder: Path, monkeypatch: pytes
     monkeypatch.setattr("builtins.input", lambda question: next(typed))
     assert init.main(["--answers", "answers.yaml"]) == 0
     text = (folder / "run.yaml").read_text()
-    assert "lightning-shard slurm --nodes 2 --devices 8 --config run.yaml --submit" in text
+    assert "lightning-shard slurm --config run.yaml --submit" in text
     content = yaml.safe_load(text)
     given = {key: content["trainer"][key] for key in ("strategy", "accelerator", "num_nodes", "devices")}
     assert given == {"strategy": "shard_fsdp_hybrid", "accelerator": "gpu", "num_nodes": 2, "devices": 8}
     assert (content["model"]["class_path"], content["data"]["class_path"]) == ("my.net.Net", "my.data.Data")
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["slurm=yes", "devices=8"], ("gpu", "bf16-mixed")),
+        (["slurm=no", "devices=2x8"], ("gpu", "bf16-mixed")),
+        (["slurm=yes", "devices=2x8 cpu"], ("cpu", "32-true")),
+        (["slurm=no", "devices=8"], ("cpu", "32-true")),
+    ],
+)
+def test_the_accelerator_is_the_target_machines(
+    answers: list[str], expected: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_shard.devices.visible", lambda: 0)
+    init.main(["--answers", *answers])
+    trainer = yaml.safe_load((folder / "run.yaml").read_text())["trainer"]
+    assert (trainer["accelerator"], trainer["precision"]) == expected
 
 
 @pytest.mark.parametrize(

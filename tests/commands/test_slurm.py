@@ -87,15 +87,16 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--node", "2"], r"--node is no option of slurm, nor of fit\. Did you mean --nodes"),
+        (["--model=M", "--node", "2"], r"--node is no option of slurm, nor of fit\. Did you mean --nodes"),
         (["--config", "nope.yaml"], r"--config nope.yaml: there is no such file"),
         (["--config=nope.yaml"], r"--config nope.yaml: there is no such file"),
-        (
-            ["--config=cpu.yaml"],
-            r"--config cpu.yaml: the accelerator is cpu, which needs no GPUs: give --cpu",
-        ),
-        (["--trainer.accelerator", "cpu"], r"--trainer.accelerator cpu: the accelerator is cpu"),
-        (["--config=flow.yaml"], r"--config flow.yaml: the accelerator is cpu"),
+        (["--config=run.yaml", "--nodes=3"], r"--nodes 3 contradicts trainer.num_nodes: 2 of the configuration: make"),
+        (["--config=run.yaml", "--nodes=3-4"], r"--nodes 3-4 contradicts trainer.num_nodes: 2"),
+        (["--config=run.yaml", "--devices=4"], r"--devices 4 contradicts trainer.devices: 8"),
+        (["--config=run.yaml", "--cpu"], r"--cpu contradicts trainer.accelerator: gpu"),
+        (["--model=M", "--trainer.num_nodes=2", "--nodes=1"], r"--nodes 1 contradicts trainer.num_nodes: 2"),
+        (["--config=auto.yaml"], r"trainer.devices is auto, but a job says how many it asks for: give --devices"),
+        (["--config=broken.yaml"], r"--config broken.yaml can't be read as YAML"),
         (["--config"], r"--config : there is no such file"),
         (["--model=M", "run.yaml"], r"'run.yaml' is one word too many for lightning-shard slurm"),
         (["--model=M", "-x", "3"], r"-x is no option of slurm, nor of fit"),
@@ -108,8 +109,9 @@ def test_mistakes_are_refused_before_the_queue(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-shard"])
     monkeypatch.chdir(tmp_path)
-    Path("cpu.yaml").write_text("trainer:\n  accelerator: cpu\n")
-    Path("flow.yaml").write_text("trainer: {accelerator: 'cpu'}\n")
+    Path("run.yaml").write_text("trainer: {num_nodes: 2, devices: 8, accelerator: gpu}\n")
+    Path("auto.yaml").write_text("trainer: {devices: auto}\n")
+    Path("broken.yaml").write_text("trainer: {\n")
     with pytest.raises(ConfigurationError, match=expected):
         slurm.main(arguments)
 
@@ -142,7 +144,7 @@ def test_bash_can_read_it(tmp_path: Path) -> None:
 
 def test_many_nodes_and_what_is_activated_do_not_end_the_script(tmp_path: Path) -> None:
     """``scontrol`` here names so many nodes that it is still writing when the first is read."""
-    options = ["--model", "M", "--launcher", "torchrun", "--setup"]
+    options = ["--launcher", "torchrun", "--setup"]
     text = _text(*options, 'echo "${NOT_SET}activated"').replace("srun --kill", "echo $head # ")
     (tmp_path / "scontrol").write_text("#!/bin/sh\nseq -f node%g 20000\n")
     (tmp_path / "scontrol").chmod(0o755)
@@ -159,7 +161,7 @@ def test_the_examples_are_what_the_command_writes() -> None:
     assert written is not None
     words = shlex.split(written[1].replace("\\\n", " "))
     for launcher, more in (("srun", []), ("torchrun", ["--launcher=torchrun", "--max-restarts=3"])):
-        text = _text(*words, *more)
+        text = _text(*words, *more).replace("--model=M ", "")
         for program in ("lightning-shard", "torchrun"):
             text = re.sub(rf"\S*/{program} ", f"{program} ", text)
         assert (ROOT / f"examples/slurm/{launcher}.sbatch").read_text() == text
@@ -194,20 +196,48 @@ def test_times_that_slurm_has(time: str) -> None:
 
 
 def _text(*arguments: str) -> str:
-    options, rest = slurm.parser().parse_known_args(arguments)
+    options, rest = slurm.parsed(["--model=M", *arguments])
     return script(options, slurm.command_of(options, rest))
 
 
 def _job(*arguments: str, command: Sequence[str] = ("x",)) -> str:
-    return script(slurm.parser().parse_args(arguments), command)
+    return script(slurm.parsed(["--model=M", *arguments])[0], command)
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "arguments", "expected"),
+    [
+        ("{num_nodes: 2, devices: 8}", [], (2, 8, True)),
+        ("{num_nodes: 2, devices: 8}", ["--nodes=2", "--devices=8"], (2, 8, True)),
+        ("{num_nodes: 2, devices: '0,1', accelerator: cpu}", [], (2, 2, False)),
+        ("{devices: [0, 3], accelerator: auto}", ["--cpu"], (1, 2, False)),
+        ("{devices: auto, num_nodes: 2}", ["--devices=4", "--trainer.num_nodes=3"], (3, 4, True)),
+        ("{num_nodes: 2}", ["--trainer.devices", "4", "--trainer.accelerator", "cpu"], (2, 4, False)),
+        ("null", [], (1, 1, True)),
+    ],
+)
+def test_the_machines_are_those_of_the_configuration(
+    trainer: str, arguments: list[str], expected: tuple[int, int, bool], tmp_path: Path
+) -> None:
+    (tmp_path / "first.yaml").write_text("trainer: {num_nodes: 1, devices: 1}\n")
+    (tmp_path / "run.yaml").write_text(f"trainer: {trainer}\n")
+    first = ["--config", str(tmp_path / "first.yaml")] * (trainer != "null")
+    text = _text(*first, "--config", str(tmp_path / "run.yaml"), *arguments)
+    nodes, devices, gpus = expected
+    assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node={devices}\n" in text
+    assert (f"#SBATCH --gpus-per-node={devices}\n" in text) == gpus
+    assert f" --trainer.num_nodes={nodes} --trainer.devices={devices}" in text
+
+
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text("trainer: {max_steps: 3}\n")
     text = _text(
         "--nodes", "2", "--devices", "4", "--config", "x.yaml", "--trainer.max_steps=5", "--nccl-debug", "INFO"
     )
     assert (
-        "fit --config x.yaml --trainer.max_steps=5 --trainer.num_nodes=2 --trainer.devices=4 --ckpt_path=auto" in text
+        "fit --model=M --config x.yaml --trainer.max_steps=5 --trainer.num_nodes=2 --trainer.devices=4 --ckpt_path=auto"
+        in text
     )
     assert "export NCCL_DEBUG=INFO" in text
     assert "#SBATCH --ntasks-per-node=4" in text
@@ -218,20 +248,19 @@ def test_the_command_line(tmp_path: Path) -> None:
         assert ("--ckpt_path=auto" in _text("--config", str(tmp_path / "run.yaml"))) == auto
     assert "--trainer.accelerator=cpu" in _text("--cpu")
     assert "#SBATCH --partition=gpu" in _text("--partition", "gpu")
-    with pytest.raises(ConfigurationError, match="is set by --nodes"):
-        _text("--trainer.num_nodes=2")
     with pytest.raises(ConfigurationError, match="NAME=VALUE"):
         _text("--env", "NCCL_DEBUG")
 
 
-def test_the_program(tmp_path: Path) -> None:
+def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.yaml").write_text("trainer: {max_steps: 1}\n")
     given = ["--nodes=2", "--config=x.yaml", "--model.shift", "-1.5"]
     command = [sys.executable, "-m", "lightning_shard", "slurm", *given]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([*command, "--output=job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "")
-    assert (tmp_path / "job.sh").read_text() == _text(*given)
+    monkeypatch.chdir(tmp_path)
+    assert (tmp_path / "job.sh").read_text() == _text(*given).replace("--model=M ", "")
     assert (tmp_path / "slurm-logs").is_dir()
 
 
