@@ -1,6 +1,7 @@
 """One page that shows a run: its metrics over the steps, its memory, its checkpoints and restarts."""
 
 import html
+import itertools
 import math
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ Points = list[tuple[int, float]]  # step and value
 
 MOST_POINTS = 2000  # of a metric; then every second one goes
 COLORS = ("#1f6feb", "#d1730a", "#2e8b57", "#b1359b", "#777777")
+LOG_FROM = 10  # times the least loss is the greatest: then the axis is logarithmic
 WIDTH, HEIGHT, LEFT = 440, 190, 70  # two beside each other in 1000 pixels
 # Said by another metric already, or no curve.
 LEFT_OUT = ("tokens/s_per_device", "samples/s_per_device", "memory/rank", "slowest/rank", "checkpoint_seconds", "epoch")
@@ -51,6 +53,7 @@ class RunPageCallback(Callback):
         self.metrics: dict[str, Points] = {}
         self.marks: list[tuple[str, int]] = []
         self._seconds = 0.0
+        self._evaluated: set[str] = set()  # metrics that validations log, and no training step does
         self._file: Path | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,20 +77,26 @@ class RunPageCallback(Callback):
         if trainer.global_step >= self._last + self._every:
             self._read(trainer)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before = set(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and self._file is not None:
-            self._read(trainer)
+            self._evaluated |= trainer.callback_metrics.keys() - self._before
+            self._read(trainer, evaluated=True)
 
-    def _read(self, trainer: Trainer) -> None:
+    def _read(self, trainer: Trainer, *, evaluated: bool = False) -> None:
+        """Add a point to each curve. Metrics of validations stay among the Trainer's and are read at their end only."""
         self._last = trainer.global_step
         if not trainer.is_global_zero:
             return
         for name, value in trainer.callback_metrics.items():
+            if name in LEFT_OUT or (name in self._evaluated and not evaluated):
+                continue
             points = self.metrics.setdefault(name, [])
-            number = float(value)
-            # A metric stays among the Trainer's until it is logged again.
-            if (not points or points[-1][1] != number) and name not in LEFT_OUT:
-                points.append((trainer.global_step, number))
+            if points and points[-1][0] == trainer.global_step:
+                points.pop()
+            points.append((trainer.global_step, float(value)))
             if len(points) > MOST_POINTS:
                 del points[1::2]
 
@@ -129,9 +138,8 @@ def page(title: str, facts: str, metrics: dict[str, Points], marks: list[tuple[s
     panels: dict[str, dict[str, Points]] = {}
     for name, points in metrics.items():
         group = "loss" if "loss" in name else "memory, GiB" if name.endswith("_gib") else name
-        finite = [(step, value) for step, value in points if math.isfinite(value)]
-        if finite:
-            panels.setdefault(group, {})[name] = finite
+        if any(math.isfinite(value) for _, value in points):
+            panels.setdefault(group, {})[name] = points
     steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
     ends = (min(steps, default=0), max(steps, default=0))
     ordered = sorted(panels.items(), key=lambda panel: (panel[0] != "loss", panel[0]))
@@ -146,36 +154,66 @@ def page(title: str, facts: str, metrics: dict[str, Points], marks: list[tuple[s
     )
 
 
-def _panel(title: str, curves: dict[str, Points], marks: list[tuple[str, int]], ends: tuple[int, int]) -> str:
-    values = [value for points in curves.values() for _, value in points]
-    (first, last), low, high = ends, min(values), max(values)
+def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """At most seven round numbers from ``low`` to ``high``."""
+    if high <= low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / 6))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 6)
+    step = max(1.0, step) if whole else step
+    return [number * step for number in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
 
-    def x(step: int) -> float:
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """At most nine of 1, 2 and 5 times powers of ten, or the powers alone, from ``low`` to ``high``."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = max(1, len(powers) // 6)
+    factors = (1, 2, 5) if len(powers) < 5 else (1,)
+    ticks = [factor * 10.0**power for power in powers[::every] for factor in factors]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def _panel(title: str, curves: dict[str, Points], marks: list[tuple[str, int]], ends: tuple[int, int]) -> str:
+    values = [value for points in curves.values() for _, value in points if math.isfinite(value)]
+    (first, last), low, high = ends, min(values), max(values)
+    # A loss falls fast and then slowly, and both are to be seen.
+    logarithmic = title == "loss" and low > 0 and high / low >= LOG_FROM
+    scale = math.log if logarithmic else float
+    top, bottom = 28 + 12 * (len(curves) - 1), HEIGHT - 22 + 12 * (len(curves) - 1)
+
+    def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - 12) * (step - first) / max(last - first, 1)
 
     def y(value: float) -> float:
-        return 28 + (HEIGHT - 52) * ((high - value) / (high - low) if high > low else 0.5)
+        share = (scale(high) - scale(value)) / (scale(high) - scale(low)) if high > low else 0.5
+        return top + (bottom - 4 - top) * share
 
-    bottom = HEIGHT - 22
-    parts = [f'<path d="M{LEFT},22V{bottom}H{WIDTH - 8}" fill="none" stroke="#999"/>']
+    parts = []
+    for value in _log_ticks(low, high) if logarithmic else _ticks(low, high):
+        parts.append(f'<path d="M{LEFT},{y(value):.1f}H{WIDTH - 8}" stroke="#e4e4e4"/>')
+        parts.append(f'<text x="{LEFT - 4}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.6g}</text>')
+    for step in _ticks(first, last, whole=True):
+        parts.append(f'<path d="M{x(step):.1f},{bottom}v4" stroke="#999"/>')
+        parts.append(f'<text x="{x(step):.1f}" y="{bottom + 15}" text-anchor="middle">{step:.0f}</text>')
+    parts.append(f'<path d="M{LEFT},{top - 6}V{bottom}H{WIDTH - 8}" fill="none" stroke="#999"/>')
     for kind, step in marks:
         if first <= step <= last:
             line = f'x1="{x(step):.1f}" x2="{x(step):.1f}" y2="{bottom}"'
-            saved, resumed = f'y1="{bottom - 6}" stroke="#888"', 'y1="24" stroke="#c22" stroke-dasharray="4"'
-            look = saved if kind == "saved" else resumed
-            parts.append(f"<line {line} {look}/>")
+            saved, resumed = f'y1="{bottom - 6}" stroke="#888"', f'y1="{top - 4}" stroke="#c22" stroke-dasharray="4"'
+            parts.append(f"<line {line} {saved if kind == 'saved' else resumed}/>")
     for number, (name, points) in enumerate(sorted(curves.items())):
         color = COLORS[number % len(COLORS)]
-        line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        if len(points) < 25:
-            parts += [f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="2.5" fill="{color}"/>' for s, v in points]
+        # What is not finite ends a line.
+        for is_finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
+            drawn = [(x(step), y(value)) for step, value in run if is_finite]
+            line = " ".join(f"{across:.1f},{down:.1f}" for across, down in drawn)
+            if len(drawn) > 1:
+                parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+            if len(points) < 25 or len(drawn) == 1:
+                parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{color}"/>' for a, b in drawn]
         if len(curves) > 1:
             parts.append(f'<text x="{WIDTH - 8}" y="{14 + 12 * number}" text-anchor="end" fill="{color}">')
             parts.append(f"{html.escape(name)}</text>")
-    for value in {low, high}:
-        parts.append(f'<text x="{LEFT - 4}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.4g}</text>')
-    for step, anchor in ((first, "start"), *([(last, "end")] if last > first else [])):
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{step}</text>')
-    head = f'<text x="4" y="14" font-weight="bold">{html.escape(title)}</text>'
-    return f'<svg width="{WIDTH}" height="{HEIGHT}">{head}{"".join(parts)}</svg>'
+    head = f"{html.escape(title)}{', logarithmic' * logarithmic}"
+    head = f'<text x="4" y="14" font-weight="bold">{head}</text>'
+    return f'<svg width="{WIDTH}" height="{bottom + 22}">{head}{"".join(parts)}</svg>'
