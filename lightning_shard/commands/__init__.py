@@ -47,6 +47,7 @@ EXAMPLES: Mapping[str, str] = {
 }
 """Arguments of those that are shown with some."""
 
+_FIT_ELSEWHERE = ("train", "launch", "run", "start")  # as other programs call it
 _QUICK = ("strategies", "slurm", "env", "selftest", "init")
 
 
@@ -77,8 +78,9 @@ def quick(program: str, arguments: Sequence[str]) -> int | None:
             return None
         else:
             known = [*FIT, *COMMANDS]
+            near = " Did you mean fit?" if first in _FIT_ELSEWHERE else did_you_mean(first, known)
             raise UsageError(
-                f"there is no command {first!r}.{did_you_mean(first, known)}\nCommands: {', '.join(known)}. "
+                f"there is no command {first!r}.{near}\nCommands: {', '.join(known)}. "
                 "`lightning-shard` alone shows an example of each."
             )
     except (UsageError, ConfigurationError) as error:

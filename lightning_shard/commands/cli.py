@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard import commands, registry
+from lightning_shard import callbacks, commands, registry
 from lightning_shard._lightning.cli import ConfiguredCLI
 from lightning_shard._lightning.messages import leave_out_noise
 from lightning_shard.arguments import imported
@@ -30,6 +30,11 @@ from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.engines.zero.config.reading import read_file
 from lightning_shard.precision.policy import ALL, SHORT_FORMS
 from lightning_shard.precision.words import PRECISIONS
+from lightning_shard.strategies import ddp, deepspeed, fsdp
+from lightning_shard.strategies.strategy import ShardStrategy
+
+# The parser finds classes that are imported by their short names, as it finds Lightning's own.
+FOUND_BY_SHORT_NAMES = (callbacks, ddp, deepspeed, fsdp)
 
 
 class ShardCLI(ConfiguredCLI):
@@ -246,8 +251,6 @@ def _is_own(strategy: Any) -> bool:
     """Whether ``trainer.strategy``, as it was parsed, is a strategy of this package, by its name or its class."""
     if isinstance(strategy, str):
         return strategy.lower() in registry.PRESETS
-    from lightning_shard.strategies.strategy import ShardStrategy
-
     found = imported(getattr(strategy, "class_path", ""))
     return isinstance(found, type) and issubclass(found, ShardStrategy)
 

@@ -35,7 +35,7 @@ BASE = {
     "trainer": {
         "accelerator": "cpu",
         "devices": 2,
-        "strategy": "shard_fsdp_aligned",
+        "strategy": {"class_path": "ShardFSDPStrategy", "init_args": {"aligned": True}},
         "max_steps": 2,
         "limit_val_batches": 1,
         "logger": False,

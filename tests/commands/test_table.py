@@ -28,6 +28,7 @@ QUICK: dict[str, tuple[int, str]] = {
     "--help": (0, "checkpoint inspect last.ckpt"),
     "--version": (0, f" {__version__} (lightning {lightning.__version__}, torch {version('torch')})"),
     "fot": (2, "error: there is no command 'fot'. Did you mean fit?"),
+    "train --config run.yaml": (2, "error: there is no command 'train'. Did you mean fit?"),
     "strategies": (0, "shard_deepspeed_stage_3_offload_nvme_aligned "),
     "strategies shard_fdsp": (2, "error: there is no strategy 'shard_fdsp'. Did you mean shard_fsdp"),
     "slurm --nodes 2 --model M": (0, "#SBATCH --nodes=2"),
