@@ -49,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     size, speed, peak = (partial(_argument, parse) for parse in (parse_bytes, parse_speed, parse_flops))
     add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
+    add(
+        "--wide", action="store_true", help="--compare with every column: bytes by kind, fewest devices, what bounds it"
+    )
     add("--search", action="store_true", help="the fastest form that keeps the global batch and fits, as a whole YAML")
     add("--global-batch", type=int, help="samples of a step of all devices, for --search (default: the run's)")
     add_output(parser, "with --search: write its YAML here, and do not print it")
@@ -170,7 +173,7 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
     rows, best = [replace(configured, name="as configured")], None
     if options.compare:
         rows += [planner.row(each) if isinstance(each, Candidate) else each for each in _candidates(planner, inputs)]
-        parts.append(report.comparison(rows, memory))
+        parts.append(report.comparison(rows, memory, wide=options.wide))
         best, reason = recommend(rows[1:], memory=memory, nodes=nodes)
         parts.append(f"recommendation: {reason}")
         if best is not None:

@@ -190,15 +190,17 @@ def memory_table(
     sizes = {kind: [getattr(found, kind) for found in cells.values()] for kind in KINDS}
     rows = [("", *cells)]
     rows += [(k, *(size_text(size) if size else "-" for size in each)) for k, each in sizes.items() if any(each)]
-    rows.append(("total", *(size_text(found.total) for found in cells.values())))
+    totals = {name: size_text(found.total) for name, found in cells.items()}
     if predicted is not None:
+        if account.device.activations and not predicted.device.activations:
+            totals["device, predicted"] = "-"
         differ = [kind for kind in _REASONS if getattr(account.device, kind) != getattr(predicted.device, kind)]
         notes = [*notes, *(f"{kind}: {_REASONS[kind]}" for kind in differ)]
-    return "\n".join([title, columns(rows, numbers=True), *notes])
+    return "\n".join([title, columns([*rows, ("total", *totals.values())], numbers=True), *notes])
 
 
 _REASONS = {
-    "activations": "measured alone; `lightning-shard plan` predicts them",
+    "activations": "measured alone, so that no total is predicted; `lightning-shard plan` predicts them",
     "communication": "predicted at the peak of backward, counted at the end of it",
     "gradients": "predicted while a unit's full ones are not reduced yet, counted when all are",
 }

@@ -119,24 +119,32 @@ def by_kind(points: Sequence[Point]) -> str:
     return columns([["bytes of a device", *(p.name for p in shown)], *table], numbers=True)
 
 
-def comparison(rows: Sequence[Row], memory: int) -> str:
-    """A line for each engine: what its device holds at the peak, by kind, and whether that fits."""
+def comparison(rows: Sequence[Row], memory: int, *, wide: bool = False) -> str:
+    """A line for each engine, those with checkpointing below it; ``wide``: with all kinds of bytes at the peak."""
     planned = [row for row in rows if not row.refused]
     kinds = [kind for kind in KINDS if any(getattr(row.most.device, kind) for row in planned)]
-    table = []
+    table, above = [], ""
     for row in planned:
-        most = row.most
-        cells = {"engine": row.title, **{kind: show_bytes(getattr(most.device, kind)) for kind in kinds}}
-        cells |= {"tensors": show_bytes(most.device.total), "device": row.shown}
-        cells |= {"host": show_bytes(most.host.total + most.nvme.total), "fits": row.verdict(memory)}
-        cells["largest batch"] = "?" if row.largest_batch is None else _ends(*row.largest_batch)
-        cells["fewest devices"] = _ends(*("none" if each is None else each.ranks for each in reversed(row.fewest)))
+        most, held = row.most, row.most.device
+        cells = {"engine": f"  {row.title.removeprefix(above).strip()}" if row.name == above else row.title}
+        above = row.name
+        if wide:
+            cells |= {**{kind: show_bytes(getattr(held, kind)) for kind in kinds}, "tensors": show_bytes(held.total)}
+            cells["host"] = show_bytes(most.host.total + most.nvme.total)
+        cells |= {"peak": row.shown, "fits": _FITS.get(row.verdict(memory), "?")}
+        cells["batch"] = "?" if row.largest_batch is None else _ends(*row.largest_batch)
+        if wide:
+            ends = ("none" if each is None else each.ranks for each in reversed(row.fewest))
+            cells["fewest devices"] = _ends(*ends)
         if any(other.time for other in planned):
-            time = row.time
-            cells |= {"step": show_seconds(time.expected) if time else "?", "bound by": time.bound if time else "?"}
+            cells["step"] = show_seconds(row.time.expected) if row.time else "?"
+            cells |= {"bound by": row.time.bound if row.time else "?"} if wide else {}
         table.append(cells)
     refused = [f"not planned: {row.title}: {row.refused}" for row in rows if row.refused]
     return "\n".join([columns([[*table[0]], *([*cells.values()] for cells in table)], numbers=True), *refused])
+
+
+_FITS = {"fits": "yes", "may fit": "maybe", "does not fit": "no"}
 
 
 def _ends(first: object, last: object) -> str:
@@ -179,22 +187,27 @@ def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | 
     best = min(fitting, key=lambda row: _cost(row, nodes))
     fits = "may fit" if fitting is of["may fit"] else "fits"
     without = " without activations" * (fitting is of["?"])
-    reason = "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least"
+    reason = "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least, by the simplest engine"
     if best.time is not None:
         step = show_seconds(best.time.expected)
-        reason = f"without offload where that is possible, its step is the shortest, about {step}"
+        reason = f"without offload where that is possible, its step is as short as any, about {step}, and its engine the simplest"
     told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {fits.removesuffix('s')}), {reason}"
     return best, f"{best.title}, because {told}; it needs {best.shown} of {show_bytes(memory)} per device."
 
 
 def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
-    """What is compared, in this order: no offload, the time of a step or else what is sent, no recomputation."""
+    """What is compared, in this order: no offload, the time of a step, no recomputation, what is sent. Numbers that
+    have the same two first digits are equal, and of equals the first row has the simplest engine.
+    """
     most = row.most
     offloaded = most.host.optimizer + most.nvme.optimizer > 0
     sent = (sum(c.between(nodes) for c in row.sent), sum(c.inside(nodes) for c in row.sent))
     time = row.time.expected if row.time else 0.0
-    # What differs by less than a MiB is equal: the first of such rows is the simplest engine.
-    return (offloaded, round(time, 6), FORMS.index(row.checkpointing), *sent, most.device.total >> 20)
+    return (offloaded, _rounded(time), FORMS.index(row.checkpointing), *map(_rounded, sent))
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.1e}")
 
 
 def draw(rows: Sequence[Row], memory: int, path: Path) -> None:

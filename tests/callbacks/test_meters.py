@@ -90,6 +90,11 @@ def test_tables_name_what_there_is() -> None:
         "communication: predicted at the peak of backward, counted at the end of it",
         "gradients: predicted while a unit's full ones are not reduced yet, counted when all are",
     ]
+    active = MemoryAccount(device=KindBytes(parameters=3 << 30, activations=1 << 30))
+    assert memory_table(active, title="both", predicted=account).splitlines()[6:] == [
+        "total        4.00 GiB                  -   0 B         1.50 MiB",
+        "activations: measured alone, so that no total is predicted; `lightning-shard plan` predicts them",
+    ]
     assert largest([MemoryAccount(), account, MemoryAccount(host=KindBytes(masters=1 << 40))]) == 1
 
 

@@ -49,9 +49,11 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "fewest devices for this batch: 1 x 1" in out
     assert re.search(r"^all-gather, parameters, backward +shard +32 ", out, re.MULTILINE)
     assert "a step takes about" in out
-    forms = ("shard_fsdp + checkpointing", "shard_fsdp + selective checkpointing")
-    for name in ("shard_ddp", *forms, "shard_deepspeed_stage_3_offload_nvme"):
-        assert re.search(rf"^{re.escape(name)} .* fits ", out, re.MULTILINE), name
+    table = out[out.index("\nengine ") + 1 :].partition("\n\n")[0].splitlines()
+    assert table[0].split() == ["engine", "peak", "fits", "batch", "step"]
+    assert max(map(len, table)) <= 100
+    for name in ("shard_ddp", "shard_fsdp", "  + selective checkpointing", "shard_deepspeed_stage_3_offload_nvme"):
+        assert any(re.search(rf"^{re.escape(name)} .* yes ", line) for line in table), name
     assert "note:" not in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     check_yaml(out, tmp_path)
@@ -115,6 +117,12 @@ def test_cpus_have_nothing_of_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     offloaded = plan(capsys, "--device-memory", "50MB", *GPT, "--trainer.strategy=shard_fsdp_offload")
     sizes = [float(re.search(r"^fits: ([\d.]+) MB", text, re.MULTILINE)[1]) for text in (out, offloaded)]  # type: ignore[index]
     assert sizes[1] >= sizes[0] - 0.01
+
+
+def test_of_engines_that_send_the_same_the_simplest_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "--device-memory", "8GB", "--compare", "--wide", *GPT, "--trainer.strategy=shard_fsdp_aligned")
+    assert "recommendation: shard_ddp_aligned, because" in out
+    assert re.search(r"^engine +parameters +.*host +peak +fits +batch +fewest devices$", out, re.MULTILINE)
 
 
 def test_one_verdict_of_one_range() -> None:
