@@ -248,6 +248,7 @@ _OPTIMIZERS = {"adam": ("AdamW", _ADAM), "adamw": ("AdamW", _ADAM), "sgd": ("SGD
 def _built_by_deepspeed(target: Target, asked: Line) -> None:
     """``optimizer`` and ``scheduler`` of a DeepSpeed file, which other engines take from the module or the YAML."""
     name = asked.name.partition(".")[2]
+    key = "optimizer" if name == "optimizer" else "lr_scheduler"
     kind, given = str(asked.value.get("type")).lower(), dict(asked.value.get("params") or {})
     if target.engine == "deepspeed":
         target.set(asked, f"strategy.{asked.name}", asked.value)
@@ -259,9 +260,8 @@ def _built_by_deepspeed(target: Target, asked: Line) -> None:
             del given[key]
     known, defaults = _OPTIMIZERS.get(kind if name == "optimizer" and decoupled else "", ("", {}))
     if "auto" in given.values() or (not given and name == "scheduler"):
-        target.hold(asked, f"its values are the script's: configure_optimizers, or `{name}:` in the YAML")
+        target.hold(asked, f"its values are the script's: configure_optimizers, or `{key}:` in the YAML")
     elif not known or given.keys() - defaults.keys():
-        key = "optimizer" if name == "optimizer" else "lr_scheduler"
         reason = f"it comes from configure_optimizers, or `{key}:` in the YAML"
         target.lose(asked, reason, f"{key}: {{class_path: ...}}")
     else:

@@ -184,23 +184,26 @@ _DEFAULTS = {"units": "auto", "timeout_seconds": 1800.0, "start_method": "popen"
 _GATHERING = ("units", "forward_prefetch", "backward_prefetch")
 
 
-_WIDEST = 44  # Of a value. Two fields that differ in their last letters are not to look the same.
+_WIDEST = 44  # Of a cell; longer ones stand below the table, each once.
 
 
 def table(target: Target) -> str:
     """Source field and value, target field and value, and a note; then lost fields, and what asked for nothing."""
+    below: dict[str, int] = {}
+
+    def cell(value: Any) -> str:
+        text = value if isinstance(value, str) else shown(value)
+        return text if len(text) <= _WIDEST else f"({below.setdefault(text, len(below) + 1)})"
+
     lines = [("source", "", "->", "target", "", "note")]
     for row in target.rows:
-        value = _cut(row.value) if row.name else ""
-        lines.append((row.field, _cut(row.given), "->", row.name or "(no setting)", value, row.note))
-    lines += [(item.field, _cut(item.given), "->", "none", "", _why(item)) for item in target.reading.lost]
-    idle = ", ".join(target.reading.idle)
-    return columns(lines) + f"\nasking for nothing: {idle}" * bool(idle)
-
-
-def _cut(value: Any) -> str:
-    cell = shown(value)
-    return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 3]}..."
+        value = cell(row.value) if row.name else ""
+        lines.append((row.field, cell(row.given), "->", row.name or "(no setting)", value, cell(row.note)))
+    lines += [(item.field, cell(item.given), "->", "none", "", cell(_why(item))) for item in target.reading.lost]
+    text = "\n".join([columns(lines), *(f"({number}) {note}" for note, number in below.items())])
+    idle, others = (", ".join(each) for each in (target.reading.idle, target.reading.others))
+    text += f"\nasking for nothing: {idle}" * bool(idle)
+    return text + f"\nnot of sharding, precision or steps, see Lightning's Trainer: {others}" * bool(others)
 
 
 def _why(item: Line) -> str:

@@ -64,6 +64,7 @@ class Reading:
     met: list[Line] = field(default_factory=list)  # Fields that need no setting.
     lost: list[Line] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)  # Fields that ask for nothing, such as ``debug false``.
+    others: list[str] = field(default_factory=list)  # Fields of other subjects.
     # Unknown keys, wrong types, contradictions: one sentence each, without its full stop.
     problems: list[str] = field(default_factory=list)
     # A Lightning YAML's content without the strategy, to be written as it is.

@@ -44,14 +44,16 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     if (checkpointing := content.get("gradient_checkpointing")) in ("offload", "offload_disk"):  # axolotl's
         reading.ask("activation_checkpointing", "offload", "gradient_checkpointing", checkpointing)
         content = {name: value for name, value in content.items() if name != "gradient_checkpointing"}
+    if str(content.get("max_steps")).isdecimal() and content.get("num_train_epochs") is not None:
+        reading.meet("num_train_epochs", content["num_train_epochs"], "max_steps is given, which overrides it")
+        content = {name: value for name, value in content.items() if name != "num_train_epochs"}
     reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})
     _precision(reading, content, engine)
     others = sorted(str(name) for name in content if name not in FIELDS)
     for name in others:
         for near in difflib.get_close_matches(name, FIELDS, 1, 0.9):
             reading.problems.append(f"{name} is no field of TrainingArguments: the nearest is {near!r}")
-    if others:
-        reading.meet("others", others, "not of sharding, precision or batches: see Lightning's Trainer")
+    reading.others += others
 
 
 def _precision(reading: Reading, content: Mapping[str, Any], engine: Engine) -> None:

@@ -187,12 +187,15 @@ def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | 
     best = min(fitting, key=lambda row: _cost(row, nodes))
     fits = "may fit" if fitting is of["may fit"] else "fits"
     without = " without activations" * (fitting is of["?"])
-    reason = "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least, by the simplest engine"
+    reason = "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least"
     if best.time is not None:
         step = show_seconds(best.time.expected)
-        reason = f"without offload where that is possible, its step is as short as any, about {step}, and its engine the simplest"
+        reason = f"without offload where that is possible, its step is as short as any, about {step}"
     told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {fits.removesuffix('s')}), {reason}"
-    return best, f"{best.title}, because {told}; it needs {best.shown} of {show_bytes(memory)} per device."
+    return (
+        best,
+        f"{best.title}, because {told}, by the simplest engine; it needs {best.shown} of {show_bytes(memory)} per device.",
+    )
 
 
 def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:

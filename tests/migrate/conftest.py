@@ -12,6 +12,7 @@ import yaml
 
 from lightning_shard import ConfigurationError
 from lightning_shard.commands import migrate as migrate_command
+from tests.migrate.support import with_notes
 
 
 @pytest.fixture
@@ -33,7 +34,8 @@ def noted(migrated: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture
     def run(*words: object) -> str:
         capsys.readouterr()
         migrated(*words)
-        return "\n".join(line for line in capsys.readouterr().out.splitlines() if " alone: " in line)
+        table = with_notes(capsys.readouterr().out)
+        return "\n".join(line for line in table.splitlines() if " alone: " in line)
 
     return run
 

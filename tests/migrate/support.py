@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from lightning_shard import registry
@@ -9,6 +10,13 @@ from tests.harness import ROOT
 
 FILES = ROOT / "tests" / "migrate" / "files"
 BASE = FILES / "lightning" / "base.yaml"
+
+
+def with_notes(table: str) -> str:
+    """A printed table with the notes that stand below it in the lines that they are of."""
+    lines = table.splitlines()
+    below = dict(line.split(" ", 1) for line in lines if line.startswith("("))
+    return "\n".join(re.sub(r"\(\d+\)", lambda found: below[found[0]], line) for line in lines if line[:1] != "(")
 
 
 def accelerate(**fields: Any) -> dict[str, Any]:

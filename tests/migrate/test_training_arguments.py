@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_shard.tools import migrate
 from tests.migrate.support import BASE, arguments
 
 Files = Callable[..., dict[str, Any]]
@@ -53,6 +56,24 @@ def test_what_axolotl_has(migrated: Files, refused: Callable[..., str]) -> None:
     assert migrated({**axolotl, "tensor_parallel_size": 1})["trainer"]["precision"] == "32-true"
     offloaded = migrated({**axolotl, "fsdp_version": 2, "gradient_checkpointing": "offload"})
     assert arguments(offloaded)["activation_checkpointing"] == "offload"
+
+
+def test_how_long_it_trains_and_nothing_that_is_not_taken_is_cut(migrated: Files, tmp_path: Path) -> None:
+    section = migrated({**COMMON, "num_train_epochs": 3.0, "max_steps": -1, "logging_steps": 5})["trainer"]
+    assert (section["max_epochs"], section.get("max_steps"), section["log_every_n_steps"]) == (3, None, 5)
+    section = migrated({**COMMON, "num_train_epochs": 3, "max_steps": 70})["trainer"]
+    assert (section.get("max_epochs"), section["max_steps"]) == (None, 70)
+    others = ["packing", "use_peft", "eval_strategy", "model_name_or_path", "dataset_text_field", "report_to"]
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({**COMMON, "bf16": True, "learning_rate": 1e-4, **dict.fromkeys(others, True)}))
+    table = migrate(path).table.splitlines()
+    told = ", ".join(sorted([*others, "output_dir"]))
+    assert table[-1] == f"not of sharding, precision or steps, see Lightning's Trainer: {told}"
+    width = max(len(line) for line in table if "->" in line)
+    assert width < 140
+    notes = [line for line in table if line.startswith("(")]
+    assert notes == [f"({number + 1}) {line.split(' ', 1)[1]}" for number, line in enumerate(notes)]
+    assert len({*notes}) == len(notes) > 0
 
 
 def test_words_for_true(migrated: Files) -> None:
