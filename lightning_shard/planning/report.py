@@ -192,10 +192,8 @@ def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | 
         step = show_seconds(best.time.expected)
         reason = f"without offload where that is possible, its step is as short as any, about {step}"
     told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {fits.removesuffix('s')}), {reason}"
-    return (
-        best,
-        f"{best.title}, because {told}, by the simplest engine; it needs {best.shown} of {show_bytes(memory)} per device.",
-    )
+    need = f"it needs {best.shown} of {show_bytes(memory)} per device."
+    return best, f"{best.title}, because {told}, by the simplest engine; {need}"
 
 
 def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
