@@ -45,11 +45,6 @@ FOUND = {
     ("precision/float8.py", "install_float8", "__class__"): "layers that compute in float8, as torchao makes them",
     ("engines/unsharding.py", "_remove_marks", "__class__"): "FSDP2 gave the module a class of its own",
     ("precision/float8.py", "_take_back", "__class__"): "they are put back",
-    (
-        "precision/ledger/recorder.py",
-        "WatchReductions.__torch_dispatch__",
-        "currentframe",
-    ): "which reductions are the engine's",
     ("private_names.py", "wrap", "setattr"): "functions of DeepSpeed's engine, on the instance",
     ("private_names.py", "_codes", "__code__"): "which attributes a library's constructors set",
     ("resume/metrics.py", "_write", "setattr"): "states of metrics",

@@ -118,6 +118,13 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
     return compute, mp_policy.reduce_dtype or (compute if before_2_15.IS_NEEDED else torch.float32)
 
 
+def reduction_dtypes(root: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which units of ``root`` with trainable parameters reduce their gradients."""
+    groups = ((module, _group_of(module)) for module in units_of(root))
+    trained = [m for m, group in groups if group and any(p.sharded_param.requires_grad for p in group.fsdp_params)]
+    return {dtypes_of(module)[1] for module in trained}
+
+
 def round_each_use(root: nn.Module) -> None:
     """Round the gradient of each use of a gathered parameter to the dtype that it computes in, and add uses of one
     backward pass up in it, as a loop over ``parameter.to(dtype)`` and DeepSpeed do. Sums over micro-batches are in the

@@ -5,7 +5,6 @@ prepare the module of a run and in a fit engage the optimizers, and closes it. N
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,8 +62,6 @@ class Run:
     # Whether a backward pass that nothing marks is the last one of its step; else the step says that it was.
     foresees_steps: bool = True
     trainer: TrainerFacts = TrainerFacts()
-    # A context in which the collectives of gradients that are reduced outside of backward are recorded.
-    watch: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -180,6 +177,9 @@ class Engine(Protocol):
     def finish_gradients(self) -> None:
         """At the accumulation boundary: reduce what backward did not."""
         return
+
+    def reduction_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which gradients are summed over ranks, read from what reduces them."""
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         """`EngineTensors.gradients`, and the mesh over which plain ones are disjoint shards. No communication."""

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines import dtensor_refusals, earlier_parameters, forward, refusals
-from lightning_shard.engines._fsdp2 import finish_gathers
+from lightning_shard.engines._fsdp2 import finish_gathers, reduction_dtypes
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
 from lightning_shard.engines.own_parameters import StepsOwnParameters
@@ -202,11 +202,13 @@ class FSDP2Engine(StepsOwnParameters):
                 self._usage.after_micro_batch()
 
     def finish_gradients(self) -> None:
-        with self._run.watch():
-            average_gradients(self._averaged, reduce_dtype=self._run.policy.reduce, new=self._unaveraged)
+        average_gradients(self._averaged, reduce_dtype=self._run.policy.reduce, new=self._unaveraged)
         self._unaveraged.clear()
         if self._usage is not None:
             self._usage.finish()
+
+    def reduction_dtypes(self) -> set[torch.dtype]:
+        return reduction_dtypes(self._module) | ({self._run.policy.reduce} if self._averaged else set())
 
     def follow_freezing(self) -> nn.Module:
         if full := [o for o in self._optimizers if id(o) in self._whole or needs_of(o, self._run).full]:

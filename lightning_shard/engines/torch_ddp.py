@@ -161,6 +161,11 @@ class TorchDDP(StepsOwnParameters):
             # DDP records a pass that it reduces alone, and fails without one.
             self._wrapped.require_backward_grad_sync = enabled or self._records
 
+    def reduction_dtypes(self) -> set[torch.dtype]:
+        if isinstance(hook := self._options.comm_hook, str):
+            return {torch.float16 if hook == "fp16_compress" else torch.bfloat16}
+        return {p.dtype for name, p in named_parameters(self._module).items() if name in self._reduced}
+
     def follow_freezing(self) -> nn.Module:
         # DDP reduces what was trainable when it was built.
         if self._wrapped is not None:

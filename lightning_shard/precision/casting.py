@@ -23,9 +23,6 @@ from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.float8 import Float8, install_float8
 from lightning_shard.tensors.names import parameter_names, replace_tensors
 
-OBSERVERS: list[Callable[[nn.Module], None]] = []
-"""Called with each module that runs on cast parameters, while they are in their place; empty but in a first step."""
-
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it, fp64 too, in ``dtype``, of tuples, lists, dicts, dataclasses and
@@ -332,9 +329,6 @@ def _seen_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                     hidden.append((owner.__dict__, name, owner.__dict__.get(name)))
                     # An instance attribute hides the registered parameter; here maybe one that an outer call hid.
                     owner.__dict__[name] = getattr(owner, name).to(dtype)
-        if not torch.compiler.is_compiling():
-            for observe in OBSERVERS:
-                observe(module)
         yield
     finally:
         for attributes, name, before in reversed(hidden):

@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -35,10 +34,8 @@ from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import roll_back
 from lightning_shard.run.preemption import Preemption, RunIdentity, checkpoint_folders
 
-Watch = Callable[[], AbstractContextManager[None]]
 
-
-def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: DeviceMesh, watch: Watch) -> Run:
+def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: DeviceMesh) -> Run:
     """What an engine is told of a Trainer's run. All ranks call it; the other arguments are `Run`'s."""
 
     def total_steps() -> int | None:
@@ -64,7 +61,6 @@ def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: De
             gradient_clip_algorithm=str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"),
             total_steps=total_steps,
         ),
-        watch=watch,
     )
 
 

@@ -33,7 +33,7 @@ from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.unsharding import make_plain
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
-from lightning_shard.precision.ledger.record import Ledger
+from lightning_shard.precision.ledger import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.strategies import refusals
@@ -257,7 +257,7 @@ class ShardStrategy(ParallelStrategy):
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
         log_full_values(self._replacements, module)
         log_graphs(self._replacements, trainer)
-        return parts.fit.run_of(trainer, plan, self.root_device, self.device_mesh, watch=self._ledger.reduction)
+        return parts.fit.run_of(trainer, plan, self.root_device, self.device_mesh)
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.fit.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
@@ -334,10 +334,9 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self._ledger.backward(closure_loss):
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         accumulates = self._module.automatic_optimization and loops.should_accumulate(self._module.trainer)
-        self._ledger.after_backward(accumulates=accumulates)
+        self._ledger.after_backward(closure_loss, accumulates=accumulates)
         return loss
 
     @override
@@ -351,7 +350,6 @@ class ShardStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         trainer, go_back = self._module.trainer, self.precision_plugin.after_batch
         self.checkpoints.start_of_training()
-        self._ledger.start_of_training()
         self._preemption.start(self._identity)
         parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
         self._data.start_of_training(trainer)  # after all that draws or resets

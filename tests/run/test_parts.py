@@ -211,16 +211,15 @@ def _ledger() -> str:
     ledger = FitLedger(module, engine, policy, aligned=True)
     planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy, aligned=True, device_type="cpu")
     mesh = build_mesh((1, ranks), device_type="cpu")
-    run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True, watch=ledger.reduction)
+    run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True)
     engine.prepare(module, run)
     (optimizer,), _ = engine.engage([torch.optim.AdamW(module.parameters(), lr=0.1)])
     ledger.start_of_fit([optimizer])
-    ledger.start_of_training()
 
     def closure() -> None:
         loss = engine.forward(lambda x: module(x).float().square().mean(), torch.ones(2, 4))
-        with ledger.backward(loss):
-            engine.backward(loss, lambda value: value.backward(), overridden=False)
+        engine.backward(loss, lambda value: value.backward(), overridden=False)
+        ledger.after_backward(loss, accumulates=False)
         engine.finish_gradients()
 
     def stepping(closure: Callable[[], Any]) -> None:
@@ -229,12 +228,12 @@ def _ledger() -> str:
 
     ledger.step(optimizer, closure, stepping)
     found = ledger.measured()
-    assert found is not None
-    return ",".join(sorted(str(dtype) for dtype in found.dtypes("0.weight", "forward")))
+    assert found.loss == found.reduced_in == {torch.float32}
+    return ",".join(sorted(str(dtype) for dtype in found.dtypes("0.weight", "gradient")))
 
 
 def test_a_ledger_of_a_plain_loop() -> None:
-    assert run_distributed(_ledger, 2) == ["torch.bfloat16"] * 2
+    assert run_distributed(_ledger, 2) == ["torch.float32"] * 2
 
 
 def test_freezing_is_seen_once_and_needs_masters() -> None:

@@ -65,7 +65,6 @@ def _check_compiled() -> None:
     found = _compiled("selective", precision="bf16-mixed", **still)
     # What is fused is rounded to bf16 less often: a spacing of bf16, 2^-8.
     torch.testing.assert_close(found.losses, expected.losses, rtol=2**-8, atol=0)
-    # The ledger watches the first backward.
     assert all(map(math.isfinite, _compiled("units", kind=Attends, precision="bf16-mixed").losses))
 
 

@@ -107,8 +107,8 @@ def _fit(module: Tuned, name: str, precision: str) -> dict[str, Any]:
     moved = {n for n, value in watch.parameters.items() if not torch.equal(value, watch.start[n])}
     assert moved == trainable
     entries = trainer.strategy.ledger.entries
-    columns = {n: {c: entries[n].column(c) for c in ("loaded", "forward", "backward", "gradient")} for n in trainable}
-    frozen = {n: entries[n].column("loaded") | entries[n].column("forward") for n in entries.keys() - trainable}
+    columns = {n: {c: entries[n].column(c) for c in ("loaded", "gradient")} for n in trainable}
+    frozen = {n: entries[n].column("loaded") for n in entries.keys() - trainable}
     return {
         "parameters": watch.parameters,
         "optimizer": watch.optimizer,
@@ -132,9 +132,7 @@ def _wrong(kind: str, dtype: torch.dtype, names: list[str], precision: str) -> l
             kinds = {n: value.dtype == expected[part][n].dtype for n, value in found[part].items()}
             wrong += [f"{name}: dtype of {part} of {n}" for n, equal in kinds.items() if not equal]
         for n, dtypes in found["dtypes"].items():
-            # ZeRO-3 gathers, and so casts, no weight whose module does not run: PEFT keeps the head's old one.
-            least = {dtype} if "stage_3" in name and "original_module" in n else expected["dtypes"][n]
-            wrong += [f"{name}: ledger of {n}"] if dtypes not in (least, expected["dtypes"][n]) else []
+            wrong += [f"{name}: ledger of {n}"] if dtypes != expected["dtypes"][n] else []
     return wrong
 
 

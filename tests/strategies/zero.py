@@ -69,7 +69,7 @@ def fit(
         "optimizer": final.optimizer,
         "losses": module.losses,
         "ledger": ledger.entries,
-        "reductions": {r.dtype for r in ledger.reductions},
+        "reductions": ledger.reduced_in,
     }
 
 

@@ -317,14 +317,16 @@ class Zero(Engine):
         running.set_boundary(self._started, enabled)
 
     def finish_gradients(self) -> None:
-        with self._run.watch():
-            self._stepping.collect()
+        self._stepping.collect()
         if self._run.automatic:
             self._finish_step()
 
     def _finish_step(self) -> None:
         if self._unstepped is not None and len(self._optimizers) == 1:
             self._unstepped.finish(self._started)
+
+    def reduction_dtypes(self) -> set[torch.dtype]:
+        return layout.reduction_dtypes(self._started.engine)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         return self.tensors.gradients(optimizer), self._run.mesh

@@ -34,7 +34,7 @@ def require_internals() -> None:
     engine = deepspeed.DeepSpeedEngine
     require(engine, "_backward_epilogue _backward_prologue allreduce_gradients backward basic_optimizer destroy device")
     require(engine, "is_gradient_accumulation_boundary optimizer set_gradient_accumulation_boundary step")
-    require(engine, "torch_autocast_enabled zero_quantized_weights")
+    require(engine, "communication_data_type torch_autocast_enabled zero_quantized_weights")
     require(engine, assigned="_backward_prologue_per_tensor _broadcast_model _running_engine_backward lr_scheduler")
 
     require(BF16_Optimizer, "bf16_groups fp32_groups_flat_partition fp32_groups_gradient_flat_partition optimizer")
@@ -44,7 +44,7 @@ def require_internals() -> None:
     stages_1_2 = DeepSpeedZeroOptimizer
     require(stages_1_2, "_use_compact_grad_partition_buffer all_grad_tensors")
     require(stages_1_2, "accumulated_grads_in_cpu averaged_gradients bit16_groups clear_backward_seen_flag cpu_offload")
-    require(stages_1_2, "device dp_process_group finalize_gradient_accumulation_boundary")
+    require(stages_1_2, "device dp_process_group finalize_gradient_accumulation_boundary ipg_buckets")
     require(stages_1_2, "get_param_id grad_accum gradient_accumulation_dtype")
     require(stages_1_2, "loss_scaler optimizer params_in_partition partition_gradients real_dp_process_group")
     require(stages_1_2, "get_gradient_for_reduction ipg_buckets overlap_comm params_already_reduced")
@@ -59,7 +59,9 @@ def require_internals() -> None:
 
     stage_3 = DeepSpeedZeroOptimizer_Stage3
     require(stage_3, "_reassign_or_swap_out_partitioned_parameters averaged_gradients clear_backward_seen_flag")
-    require(stage_3, "finalize_gradient_accumulation_boundary fp16_groups fp16_partitioned_groups_flat_numel")
+    require(
+        stage_3, "finalize_gradient_accumulation_boundary ipg_buckets fp16_groups fp16_partitioned_groups_flat_numel"
+    )
     require(stage_3, "fp32_partitioned_groups_flat get_param_id grad_partitions_flat_buffer grad_position loss_scaler")
     require(stage_3, "offload_optimizer offload_param optimizer optimizer_swapper parameter_offload")
     require(stage_3, "persistent_parameters sub_group_to_group_id")

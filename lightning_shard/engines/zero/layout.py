@@ -278,6 +278,11 @@ def _full_so_far(zero: Any, index: int, names: Mapping[Tensor, str]) -> Iterator
     yield from ((fqn, held[number]) for fqn, number in numbers.items() if number in held)
 
 
+def reduction_dtypes(engine: Any) -> set[torch.dtype]:
+    """The dtypes in which DeepSpeed's ``engine`` sums gradients over ranks; of its own autocast there may be two."""
+    return set(getattr(engine.optimizer, "ipg_buckets", ())) or {engine.communication_data_type}
+
+
 def reduced_gradients(zero: Any) -> list[Tensor]:
     """This rank's reduced gradients, disjoint from other ranks', with zeros as padding; complete until the step."""
     return [part for index in range(len(flats(zero))) for part in _gradient_parts(zero, index)]

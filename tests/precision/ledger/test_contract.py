@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_shard.engines import _fsdp2
 from lightning_shard.errors import ConfigurationError, PrecisionContractError
-from lightning_shard.precision.ledger.record import Ledger, violations
-from lightning_shard.precision.ledger.recorder import Recorder
+from lightning_shard.precision.ledger import Ledger, violations
 from lightning_shard.precision.policy import policy_from
+from lightning_shard.run.ledger import FitLedger
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -82,34 +83,6 @@ def _plain_sgd(module: TinyLM) -> None:
     )
 
 
-def _bf16_ddp_hook(module: TinyLM) -> None:
-    def compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        low = bucket.buffer().to(BF16).div_(2)
-        work = dist.all_reduce(low, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda done: done.value()[0].to(bucket.buffer().dtype))
-
-    # torch compares them with the classes themselves, which they are not under postponed evaluation.
-    compress.__annotations__ = {}
-
-    def register() -> None:
-        module.trainer.strategy.model.register_comm_hook(None, compress)  # type: ignore[union-attr, operator]
-
-    module.on_train_start = register  # type: ignore[method-assign]
-
-
-def _bf16_fsdp_hook(module: TinyLM) -> None:
-    def reduce_again(gradient: Tensor) -> None:
-        low = gradient.to(BF16)
-        dist.all_reduce(low)
-        gradient.copy_(low)
-
-    def register() -> None:
-        module.set_all_reduce_hook(reduce_again)  # type: ignore[operator]
-
-    module.on_train_start = register  # type: ignore[method-assign]
-
-
 def broken(engines: list[str], precision: str, breaks: list[Callable[[TinyLM], None]]) -> dict[Any, str]:
     """Each run's message, the same under ``aligned``; and what the plain name's ledger says of it."""
     found: dict[Any, str] = {}
@@ -154,18 +127,27 @@ def test_broken_set_ups_are_caught_on_every_rank_alike() -> None:
     assert_caught(world, "_bf16_gradients", "step: head.weight is bf16 as the gradient handed to the optimizer, requ")
 
 
-@pytest.mark.parametrize(("engine", "precision"), [("ddp", "32-true"), ("full", "bf16-mixed")])
-def test_a_hook_that_reduces_in_bf16_is_caught(engine: str, precision: str) -> None:
-    hook: Any = _bf16_ddp_hook if engine == "ddp" else _bf16_fsdp_hook
-    world = run_distributed(broken, 2, [engine], precision, [hook])
-    assert_caught(
-        world,
-        hook.__name__,
-        "in the first optimizer step: A gradient, after that of ",
-        "in allreduce of ",
-        "is bf16 where gradients are reduced over ranks, required is fp32",
-        "Remove the hook that casts gradients",
-    )
+def reduced_in_bf16(engine: str) -> str:
+    module, options = TinyLM(), {}
+    with pytest.MonkeyPatch.context() as patch:
+        if engine == "ddp":
+            options["comm_hook"] = "bf16_compress"
+        else:
+            # As a release of torch whose units would ask for another dtype.
+            patch.setattr(_fsdp2, "dtypes_of", lambda unit: (BF16, BF16 if unit is module.head else FP32))
+        strategy = ENGINES[engine](aligned=True, **options)
+        with pytest.raises(PrecisionContractError) as error:
+            quiet_trainer(strategy=strategy, max_steps=1).fit(module, loader())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "full"])
+def test_a_reduction_in_bf16_is_caught(engine: str) -> None:
+    for message in run_distributed(reduced_in_bf16, 2, engine):
+        assert message.startswith(
+            "The aligned precision contract is broken at the start of the fit: A gradient is bf16 where gradients are "
+            "reduced over ranks, required is fp32. Remove the setting"
+        )
 
 
 def on_the_plain_name() -> Ledger:
@@ -191,23 +173,37 @@ def failing() -> bool:
     with pytest.raises(RuntimeError, match="the user's own"):
         trainer.fit(module, loader())
     assert_nothing_left(module, trainer.optimizers)
-    return trainer.strategy.ledger.dtypes("head.weight", "forward") == {BF16}  # type: ignore[attr-defined]
+    return trainer.strategy.ledger.dtypes("head.weight", "prepared") == {FP32}  # type: ignore[attr-defined]
 
 
 def test_an_exception_leaves_no_hook() -> None:
     assert run_distributed(failing, 2) == [True, True]
 
 
-def test_parameters_that_a_step_switches_off_are_trained_ones() -> None:
+class Steps:
+    """An engine that steps a module's own parameters."""
+
+    tensors = SimpleNamespace(stepped=lambda optimizer: None)
+
+    def reduction_dtypes(self) -> set[torch.dtype]:
+        return {FP32}
+
+
+def _switched_off() -> set[str]:
     module = nn.Linear(2, 2, dtype=torch.bfloat16)
-    recorder = Recorder(module)
-    recorder.tensors("loaded")
-    module.float()
-    recorder.tensors("prepared")
-    module.requires_grad_(False)  # as toggle_optimizer in the turn of another optimizer
-    recorder.tensors("step")
     policy = policy_from("bf16-mixed", aligned=True)
-    assert violations(recorder.ledger(), policy) == []
+    ledger = FitLedger(module, Steps(), policy, aligned=False)  # type: ignore[arg-type]
+    module.float()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ledger.start_of_fit([optimizer])
+    module.requires_grad_(False)  # as toggle_optimizer in the turn of another optimizer
+    ledger._read_module("step")
+    assert violations(ledger.measured(), policy) == []
     module.bfloat16()
-    recorder.tensors("step")
-    assert {found.name for found in violations(recorder.ledger(), policy)} == {"weight", "bias"}
+    ledger._read_module("step")
+    ledger.stop()
+    return {found.name for found in violations(ledger.measured(), policy)}
+
+
+def test_parameters_that_a_step_switches_off_are_trained_ones() -> None:
+    assert _switched_off() == {"weight", "bias"}

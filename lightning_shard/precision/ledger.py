@@ -1,4 +1,7 @@
-"""What was measured, as plain data, a table and JSON, and held against the aligned contract."""
+"""The ledger: dtypes of a run, read from live tensors in its first step, as plain data, a table and JSON.
+
+`lightning_shard.run.ledger` measures it, `violations` holds it against the aligned contract.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,11 +16,10 @@ from lightning_shard.text import columns
 
 Kind = Literal["trainable", "frozen", "buffer", "metric state", "not in the module"]
 
-STAGES = ("loaded", "prepared", "optimizer", "forward", "product", "backward", "accumulated", "gradient", "step")
-"""In the order of a run. ``optimizer``: in its groups; ``forward``: as modules see it; ``product``: the float8 that a
-linear layer rounds it to; ``backward``: the gradient with respect to what modules see; ``accumulated``: the gradient
-held between micro-batches; ``gradient``, ``step``: gradient and parameter that were handed to the optimizer.
-``state.<slot>`` follows."""
+STAGES = ("loaded", "prepared", "optimizer", "product", "accumulated", "gradient", "step")
+"""In the order of a run. ``optimizer``: in its groups; ``product``: the float8 that a linear layer rounds it to;
+``accumulated``: the gradient held between micro-batches; ``gradient``, ``step``: gradient and parameter that were
+handed to the optimizer. ``state.<slot>`` follows."""
 
 STATE = "state."
 
@@ -52,31 +54,16 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
-    """A collective that summed gradients over ranks."""
-
-    operation: str
-    dtype: torch.dtype
-    numel: int
-    after: str  # The parameter whose gradient was computed last before it; empty if none was.
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """The dtypes of a run, seen on this rank."""
 
     entries: Mapping[str, Entry]  # By the FQN of a parameter, a buffer or a metric's state.
-    reductions: tuple[Reduction, ...]
+    reduced_in: frozenset[torch.dtype] = frozenset()  # The dtypes in which the engine reduces gradients over ranks.
     loss: frozenset[torch.dtype] = frozenset()  # The dtypes of the losses of the first step.
 
     def dtypes(self, name: str, stage: str) -> set[torch.dtype]:
         """The dtypes in which ``name`` was seen at ``stage``, one of `STAGES` or ``state.<slot>``; maybe none."""
         return self.entries[name].stages.get(stage, set())
-
-    @property
-    def reduced_in(self) -> set[torch.dtype]:
-        """The dtypes in which gradients crossed the network; empty if no collective was seen."""
-        return {r.dtype for r in self.reductions}
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, which name neither engine nor rank: one row per combination of dtypes, with its count."""
@@ -99,11 +86,7 @@ class Ledger:
         for names in self._groups():
             entry = self.entries[names[0]]
             lines.append([entry.kind, str(len(names)), *(short(entry.column(s)) or "-" for s in stages)])
-        counts: dict[tuple[str, torch.dtype], int] = defaultdict(int)
-        for reduction in self.reductions:
-            counts[reduction.operation, reduction.dtype] += 1
-        shown = [f"{name} {short([dtype])} ({count}x)" for (name, dtype), count in counts.items()]
-        reduced = f"gradients reduced by: {', '.join(shown) or 'no collective'}"
+        reduced = f"gradients reduced in: {short(self.reduced_in) or '-'}"
         return "\n".join([columns(lines), f"loss: {short(self.loss) or '-'}", reduced])
 
     def _groups(self) -> list[list[str]]:
@@ -121,7 +104,7 @@ _TEXTS = {
     "accumulated": ("as the gradient held between micro-batches", "Remove what casts gradients"),
     "gradient": ("as the gradient handed to the optimizer", "Remove what casts or replaces gradients before the step"),
     "step": ("at the optimizer step", "Remove the code that casts it after the fit's start"),
-    "reduction": ("where gradients are reduced over ranks", "Remove the hook that casts gradients for their reduction"),
+    "reduction": ("where gradients are reduced over ranks", "Remove the setting that reduces them so"),
 }
 
 
@@ -149,11 +132,8 @@ def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[Violation]:
     the first step, metrics have the dtype that they were loaded in.
     """
     found = [v for name, entry in ledger.entries.items() for v in _of_entry(name, entry, policy)]
-    for reduction in ledger.reductions:
-        if reduction.dtype.itemsize < policy.reduce.itemsize:
-            last = f", after that of {reduction.after}," if reduction.after else ""
-            name = f"A gradient{last} in {reduction.operation} of {reduction.numel} elements"
-            found.append(_violation(name, "reduction", reduction.dtype, policy.reduce))
+    low = [dtype for dtype in ledger.reduced_in if dtype.itemsize < policy.reduce.itemsize]
+    found += [_violation("A gradient", "reduction", dtype, policy.reduce) for dtype in low]
     return list(dict.fromkeys(found))
 
 
