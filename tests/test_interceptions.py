@@ -38,7 +38,7 @@ FOUND = {
         "NumbersReadAsOne",
         "TorchDispatchMode",
     ): "a step is counted on the meta device, which has no numbers",
-    ("meters/flops.py", "_Redirect", "TorchFunctionMode"): "attention is counted by operators that have a count",
+    ("meters/flops.py", "NoAttentionDropout", "TorchFunctionMode"): "a step is counted as its fused kernels",
     ("meters/throughput.py", "Waiting.start", "setattr"): "collectives of torch, which are timed",
     ("meters/throughput.py", "Waiting.detach", "setattr"): "they are put back",
     ("planning/operators.py", "OperatorTimes", "TorchDispatchMode"): "operators of a traced step",

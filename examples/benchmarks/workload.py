@@ -124,7 +124,7 @@ def model_flops(work: Workload) -> int:
     with torch.device("meta"):
         model = Llama(work.size, work.seq_len)
         tokens = torch.zeros(work.batch_size, work.seq_len, dtype=torch.int64)
-    return count_flops(lambda: _loss(model(tokens), tokens)).total
+    return count_flops(lambda model, tokens: _loss(model(tokens), tokens), model, tokens).total
 
 
 def build_model(work: Workload, *, plain: bool = False) -> Llama:

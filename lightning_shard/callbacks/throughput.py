@@ -28,7 +28,7 @@ from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.precision.policy import BITS
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.fake import meta_copy
-from lightning_shard.tensors.names import class_name, replace_tensors
+from lightning_shard.tensors.names import class_name
 from lightning_shard.text import first_line
 
 
@@ -331,13 +331,9 @@ class StepFlops:
         module, self.copied = self.copied, None
         assert module is not None
 
-        def step() -> object:
-            replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device))  # which take no memory
-            processes.set_device(module, device)
-            return module.training_step(batch, batch_idx)
-
+        processes.set_device(module, device)
         try:
-            self.count = count_flops(step)
+            self.count = count_flops(lambda m, inputs: m.training_step(inputs, batch_idx), module, batch, device=device)
         except Exception as error:
             self.why_not = f"its training_step does not run without values ({first_line(error)})"
 

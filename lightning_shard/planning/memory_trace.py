@@ -20,7 +20,7 @@ from lightning_shard.engines.activation_offload import HostInputs
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit, computes
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.flops import NumbersReadAsOne, attention_by, attention_without_dropout
+from lightning_shard.meters.flops import NoAttentionDropout, NumbersReadAsOne
 from lightning_shard.planning.operators import Device, OperatorTimes, Work
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy, autocasting
@@ -88,7 +88,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             with mode:
                 batch = resized(tree_map_only(Tensor, lambda t: fake.as_fake(t, mode), step.batch), size)
                 live.track(batch)
-                with attention_by(attention_without_dropout), live, times or nullcontext():
+                with NoAttentionDropout(), live, times or nullcontext():
                     live.begin("forward", "")
                     with autocasting(policy, "cpu", cache=True):
                         loss = _loss(step.training_step(batch))

@@ -76,7 +76,7 @@ class Work:
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm: 0, _aten.addmm: 1, _aten.bmm: 0, _aten.baddbmm: 1}
 """With the place of the first matrix among the arguments."""
-_ATTENTION = {tracing.CPU_ATTENTION: 1.0, tracing.CPU_ATTENTION_BACKWARD: 1.25}
+_ATTENTION = {**dict.fromkeys(tracing.ATTENTION, 1.0), **dict.fromkeys(tracing.ATTENTION_BACKWARD, 1.25)}
 _ROWS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select, _aten.nll_loss_forward}
 """Which read as much as they write, and not all of what they are given."""
 _NO_KERNEL = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "_local_scalar_dense")
