@@ -1,15 +1,12 @@
 """The kernels that DeepSpeed compiles on first use: which a run needs, whether they can be built, and stale locks.
 
-They are compiled by ``torch.utils.cpp_extension.load`` between the optimizer's constructor and the first step, where
-what is missing shows up as an assertion or an endless wait; here it is known before.
+Without these checks a missing compiler is an assertion, and a stale lock an endless wait, inside of a constructor.
 """
 
 import os
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -57,64 +54,61 @@ def optimizer_class(config: Mapping[str, Any]) -> type:
     """What ``DeepSpeedEngine._configure_basic_optimizer`` makes of the section ``optimizer``, Muon's auxiliary one too.
     ImportError: of the package mup, which is not there.
     """
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed import ops
 
     section, offload = config["optimizer"], config["zero_optimization"].get("offload_optimizer") or {}
     kind, on_host = section["type"].lower(), offload.get("device") in ("cpu", "nvme")
     if kind in ("adam", "adamw", "muon"):
-        if section.get("params", {}).get("torch_adam"):
-            return torch.optim.AdamW
-        return DeepSpeedCPUAdam if on_host else FusedAdam
+        on_device = torch.optim.AdamW if section.get("params", {}).get("torch_adam") else ops.adam.FusedAdam
+        kept = on_device is torch.optim.AdamW or not on_host
+        return on_device if kept else ops.adam.DeepSpeedCPUAdam
     own: dict[str, tuple[type, type]] = {
-        "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
-        "lamb": (FusedLamb, FusedLamb),
-        "lion": (FusedLion, DeepSpeedCPULion),
+        "adagrad": (torch.optim.Adagrad, ops.adagrad.DeepSpeedCPUAdagrad),
+        "lamb": (ops.lamb.FusedLamb, ops.lamb.FusedLamb),
+        "lion": (ops.lion.FusedLion, ops.lion.DeepSpeedCPULion),
     }
     if kind in own:
         return own[kind][on_host]
     of_mup = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
-    where, name = (import_module("mup"), of_mup[kind]) if kind in of_mup else (torch.optim, section["type"])
-    found: type = getattr(where, name)
+    found: type = getattr(import_module("mup") if kind in of_mup else torch.optim, of_mup.get(kind, section["type"]))
     return found
 
 
 def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
     """What is missing to build the kernels on this machine, with the names of Debian's packages."""
-    to_build = [name for name in needed if not _is_there(name)]
-    if not to_build:
-        return []
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
-    from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
+    from torch.utils import cpp_extension
 
-    builders: dict[str, Any] = {name: get_accelerator().get_op_builder(BUILDERS[name]) for name in to_build}
-    if unknown := [n for n, b in builders.items() if b is None or b.__name__ == "NotImplementedBuilder"]:
-        return [f"DeepSpeed has no kernel {', '.join(unknown)} for {device_type}: use another option or optimizer"]
-    what = f"DeepSpeed compiles {', '.join(to_build)}"
-    problems = []
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        problems.append(f"{what}, but there is no C++ compiler {compiler!r}: apt-get install g++")
-    if not is_ninja_available():
-        problems.append(
-            f"{what}, but there is no ninja on PATH: apt-get install ninja-build, or put the bin folder of this "
-            f"environment on PATH ({Path(sys.executable).parent}), where pip install ninja puts it"
-        )
-    on_device = [name for name in to_build if device_type == "cuda" and issubclass(builders[name], CUDAOpBuilder)]
-    # DeepSpeed's ``installed_cuda_version`` fails with a TypeError without it.
-    has_toolkit = CUDA_HOME is not None and os.access(Path(CUDA_HOME, "bin", "nvcc"), os.X_OK)
-    if on_device and not has_toolkit:
-        instead = " Or use torch's AdamW: torch_adam: true in the section's params" if "fused_adam" in on_device else ""
-        problems.append(
-            f"DeepSpeed compiles {', '.join(on_device)}, but there is no CUDA toolkit with nvcc here: install that of "
-            f"CUDA {torch.version.cuda}, which torch was built with, or set CUDA_HOME to it.{instead}"
-        )
-    if "async_io" in to_build and not problems and not _links_libaio(compiler):
-        problems.append(f"{what}, but libaio can't be compiled against: apt-get install libaio-dev")
-    return problems
+    compiler, home = os.environ.get("CXX", "c++"), cpp_extension.CUDA_HOME
+    found: dict[str, list[str]] = {}  # What to say to the kernels of which it is said.
+    for name in (each for each in needed if not _is_there(each)):
+        builder: Any = get_accelerator().get_op_builder(BUILDERS[name])
+        lacks = []
+        if builder is None or builder.__name__ == "NotImplementedBuilder":
+            return [f"DeepSpeed has no kernel {name} for {device_type}: use another option or optimizer"]
+        if shutil.which(shlex.split(compiler)[0]) is None:
+            lacks.append(f"there is no C++ compiler {compiler!r}: apt-get install g++")
+        if not cpp_extension.is_ninja_available():
+            folder = Path(sys.executable).parent
+            lacks.append(
+                "there is no ninja on PATH: apt-get install ninja-build, or put the bin folder of this environment on "
+                f"PATH ({folder}), where pip install ninja puts it"
+            )
+        on_device = device_type == "cuda" and issubclass(builder, CUDAOpBuilder)
+        if on_device and not (home and os.access(Path(home, "bin", "nvcc"), os.X_OK)):  # else it is a TypeError
+            lacks.append(
+                f"there is no CUDA toolkit with nvcc here: install that of CUDA {torch.version.cuda}, which torch was "
+                "built with, or set CUDA_HOME to it. Or use torch's AdamW: torch_adam: true in the section's params"
+            )
+        if not lacks and not builder().is_compatible(verbose=False):
+            lacks.append(f"its builder says that it can't be here: {_PACKAGES.get(name, 'see ds_report')}")
+        for text in lacks:
+            found.setdefault(text, []).append(name)
+    return [f"DeepSpeed compiles {', '.join(names)}, but {text}" for text, names in found.items()]
+
+
+_PACKAGES = {"async_io": "apt-get install libaio-dev"}
 
 
 def _is_there(name: str) -> bool:
@@ -123,16 +117,6 @@ def _is_there(name: str) -> bool:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return name in OpBuilder._loaded_ops or bool(installed_ops.get(name, False))
-
-
-def _links_libaio(compiler: str) -> bool:
-    flags = [*shlex.split(os.environ.get("CFLAGS", "")), *shlex.split(os.environ.get("LDFLAGS", ""))]
-    program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "uses_libaio.cpp")
-        source.write_text(program)
-        command = [*shlex.split(compiler), str(source), *flags, "-laio", "-o", str(source.with_suffix(""))]
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def lock(name: str) -> Path | None:
