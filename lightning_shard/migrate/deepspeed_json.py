@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
-from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, TOP_LEVEL, Section, known_keys
+from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, TOP_LEVEL, configuration, names_of, section_of
 from lightning_shard.engines.zero.config.reading import AUTO, ONE_BIT, get, is_off, take_lost
 from lightning_shard.engines.zero.config.settings import (
     KEYS,
@@ -56,15 +56,16 @@ def library_defaults() -> Mapping[str, Any]:
         section = getattr(own, f"{name}_config")
         keys = section if isinstance(section, dict) else vars(section)
         found |= {f"{name}.{key}": value for key, value in keys.items()}
-    return found | dict(_model_defaults(known_keys(), ""))
+    return found | dict(_model_defaults(configuration(), ""))
 
 
-def _model_defaults(section: Section, path: str) -> Iterator[tuple[str, Any]]:
-    for key, inner in section.keys.items():
-        if isinstance(inner, Section):
+def _model_defaults(model: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for key in dict.fromkeys(names_of(model).values()):
+        if inner := section_of(model, key):
             yield from _model_defaults(inner, f"{path}{key}.")
-    for name, info in section.model.model_fields.items() if section.model is not None else ():
-        yield f"{path}{info.alias or name}", info.get_default(call_default_factory=True)
+    if model.__name__ != "Section":  # of DeepSpeed's own
+        for name, info in model.model_fields.items():
+            yield f"{path}{info.alias or name}", info.get_default(call_default_factory=True)
 
 
 def read_deepspeed(
@@ -130,7 +131,7 @@ def check_batches(reading: Reading) -> None:
 
 def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
     """Take out what has no counterpart here, which is noted, and what DeepSpeed itself does not read."""
-    known = [*known_keys().keys, *known_keys().aliases, *REMOVED, *FOREIGN]
+    known = [*names_of(configuration()), *REMOVED, *FOREIGN]
     for key in [key for key in content if isinstance(key, str) and key not in known]:
         if not nearest(key, known):
             reading.meet(f"{prefix}{key}", content.pop(key), "DeepSpeed reads no such key")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from lightning_shard import text
-from lightning_shard.engines.zero.config.reading import READERS
+from lightning_shard.engines.zero.config.reading import as_number
 from lightning_shard.mesh import MeshConfig
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
@@ -171,11 +172,18 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) or str(one).upper() == str(other).upper()
 
 
-def _count(value: Any) -> int:
-    number: int = READERS["int"](value)
-    if number < 0:
-        raise ValueError("a whole number of 0 or more")
-    return number
+def _reader(kind: Any, rule: str) -> Callable[[Any], Any]:
+    adapter = TypeAdapter(kind, config={"str_strip_whitespace": True})
+
+    def read(value: Any) -> Any:
+        # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
+        is_text = isinstance(value, str) and kind is not str
+        try:
+            return adapter.validate_python(as_number(value) if is_text else value)
+        except ValidationError as error:
+            raise ValueError(rule) from error
+
+    return read
 
 
 def _names(value: Any) -> list[str]:
@@ -188,10 +196,12 @@ def _names(value: Any) -> list[str]:
 
 
 KINDS: Mapping[str, Callable[[Any], Any]] = {
-    **READERS,  # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
-    "bool": lambda value: READERS["bool"]({"yes": True, "no": False}.get(str(value).strip().lower(), value)),
-    "count": _count,
-    "str": lambda value: READERS["str"](value).strip(),
+    "any": lambda value: value,
+    "bool": _reader(bool, "true or false"),
+    "int": _reader(int, "a whole number"),
+    "float": _reader(FiniteFloat, "a number"),
+    "count": _reader(NonNegativeInt, "a whole number of 0 or more"),
+    "str": _reader(str, "a string"),
     "names": _names,
 }
 """Kind to the function that reads it; the text of its ValueError follows "but must be"."""

@@ -1,79 +1,69 @@
-"""The keys that DeepSpeed 0.19 reads, with the kind of value each takes, tested against the library: its pydantic
-models say most; those that it reads with ``dict.get``, where a typo would pass, are written out here.
+"""The keys that DeepSpeed 0.19 reads: its own pydantic models, and those that it reads with ``dict.get``, where a typo
+would pass, tested against the library.
 """
 
-from __future__ import annotations
-
-import enum
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, FiniteFloat, create_model
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A mapping in the configuration."""
-
-    keys: Mapping[str, Section | str]  # Key to its section, or to the kind of its value: a name in ``reading.READERS``.
-    aliases: Mapping[str, str] = field(default_factory=dict)  # Other spelling to the one in ``keys``.
-    model: Any = None  # The pydantic model that checks the section, where there is one.
+def _keys(*kinds: tuple[Any, str], **sections: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: kind for kind, keys in kinds for key in keys.split()} | sections
 
 
-def _keys(**kinds: str) -> dict[str, Section | str]:
-    return {key: kind for kind, keys in kinds.items() for key in keys.split()}
+def _word(*words: str) -> Any:
+    return Annotated[Literal[words], BeforeValidator(lambda word: word.lower() if isinstance(word, str) else word)]
 
 
-TOP_LEVEL: Mapping[str, Section | str] = _keys(
-    int="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps vocabulary_size",
-    bool="managed_gradient_accumulation dump_state disable_python_gc disable_allgather prescale_gradients "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown "
-    "dataloader_drop_last use_data_before_expert_parallelism",
-    float="gradient_clipping gradient_predivide_factor",
-    interval="steps_per_print",
-    str="communication_data_type seq_parallel_communication_data_type gradient_allreduce_op log_level",
+TOP_LEVEL: Mapping[str, Any] = _keys(
+    (int, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps vocabulary_size"),
+    (bool, "managed_gradient_accumulation dump_state disable_python_gc disable_allgather prescale_gradients"),
+    (bool, "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown"),
+    (bool, "dataloader_drop_last use_data_before_expert_parallelism"),
+    (Annotated[FiniteFloat, Field(ge=0)], "gradient_clipping"),
+    (Annotated[FiniteFloat, Field(gt=0)], "gradient_predivide_factor steps_per_print"),
+    (_word("fp32", "bf16", "fp16"), "communication_data_type"),
+    (str, "seq_parallel_communication_data_type gradient_allreduce_op"),
+    (_word("debug", "info", "warning", "error", "critical"), "log_level"),
 )
+"""Key to the type of its value; what DeepSpeed asserts late, or never, is a part of it."""
 
 _WRITER = _keys(
-    str="type data_parallel", bool="decoupled io_buffer_double show_statistics", int="io_buffer_size io_multiplier"
+    (str, "type data_parallel"),
+    (bool, "decoupled io_buffer_double show_statistics"),
+    (int, "io_buffer_size io_multiplier"),
 )
 
-UNMODELLED: Mapping[str, Section] = {
-    "optimizer": Section(keys=_keys(str="type", any="params", bool="legacy_fusion")),
-    "scheduler": Section(keys=_keys(str="type", any="params")),
-    "activation_checkpointing": Section(
-        keys=_keys(
-            bool="partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile "
-            "cpu_checkpointing",
-            int="number_checkpoints",
-        )
+UNMODELLED: Mapping[str, Mapping[str, Any]] = {
+    "optimizer": _keys((str, "type"), (Any, "params"), (bool, "legacy_fusion")),
+    "scheduler": _keys((str, "type"), (Any, "params")),
+    "activation_checkpointing": _keys(
+        (bool, "partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile"),
+        (bool, "cpu_checkpointing"),
+        (int, "number_checkpoints"),
     ),
-    "aio": Section(
-        keys=_keys(int="block_size queue_depth intra_op_parallelism", bool="single_submit overlap_events use_gds"),
-        # Its name in older files.
-        aliases={"thread_count": "intra_op_parallelism"},
+    "aio": _keys((int, "block_size queue_depth intra_op_parallelism"), (bool, "single_submit overlap_events use_gds")),
+    "flops_profiler": _keys(
+        (bool, "enabled detailed"),
+        (FiniteFloat, "recompute_fwd_factor"),
+        (int, "profile_step module_depth top_modules"),
+        (str, "output_file"),
     ),
-    "flops_profiler": Section(
-        keys=_keys(
-            bool="enabled detailed",
-            float="recompute_fwd_factor",
-            int="profile_step module_depth top_modules",
-            str="output_file",
-        )
-    ),
-    "data_types": Section(keys=_keys(str="grad_accum_dtype param_dtype buffer_dtype", any="keep_in_fp32_modules")),
-    "torch_autocast": Section(keys=_keys(bool="enabled", str="dtype", list="lower_precision_safe_modules")),
-    "checkpoint": Section(
-        keys={
-            **_keys(str="tag_validation", bool="load_universal use_node_local_storage checkpoint_serialization"),
-            "parallel_write": Section(keys=_keys(bool="pipeline_stage")),
-            "writer": Section(keys=_WRITER),
-        }
+    "data_types": _keys((str, "grad_accum_dtype param_dtype buffer_dtype"), (Any, "keep_in_fp32_modules")),
+    "torch_autocast": _keys((bool, "enabled"), (str, "dtype"), (list, "lower_precision_safe_modules")),
+    "checkpoint": _keys(
+        (str, "tag_validation"),
+        (bool, "load_universal use_node_local_storage checkpoint_serialization"),
+        parallel_write=_keys((bool, "pipeline_stage")),
+        writer=_WRITER,
     ),
 }
+"""Section to its keys."""
+
+ALIASES = {"bfloat16": "bf16", "thread_count": "intra_op_parallelism"}
+"""Older names, of a section and of a key of ``aio``; the models have aliases of their own."""
 
 REMOVED: Mapping[str, str] = {
     "nebula": "DeepSpeed removed Nebula; checkpoints are this package's own",
@@ -123,14 +113,20 @@ UNSEEN: Mapping[str, str] = {
 
 
 @cache
-def known_keys() -> Section:
-    """The whole table for the installed DeepSpeed, which is imported here."""
+def configuration() -> Any:
+    """The model of the whole configuration for the installed DeepSpeed, which is imported here."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor import config as monitor
     from deepspeed.runtime import precision_config as precision
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    def made(keys: Mapping[str, Any]) -> Any:
+        kinds = {key: made(kind) if isinstance(kind, Mapping) else kind for key, kind in keys.items()}
+        fields: dict[str, Any] = {key: (kind | None if kind is not Any else Any, None) for key, kind in kinds.items()}
+        return create_model("Section", __base__=DeepSpeedConfigModel, **fields)
 
     modelled = {
         "zero_optimization": DeepSpeedZeroConfig,
@@ -143,32 +139,18 @@ def known_keys() -> Section:
         "csv_monitor": monitor.CSVConfig,
         "comet": monitor.CometConfig,
     }
-    sections = {name: section_of(model) for name, model in modelled.items()}
-    timers = Section(keys={"throughput": section_of(DeepSpeedThroughputTimerConfig)})
-    return Section(keys={**TOP_LEVEL, **UNMODELLED, **sections, "timers": timers}, aliases={"bfloat16": "bf16"})
+    return made({**TOP_LEVEL, **UNMODELLED, **modelled, "timers": {"throughput": DeepSpeedThroughputTimerConfig}})
 
 
-def section_of(model: Any) -> Section:
-    """The keys of a pydantic model: the alias, as ``stage3_prefetch_bucket_size``, is the one that files have."""
+def names_of(model: Any) -> dict[str, str]:
+    """Each name that files have for a field of ``model`` to the canonical one, as ``stage3_prefetch_bucket_size``."""
     names = {name: info.alias or name for name, info in model.model_fields.items()}
-    return Section(
-        keys={names[name]: _kind(info.annotation) for name, info in model.model_fields.items()},
-        aliases={name: alias for name, alias in names.items() if alias != name},
-        model=model,
-    )
+    older = {old: new for old, new in ALIASES.items() if new in names}
+    return {**{alias: alias for alias in names.values()}, **names, **older}
 
 
-def _kind(annotation: Any) -> Section | str:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
-        return _kind(inner[0]) if len(inner) == 1 else "any"
-    if annotation is list or typing.get_origin(annotation) is list:
-        return "list"
-    if not isinstance(annotation, type):
-        return "any"
-    if hasattr(annotation, "model_fields"):
-        return section_of(annotation)
-    if issubclass(annotation, enum.Enum):
-        return "int" if issubclass(annotation, int) else "str"
-    simple = {bool: "bool", int: "int", float: "float", str: "str", Path: "str"}
-    return simple.get(annotation, "any")
+def section_of(model: Any, key: str) -> Any:
+    """The model of a field that is a section; None: it is a value."""
+    info = next(info for name, info in model.model_fields.items() if key in (name, info.alias))
+    kinds = [info.annotation, *getattr(info.annotation, "__args__", ())]
+    return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,15 @@ import yaml
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, UNSEEN, Section, known_keys
+from lightning_shard.engines.zero.config.keys import (
+    FOREIGN,
+    REMOVED,
+    REMOVED_ZERO,
+    UNSEEN,
+    configuration,
+    names_of,
+    section_of,
+)
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import nearest
 
@@ -104,15 +112,17 @@ def _without_comments(value: Any) -> Any:
 
 
 def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """``config`` without aliases, deprecated or null keys, values of their kind or `AUTO`; adds to ``problems``."""
+    """``config`` without aliases, deprecated or null keys, values as DeepSpeed reads them or `AUTO`; its problems."""
     config = dict(config)
     for key in list(config):
         if key in REMOVED or key in FOREIGN:
             reason = REMOVED.get(key) or FOREIGN[key]
             if not is_off(config.pop(key), key):
                 problems.append(f"{key} can't be used: {reason}. Remove it")
+    if config.get("steps_per_print") in (math.inf, "inf", "Infinity"):
+        del config["steps_per_print"]  # never
     config = _zero_without_old_keys(config, problems)
-    return _section(config, known_keys(), "", problems)
+    return _section(config, configuration(), "", problems)
 
 
 def is_off(value: Any, key: str = "") -> bool:
@@ -149,7 +159,7 @@ def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[
     for path, value, reason in take_lost(zero):
         problems.append(f"zero_optimization.{path} is {value!r}, but {reason}. Remove it")
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        if understood(zero.pop(old, False), "bool", f"zero_optimization.{old}", problems) is True:
+        if str(zero.pop(old, False)).lower() in ("true", "1"):
             zero.setdefault(new, {"device": "cpu"})
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
     for section in ("offload_optimizer", "offload_param"):
@@ -161,99 +171,49 @@ def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[
     return {**config, "zero_optimization": zero}
 
 
-def _section(content: Mapping[str, Any], section: Section, path: str, problems: list[str]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _section(content: Mapping[str, Any], model: Any, path: str, problems: list[str]) -> dict[str, Any]:
+    from pydantic import ValidationError
+
+    names, result, given = names_of(model), dict[str, Any](), dict[str, Any]()
     for key, value in content.items():
-        key = str(key)
-        name = section.aliases.get(key, key)
-        where = f"{path}{name}"
-        if name not in section.keys:
-            candidates = [*section.keys, *section.aliases]
-            near = [section.aliases.get(word, word) for word in nearest(key, candidates)]
-            hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(candidates)}"
+        if (name := names.get(str(key))) is None:
+            near = [names[word] for word in nearest(str(key), names)]
+            hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(names)}"
             problems.append(f"{path}{key} is no key of DeepSpeed's: {hint}")
             continue
-        if value is None:
+        section, is_auto = section_of(model, name), isinstance(value, str) and value.strip().lower() == AUTO
+        if value is None or (section and is_auto):
             continue
-        kind = section.keys[name]
-        if isinstance(kind, str):
-            value = understood(value, kind, where, problems)
-            if value is None:
-                continue
-        elif isinstance(value, Mapping):
-            value = _section(value, kind, f"{where}.", problems)
-        elif value == AUTO:
+        if section and not isinstance(value, Mapping):
+            problems.append(f"{path}{name} is {value!r}, but must be a mapping of keys")
             continue
-        else:
-            problems.append(f"{where} is {value!r}, but must be a mapping of keys")
-            continue
-        if name in result and result[name] != value:
-            problems.append(f"{where} is given twice, as {result[name]!r} and, under another name, as {value!r}")
-        result[name] = value
-    return result
-
-
-def understood(value: Any, kind: str, path: str, problems: list[str]) -> Any:
-    """``value`` as its kind, or `AUTO`; None for nothing, or, with a problem, where it can't be understood."""
-    if isinstance(value, str) and value.strip().lower() == AUTO and kind != "any":
-        return AUTO
+        read = _section(value, section, f"{path}{name}.", problems) if section else AUTO if is_auto else value
+        if not section and not is_auto:
+            given[name] = read = as_number(value) if isinstance(value, str) and "e" in value.lower() else value
+        if name in result and result[name] != read:
+            problems.append(f"{path}{name} is given twice, as {result[name]!r} and, under another name, as {read!r}")
+        result[name] = read
     try:
-        return READERS[kind](value)
-    except ValueError as error:
-        problems.append(f"{path} is {value!r}, but must be {error}")
-        return None
+        made = model(**given)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = ".".join(map(str, detail["loc"][:1]))
+            where = f"{path}{key} is {given.get(key)!r}" if key else f"{path.rstrip('.')} does not fit"
+            problems.append(f"{where}, but DeepSpeed's rule is: {detail['msg']}")
+        return result
+    values = {names[name]: getattr(made, name) for name in model.model_fields if names[name] in given}
+    return result | {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def _bool(value: Any) -> bool:
-    value = {"true": True, "false": False}.get(value.strip().lower()) if isinstance(value, str) else value
-    if isinstance(value, bool) or value in (0, 1):
-        return bool(value)
-    raise ValueError("true or false")
+def as_number(text: str) -> Any:
+    """The number that is written as text, whole where it is; other text as it is. YAML 1.1 takes 1e8 for a word."""
+    with suppress(ValueError, OverflowError):
+        return int(text) if text.strip().lstrip("+-").isdigit() else _whole(float(text))
+    return text
 
 
-def _float(value: Any, expected: str = "a number") -> float:
-    with suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(expected)
-    return value
-
-
-def _interval(value: Any) -> float | None:
-    """Steps between two prints; infinity, which some files have, is never."""
-    return None if value in (math.inf, "inf", "Infinity") else _float(value)
-
-
-def _int(value: Any) -> int:
-    # Beyond 2**53 a float would not be exact.
-    is_digits = isinstance(value, str) and value.strip().lstrip("+-").isdigit()
-    number = int(value) if is_digits else _float(value, "a whole number")
-    if not isinstance(number, int) and not number.is_integer():
-        raise ValueError("a whole number")
-    return int(number)
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str | Path):
-        raise ValueError("a string")
-    return str(value)
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, str | list | tuple):
-        raise ValueError("a list")
-    return [value] if isinstance(value, str) else list(value)
-
-
-READERS: Mapping[str, Callable[[Any], Any]] = {
-    "bool": _bool,
-    "int": _int,
-    "float": _float,
-    "interval": _interval,
-    "str": _str,
-    "list": _list,
-    "any": lambda value: value,
-}
+def _whole(number: float) -> float:
+    return int(number) if number == int(number) else number
 
 
 ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
@@ -349,7 +309,6 @@ def _without_text(value: Any) -> Any:
     """A hyperparameter, of which numbers and flags may be text, in lists too; other words stay as they are."""
     if isinstance(value, list):
         return [_without_text(item) for item in value]
-    for read in (READERS["bool"], READERS["int"], READERS["float"]) if isinstance(value, str) else ():
-        with suppress(ValueError):
-            return read(value)
-    return value
+    if not isinstance(value, str):
+        return value
+    return {"true": True, "false": False}.get(value.strip().lower(), as_number(value))

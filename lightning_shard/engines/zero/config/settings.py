@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -12,11 +12,10 @@ from torch.optim import Adagrad, Optimizer
 
 from lightning_shard.engines.engine import PlannedRun
 from lightning_shard.engines.zero.config import fields as typed
-from lightning_shard.engines.zero.config.keys import Section, known_keys
 from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, put, read_config, read_sections
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
-from lightning_shard.precision.policy import DTYPES, short
+from lightning_shard.precision.policy import short
 
 SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
@@ -95,8 +94,7 @@ class ZeroSettings:
 
 def read_settings(fields: typed.DeepSpeedFields, *, aligned: bool, problems: list[str]) -> ZeroSettings:
     """The settings, and in ``problems`` all that can't work whatever the run is: a line for each, with its path."""
-    settings = ZeroSettings(fields=fields, merged=_merge(fields, problems))
-    _check_by_models(settings.merged, known_keys(), "", problems)
+    settings = ZeroSettings(fields=fields, merged=canonical(_merge(fields, problems), problems))
     if not problems:
         _check_stage(settings, problems)
         _check_trainer_owned(settings.merged, problems)
@@ -192,26 +190,6 @@ def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
         raise ConfigurationError(f"The fp16 section ({shown}) can't be used: {error}") from error
 
 
-def _check_by_models(content: Mapping[str, Any], section: Section, path: str, problems: list[str]) -> None:
-    """Let DeepSpeed's own models check values: ranges, and words of which there are a few."""
-    from pydantic import ValidationError
-
-    for key, kind in section.keys.items():
-        if isinstance(kind, Section) and isinstance(content.get(key), dict):
-            _check_by_models(content[key], kind, f"{path}{key}.", problems)
-    if section.model is None:
-        return
-    # Nested sections have been checked for themselves.
-    plain = {k: v for k, v in content.items() if not isinstance(v, dict) and v != AUTO}
-    try:
-        section.model(**plain)
-    except ValidationError as error:
-        for detail in error.errors():
-            key = ".".join(map(str, detail["loc"][:1]))
-            where = f"{path}{key} is {content.get(key)!r}" if key else f"{path.rstrip('.')} does not fit"
-            problems.append(f"{where}, but DeepSpeed's rule is: {detail['msg']}")
-
-
 def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
     """What DeepSpeed itself would not refuse, or only later."""
     stage, zero = asked.stage, asked.merged[ZERO]
@@ -263,9 +241,9 @@ def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None
             problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
     if get(merged, "fp16.enabled") is True and get(merged, "bf16.enabled") is True:
         problems.append("fp16.enabled and bf16.enabled are both true, but a run computes in one of them")
-    for path, (fits, rule) in _RULES.items():
-        if (value := get(merged, path)) not in (None, AUTO) and not fits(value):
-            problems.append(f"{path} is {value!r}, but must be {rule}")
+    bucket = get(merged, f"{ZERO}.allgather_bucket_size")
+    if isinstance(bucket, int) and bucket % 2:
+        problems.append(f"{ZERO}.allgather_bucket_size is {bucket}, but DeepSpeed's must be even")
 
 
 TRAINER_OWNED = {
@@ -280,17 +258,6 @@ TRAINER_OWNED = {
     ),
 }
 """Key to the value that can't be had, and the reason."""
-
-_LEVELS = ("debug", "info", "warning", "error", "critical")
-_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "communication_data_type": (lambda dtype: dtype.lower() in DTYPES, f"one of {', '.join(DTYPES)}"),
-    "gradient_clipping": (lambda clips: clips >= 0, "0, for no clipping, or more"),
-    "gradient_predivide_factor": (lambda factor: factor > 0, "more than 0"),
-    "steps_per_print": (lambda steps: steps > 0, "more than 0"),
-    "log_level": (lambda level: level.lower() in _LEVELS, f"one of {', '.join(_LEVELS)}"),
-    f"{ZERO}.allgather_bucket_size": (lambda size: size % 2 == 0, "even"),
-}
-"""Key to what DeepSpeed asserts of its value late or never, some on one rank alone."""
 
 CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     "communication_data_type": (("fp32",), "gradients are reduced in fp32"),

@@ -194,7 +194,10 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
             "prescale_gradients is True with stage 3, which divides gradients before their sum only where it does not",
         ),
         ({"config": {"gradient_predivide_factor": 2}}, "Remove it, or set buckets.reduce_scatter: false"),
-        ({"config": {"gradient_clipping": -1}}, "gradient_clipping is -1, but must be 0, for no clipping, or more"),
+        (
+            {"config": {"gradient_clipping": -1}},
+            "gradient_clipping is -1, but DeepSpeed's rule is: Input should be greater than or equal to 0",
+        ),
         (
             {"buckets": ZeroBuckets(reduce=-1)},
             f"{ZERO}.reduce_bucket_size is -1, but DeepSpeed's rule is: Input should",

@@ -42,8 +42,7 @@ def _asked_for(**content: Any) -> set[str]:
 
 
 def test_the_table_of_keys_is_deepspeeds() -> None:
-    table = keys.known_keys()
-    known = {*table.keys, *table.aliases, *keys.FOREIGN, *keys.REMOVED}
+    known = {*keys.names_of(keys.configuration()), *keys.FOREIGN, *keys.REMOVED}
     # Read by deepspeed.initialize before it makes this object, or only where processes are grouped.
     elsewhere = {"data_parallel_size", "sequence_parallel_size"}
     assert _asked_for() == known - elsewhere
@@ -57,7 +56,7 @@ def test_the_tables_of_sections_are_deepspeeds(name: str) -> None:
     base = {"optimizer": {"type": "x"}, "torch_autocast": {"dtype": "bf16"}}.get(name, {})
     section = _Recorder(base)
     _asked_for(**{name: section})
-    assert section.asked == set(keys.UNMODELLED[name].keys)
+    assert section.asked == set(keys.UNMODELLED[name])
 
 
 def test_removed_keys_are_deepspeeds() -> None:
