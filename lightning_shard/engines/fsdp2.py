@@ -24,7 +24,6 @@ from lightning_shard.engines.usage import SameUnits, UnitUsage
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
-from lightning_shard.precision import casting
 from lightning_shard.tensors.flat import local
 from lightning_shard.tensors.full import scatter_full
 from lightning_shard.tensors.names import parameter_names
@@ -158,7 +157,7 @@ class FSDP2Engine(StepsOwnParameters):
     def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             # Ranks that run different units learn it before they meet in anything else.
-            with self._same_units.step(), casting.scalars_rounded(self._module, self._run.policy.compute):
+            with self._same_units.step():
                 output = step(*args, **kwargs)
             # While what the step gathered is there.
             if self._writes is not None and torch.is_grad_enabled():
@@ -224,7 +223,6 @@ class FSDP2Engine(StepsOwnParameters):
     def before_reading(self) -> None:
         finish_gathers(self._module)
         forward.reshard(self._module)
-        casting.round_scalars_again()
 
 
 def _take_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *load: Any) -> None:

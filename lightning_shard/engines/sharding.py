@@ -137,7 +137,6 @@ def _cast(
             casting.compute_in(module, torch.float32)
         return
     casting.install_casts(root, policy.compute, inside=own, whole=ignored, output=policy.output, float8=policy.float8)
-    casting.round_scalars(root, policy.compute, own)
 
 
 def _preparation(materializer: Materializer, *, device: torch.device) -> Callable[[nn.Module], None]:

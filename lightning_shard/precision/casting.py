@@ -6,7 +6,7 @@ inputs do not enter such modules unless the user's own code sends them there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -237,85 +237,16 @@ def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Run ``module`` on its parameters, and those of the modules in it, as they are seen, in ``dtype``."""
-    return _run_in(module, _seen_in, dtype)
-
-
-def _run_in(
-    module: nn.Module, context: Callable[[nn.Module, torch.dtype], AbstractContextManager[None]], dtype: torch.dtype
-) -> Callable[[], None]:
+    """Run ``module`` on its parameters, and those of the modules in it, as they are seen, in ``dtype``, but for 0-d
+    ones, which keep theirs.
+    """
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with context(module, dtype):
+        with _seen_in(module, dtype):
             return original(*args, **kwargs)
 
     return replace_forward(module, forward)
-
-
-def round_scalars(root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module, torch.dtype]) -> None:
-    """Run every module below ``root`` with 0-d parameters, which no engine casts, in `scalars_rounded`, in ``dtype`` or
-    its ``inside``. What ``root`` runs is left to the caller: its code is not run by its forward.
-    """
-    for module in root.modules():
-        if module is not root and not isinstance(module, Metric) and _scalars(module):
-            _run_in(module, scalars_rounded, inside.get(module, dtype))
-
-
-@contextmanager
-def scalars_rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``owner.<name>`` give the 0-d parameters of ``module`` and of all below it in ``dtype``, with gradients to
-    the original; writes are taken over. A ParameterDict has no forward, and modules read parameters of others.
-    """
-    hidden: dict[tuple[nn.Module, str], tuple[nn.Parameter, Tensor, Tensor]] = {}
-
-    def hide() -> None:
-        for owner, name, parameter in _scalars(module):
-            if name not in owner.__dict__:
-                seen = parameter.to(dtype)
-                hidden[owner, name] = parameter, seen, seen.detach().clone()
-                if seen is not parameter:
-                    owner.__dict__[name] = seen
-
-    def take_over() -> None:
-        for (owner, name), (parameter, seen, given) in hidden.items():
-            if seen is not parameter:
-                owner.__dict__.pop(name, None)
-                written, original = seen.detach(), parameter.data
-                original.copy_(torch.where(written == given, original, written.to(original.dtype)))
-        hidden.clear()
-
-    def again() -> None:
-        take_over()
-        hide()
-
-    hide()
-    _ROUNDED.append(again)
-    try:
-        yield
-    finally:
-        _ROUNDED.remove(again)
-        take_over()
-
-
-_ROUNDED: list[Callable[[], None]] = []
-
-
-def round_scalars_again() -> None:
-    """Let a step that goes on after an optimizer's see the new values in `scalars_rounded`."""
-    for again in _ROUNDED:
-        again()
-
-
-def _scalars(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    metrics = {m for metric in root.modules() if isinstance(metric, Metric) for m in metric.modules()}
-    return [
-        (module, name, parameter)
-        for module in root.modules()
-        if module not in metrics
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        if parameter.ndim == 0 and parameter.is_floating_point()
-    ]
 
 
 @contextmanager

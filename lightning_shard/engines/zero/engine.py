@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.fields import planned_facts, run_facts
 from lightning_shard.engines.zero.config.settings import ZeroSettings, check_optimizers, check_policy
 from lightning_shard.engines.zero.running import Running
+from lightning_shard.engines.zero.scalars import Scalars
 from lightning_shard.engines.zero.stepping import Carrier, OneOptimizer, SeveralOptimizers, Stepping
 from lightning_shard.engines.zero.unstepped import Unstepped
 from lightning_shard.engines.zero.values import Values, partition
@@ -199,7 +201,9 @@ class Zero(Engine):
         assert running.optimizer is not None
         shards = layout.steps(running.zero, running.groups)
         several, together = len(self._optimizers) > 1, layout.in_leaf_modules(self._module)
-        unstepped = Unstepped(running, self._trainable, rests=rests, together=together, always=several)
+        leaves: Mapping[str, Tensor] = running.scalars.leaves if running.scalars else {}
+        trained = {fqn: leaves.get(fqn, parameter) for fqn, parameter in self._trainable.items()}
+        unstepped = Unstepped(running, trained, rests=rests, together=together, always=several)
         self._unstepped = unstepped
         self._closing.callback(unstepped.close)
         group, device = self._run.mesh[SHARD].get_group(), self._run.device
@@ -257,6 +261,8 @@ class Zero(Engine):
             self._same_units = SameUnits(layout.gathered_modules(self._module), self._module.named_modules())
         self._closing.callback(self._same_units.close)
         self._values.start(self._running, ranks=Ranks.of())
+        live, policy = partial(self._values.tensors, self._running), self._run.policy
+        self._running.scalars = Scalars(self._module, live, policy=policy, device=self._run.device)
         return self._running
 
     @property

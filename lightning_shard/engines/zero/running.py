@@ -21,6 +21,7 @@ from lightning_shard.engines.torch_ddp import StepRoot
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.offload import schedule_of
 from lightning_shard.engines.zero.saved_weights import SavedWeights
+from lightning_shard.engines.zero.scalars import Scalars
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup
 from lightning_shard.tensors.tracing import tree_leaves
@@ -36,6 +37,7 @@ class Running:
     optimizer: Optimizer | None = None
     groups: list[FlatGroup] = field(default_factory=list)  # What this rank steps; empty without an optimizer.
     saved: SavedWeights | None = None  # Keeps gathered parameters out of autograd's graphs, in stage 3.
+    scalars: Scalars | None = None  # 0-d parameters, as a module's code reads them.
     scheduler: Any = None  # The learning rate schedule that the configuration describes, to be stepped by the caller.
     pending: bool = False  # Whether a backward pass ran since the last step.
     inside: bool = False  # Whether a step is in the engine's forward.
@@ -209,7 +211,16 @@ def set_boundary(running: Running, enabled: bool) -> None:
 
 def finish_accumulation(running: Running) -> None:
     """Complete gradients of backward passes of which the last was not known to be that. All ranks call it."""
-    if running.complete or not running.pending:
+    if not running.pending:
+        return
+    complete_backward(running)
+    if running.scalars is not None:
+        running.scalars.reduce(running.zero, running.groups)
+
+
+def complete_backward(running: Running) -> None:
+    """Reduce what the last backward pass did not, as it was not known to be that."""
+    if running.complete:
         return
     running.complete = True
     running.engine.set_gradient_accumulation_boundary(True)
@@ -235,6 +246,8 @@ def step(running: Running, *, skip: bool) -> None:
         running.saved.changed()
     swapping.show(running.zero)
     _show_masters(running, True)
+    if running.scalars is not None and not skip:
+        running.scalars.refresh()
     running.pending = running.overflow = False
     set_boundary(running, True)
 
@@ -258,6 +271,8 @@ def replaced_step(optimizer: Optimizer, step: Callable[..., Any] | None = None) 
 def refresh(running: Running) -> None:
     """Let forward see masters, or parameter shards, that were changed from outside. All ranks call it."""
     zero = running.zero
+    if running.scalars is not None:
+        running.scalars.refresh()
     if running.stage < 3:
         zero.update_lp_params()
         return
@@ -281,6 +296,8 @@ def stop(running: Running) -> None:
     """Take DeepSpeed's hooks, and its autocast's dtype, off the module and its parameters. No communication."""
     from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 
+    if running.scalars is not None:
+        running.scalars.close()
     swapping.release(running.zero, running.engine.module.parameters())
     for parameter in running.engine.module.parameters():
         vars(parameter).pop(PARAM_COMM_DTYPE_ATTR_NAME, None)

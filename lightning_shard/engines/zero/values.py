@@ -97,10 +97,16 @@ class Values:
         """What of this module the user's writes would be lost in: under stage 3 everything, or all in ``unit``, one of
         those that it gathers for; else what is stepped, and what was cast.
         """
+        leaves: Mapping[str, Tensor] = {} if running.scalars is None else running.scalars.leaves
+        for fqn, leaf in leaves.items():
+            parts = running.scalars.parts(fqn) if running.scalars else []
+            yield Seen(fqn, leaf, leaf.detach().view(-1)[: len(parts)], parts[0] if parts else leaf.new_empty(0))
         if running.stage == 3:
             # What it rounds on its way to the ranks (qwZ, DeepSpeed's own autocast) has other values than the shards.
             rounds = running.engine.zero_quantized_weights() or running.engine.torch_autocast_enabled()
             for fqn, parameter in self.parameters.items() if unit is None else self._inside[unit]:
+                if fqn in leaves:
+                    continue
                 if layout.is_gathered(parameter) and not rounds:
                     start, length = layout.own_range(parameter)
                     own = parameter.detach().reshape(-1)[start : start + length]
@@ -110,6 +116,8 @@ class Values:
             return
         lasting = [(m.fqn, m.start, part) for m, part in layout.shards(running.groups) if m.stepped]
         for fqn, start, part in (*lasting, *((fqn, part.start, part.data) for fqn, part in self.kept.items())):
+            if fqn in leaves:
+                continue
             parameter = self.parameters[fqn]
             yield Seen(fqn, parameter, parameter.detach().reshape(-1)[start : start + part.numel()], part)
 
@@ -158,9 +166,9 @@ class Values:
                 self.parameters[fqn].data = gather_full(tensor, device=device).cpu()
 
     def round(self, compute: torch.dtype) -> None:
-        """Cast the parameters for an evaluation without an engine, until `unround`."""
+        """Cast the parameters but 0-d ones for an evaluation without an engine, until `unround`."""
         for fqn, parameter in self.parameters.items():
-            if parameter.is_floating_point() and parameter.dtype != compute:
+            if parameter.is_floating_point() and parameter.dtype != compute and parameter.ndim > 0:
                 self._rounded[fqn] = parameter, parameter.data
                 parameter.data = parameter.data.to(compute)
 

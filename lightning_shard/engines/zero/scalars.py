@@ -1,0 +1,96 @@
+"""0-d parameters under ZeRO in 16 bits. DeepSpeed casts all parameters, while a module's code reads 0-d ones in the
+dtype of their masters on every engine (a temperature or a gate is a single number that rounding would move).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_shard.engines.replicated import average_gradients
+from lightning_shard.engines.zero import layout
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.tensors.flat import FlatGroup, FlatTensor, LiveTensor
+from lightning_shard.tensors.names import parameter_names
+
+
+class Scalars:
+    """Leaves with the values that last, which ``owner.<name>`` gives in the place of 0-d parameters until `close`. All
+    ranks make it and call its methods, in one order.
+    """
+
+    def __init__(
+        self, module: nn.Module, live: Callable[[], Mapping[str, LiveTensor]], *, policy: PrecisionPolicy, device: Any
+    ) -> None:
+        """``live``: FQN to what lasts of each parameter, where that is not the module's own."""
+        self._live, self._device, self._reduce_dtype, compute = live, device, policy.reduce, policy.compute
+        self.leaves: dict[str, Tensor] = {}  # By FQN.
+        self._sums: dict[str, Tensor] = {}  # Of this rank's gradients since the last reduction.
+        self._places: list[tuple[nn.Module, str]] = []
+        names, lasting = parameter_names(module), live()
+        left_out = {m for metric in module.modules() if isinstance(metric, Metric) for m in metric.modules()}
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+                fqn = names[parameter]
+                dtype = lasting[fqn].dtype if fqn in lasting and owner not in left_out else compute
+                if layout.full_shape(parameter) == () and dtype != compute:
+                    owner.__dict__[name] = self._leaf(fqn, parameter, dtype)
+                    self._places.append((owner, name))
+        self.refresh()
+
+    def _leaf(self, fqn: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if fqn not in self.leaves:
+            leaf = torch.zeros((), dtype=dtype, device=self._device, requires_grad=parameter.requires_grad)
+            if parameter.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(self._add, fqn, parameter))
+            self.leaves[fqn] = leaf
+        return self.leaves[fqn]
+
+    def _add(self, fqn: str, parameter: Tensor, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if parameter.requires_grad and gradient is not None:  # toggle_optimizer switches it off for a while
+            self._sums[fqn] = gradient if fqn not in self._sums else self._sums[fqn] + gradient
+
+    def parts(self, fqn: str) -> list[Tensor]:
+        """This rank's part of the value that lasts: one element, or none."""
+        tensor = self._live()[fqn]
+        return [part.view(-1) for part in tensor.views] if isinstance(tensor, FlatTensor) else []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Show the values that the masters have now."""
+        if not self.leaves:
+            return
+        # One rank has each, and any dtype is exact in fp64.
+        values = torch.zeros(len(self.leaves), dtype=torch.float64, device=self._device)
+        for value, fqn in zip(values.split(1), self.leaves, strict=True):
+            for part in self.parts(fqn):
+                value.copy_(part)
+        dist.all_reduce(values)
+        for leaf, value in zip(self.leaves.values(), values, strict=True):
+            leaf.data.copy_(value)
+
+    @torch.no_grad()
+    def reduce(self, zero: Any, groups: list[FlatGroup]) -> None:
+        """Average the gradients since the last call, at the accumulation boundary, and put them where
+        DeepSpeed's ``zero`` steps on them.
+        """
+        for fqn, leaf in self.leaves.items():
+            leaf.grad = self._sums.pop(fqn, None)
+        trained = {fqn: leaf for fqn, leaf in self.leaves.items() if leaf.requires_grad}
+        average_gradients(trained.values(), reduce_dtype=self._reduce_dtype)
+        for fqn, leaf in trained.items():
+            own = None if leaf.grad is None else layout.gradient_of(zero, groups, fqn)
+            for part in () if own is None else own.views:
+                part.copy_(leaf.grad)
+            leaf.grad = None
+
+    def close(self) -> None:
+        """Let modules read their own parameters again."""
+        for owner, name in self._places:
+            owner.__dict__.pop(name, None)
+        self._places.clear()
