@@ -28,8 +28,8 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 USES = {
     "_lightning/callbacks.py": (
         "what a run resumes from, links, saves that wait, the summary under ZeRO-3",
-        "_checkpoint_connector _every_n_train_steps _link_checkpoint _max_depth _monitor_candidates"
-        " _save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint _summary",
+        "_checkpoint_connector _current_fx_name _every_n_train_steps _last_time_checked _link_checkpoint _max_depth"
+        " _monitor_candidates _save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint _summary",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers, a fit's way back to a checkpoint",

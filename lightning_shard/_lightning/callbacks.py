@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_summary import DeepSpeedSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning import Replacements
-from lightning_shard._lightning.loops import should_accumulate
+from lightning_shard._lightning.loops import counted_in_batch, should_accumulate
 
 
 def callbacks_of(trainer: Trainer, kind: Any = object) -> list[Any]:
@@ -104,73 +104,95 @@ def let_checkpoints_wait(
         replacements.wrap(callback, "_link_checkpoint", link_checkpoint)
 
 
-def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
-    """Let ``ModelCheckpoint`` callbacks save after an optimizer step, when there are no gradients to save, and after
-    the module's own hook. What is due before that, or while the Trainer is ``busy`` with another save (the same on all
-    ranks), is saved after the first step that allows it, one callback after the other, or at the end of training.
+class HeldSaves:
+    """Saves of ``ModelCheckpoint`` callbacks, each held until the module's own hook has run and no gradients wait for a
+    step. A save that is due before that, or while another one is written, follows after the first step that allows it,
+    one callback after the other, or at the end of training.
     """
-    queue: list[stock.ModelCheckpoint] = []  # which were due by their number of steps
 
-    def follow(callback: stock.ModelCheckpoint) -> None:
-        after_batch, after_validation = callback.on_train_batch_end, callback.on_validation_end
-        at_end, due = callback.on_train_end, [False]
+    def __init__(self) -> None:
+        self._callbacks: list[stock.ModelCheckpoint] = []
+        self._calls = False  # Whether a callback's hook is called here, and not by Lightning.
+        self._asked: list[stock.ModelCheckpoint] = []  # Whose hook Lightning has called.
+        self._validated: list[stock.ModelCheckpoint] = []  # Which are due since a validation.
+        self._queue: list[stock.ModelCheckpoint] = []  # Which are due by their number of steps.
+        self._checked: dict[stock.ModelCheckpoint, float | None] = {}  # When a callback last saved by the clock.
 
-        def on_validation_end(trainer: Trainer, module: LightningModule) -> None:
-            due[0] = not trainer.sanity_checking and (should_accumulate(trainer) or busy())
-            if not due[0]:
-                after_validation(trainer, module)
+    def begin(self, replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
+        """Hold the saves of a fit. ``busy``: whether the Trainer has to wait for another save (same on all ranks)."""
+        HeldSaves.__init__(self)
+        self._trainer, self._busy = trainer, busy
+        self._callbacks = callbacks_of(trainer, stock.ModelCheckpoint)
+        for callback in self._callbacks:
+            replacements.wrap(callback, "_should_skip_saving_checkpoint", partial(self._skip, callback))
 
-        def save_due(trainer: Trainer, module: LightningModule) -> None:
-            if due[0]:
-                due[0] = False
-                after_validation(trainer, module)
-            candidates = callback._monitor_candidates(trainer)
-            if callback in queue and (callback.monitor is None or callback.monitor in candidates):
-                queue.remove(callback)
-                if not callback._should_skip_saving_checkpoint(trainer):
-                    callback._save_topk_checkpoint(trainer, candidates)
-                    callback._save_last_checkpoint(trainer, candidates)
+    def _skip(self, callback: stock.ModelCheckpoint, skip: Callable[[Trainer], bool], trainer: Trainer) -> bool:
+        hook = trainer.lightning_module._current_fx_name
+        if self._calls or trainer.sanity_checking or hook not in ("on_train_batch_end", "on_validation_end"):
+            return skip(trainer)
+        self._asked.append(callback)
+        self._checked.setdefault(callback, callback._last_time_checked)
+        return True
 
-        def on_train_batch_end(trainer: Trainer, module: LightningModule, *batch: Any, **more: Any) -> None:
-            if should_accumulate(trainer):
-                return
-            every, stops = callback._every_n_train_steps, trainer.should_stop
-            # A stop is followed by a validation, whose draws a run that goes on lacks: what is due is saved before.
-            if not stops and (busy() or (queue and queue[0] is not callback)):
-                if every > 0 and trainer.global_step % every == 0 and callback not in queue:
-                    queue.append(callback)
-                return
-            save_due(trainer, module)
-            if stops or not busy():
-                after_batch(trainer, module, *batch, **more)
+    def _call(self, hook: Callable[..., None], callback: stock.ModelCheckpoint, *batch: Any) -> None:
+        """Call the stock class's hook, as an overridden one was called by Lightning."""
+        self._calls = True
+        try:
+            hook(callback, self._trainer, self._trainer.lightning_module, *batch)
+        finally:
+            self._calls = False
 
-        def on_train_end(trainer: Trainer, module: LightningModule) -> None:
-            save_due(trainer, module)
-            at_end(trainer, module)
+    def after_batch(self) -> None:
+        """Save what is due between a training batch and a validation. All ranks call it."""
+        asked, self._asked = self._asked, []
+        for callback in asked:  # The clock goes on until the callback saves.
+            callback._last_time_checked = self._checked[callback]
+        if should_accumulate(self._trainer) or not (asked or self._validated or self._queue):
+            return
+        with counted_in_batch(self._trainer):
+            for callback in self._callbacks:
+                self._save_after_step(callback, asked=callback in asked)
 
-        replacements.replace(callback, "on_train_batch_end", partial(after_module_batch, on_train_batch_end))
-        replacements.replace(callback, "on_validation_end", partial(after_module_validation, on_validation_end))
-        replacements.replace(callback, "on_train_end", on_train_end)
+    def _save_after_step(self, callback: stock.ModelCheckpoint, *, asked: bool) -> None:
+        trainer, queue = self._trainer, self._queue
+        every, stops = callback._every_n_train_steps, trainer.should_stop
+        # A stop is followed by a validation, whose draws a run that goes on lacks: what is due is saved before.
+        if not stops and (self._busy() or (queue and queue[0] is not callback)):
+            if asked and every > 0 and trainer.global_step % every == 0 and callback not in queue:
+                queue.append(callback)
+            return
+        self._save_due(callback)
+        if asked and (stops or not self._busy()):
+            self._call(stock.ModelCheckpoint.on_train_batch_end, callback, None, None, 0)
+            self._checked[callback] = callback._last_time_checked
 
-    after_module_batch = _after_module(replacements, trainer, "on_train_batch_end")
-    after_module_validation = _after_module(replacements, trainer, "on_validation_end")
-    for callback in callbacks_of(trainer, stock.ModelCheckpoint):
-        follow(callback)
+    def _save_due(self, callback: stock.ModelCheckpoint) -> None:
+        trainer = self._trainer
+        if callback in self._validated:
+            self._validated.remove(callback)
+            self._call(stock.ModelCheckpoint.on_validation_end, callback)
+        if callback not in self._queue:
+            return
+        candidates = callback._monitor_candidates(trainer)
+        if callback.monitor is None or callback.monitor in candidates:
+            self._queue.remove(callback)
+            if not callback._should_skip_saving_checkpoint(trainer):
+                callback._save_topk_checkpoint(trainer, candidates)
+                callback._save_last_checkpoint(trainer, candidates)
 
+    def after_validation(self) -> None:
+        """Save what is due at the end of a validation in a fit. All ranks call it."""
+        asked, self._asked = self._asked, []
+        for callback in asked:
+            if should_accumulate(self._trainer) or self._busy():
+                self._validated.append(callback)
+            else:
+                self._call(stock.ModelCheckpoint.on_validation_end, callback)
 
-def _after_module(replacements: Replacements, trainer: Trainer, hook: str) -> Callable[..., None]:
-    """A function that calls what it is given after the module's own ``hook``: Lightning calls callbacks before it."""
-    module, waiting = trainer.lightning_module, list[Callable[[], None]]()
-
-    def module_hook(own: Callable[..., None], *batch: Any, **more: Any) -> None:
-        own(*batch, **more)
-        while waiting:
-            waiting.pop(0)()
-
-    if not is_overridden(hook, module):
-        return lambda call, *args, **more: call(*args, **more)
-    replacements.wrap(module, hook, module_hook)
-    return lambda call, *args, **more: waiting.append(partial(call, *args, **more))
+    def after_training(self) -> None:
+        """Save what is still due. All ranks call it."""
+        for callback in self._callbacks:
+            self._save_due(callback)
 
 
 def choose_checkpoint(replacements: Replacements, trainer: Trainer, choose: Callable[[Any], Any]) -> None:

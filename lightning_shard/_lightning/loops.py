@@ -184,6 +184,18 @@ def mark_after_batch(trainer: Trainer) -> None:
         counter.completed = counter.processed - 1
 
 
+@contextmanager
+def counted_in_batch(trainer: Trainer) -> Generator[None, None, None]:
+    """Inside, the counters are as `mark_after_batch` makes them."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    total, current = batches.total.completed, batches.current.completed
+    mark_after_batch(trainer)
+    try:
+        yield
+    finally:
+        batches.total.completed, batches.current.completed = total, current
+
+
 def _mark_before_validation(val: dict[str, Any]) -> None:
     """Make counters those of a state saved in the first batch of validation, so that it runs again in full."""
     before = val["total"]["completed"] - val["current"]["completed"]

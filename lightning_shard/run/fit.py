@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import Replacements, callbacks, loaders, loops
+from lightning_shard._lightning.callbacks import HeldSaves
 from lightning_shard.callbacks.ema import EMACallback
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine, PlannedRun, Run, TrainerFacts
@@ -185,11 +186,12 @@ GoBack = Callable[[Callable[[str], None]], None]
 
 
 def after_batches(
-    replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints, preemption: Preemption, go_back: GoBack
+    replacements: Replacements, checkpoints: Checkpoints, saves: HeldSaves, preemption: Preemption, go_back: GoBack
 ) -> None:
-    """After each batch ``go_back`` to a checkpoint where one is due, and then stop, which saves, where that is."""
+    """After each batch save what is due, then ``go_back`` to a checkpoint or stop, which saves, where that is due."""
+    trainer = checkpoints.module.trainer
     restore, stop = partial(roll_back, trainer, checkpoints), partial(preemption.after_batch, trainer)
-    loops.after_each_batch(replacements, trainer, partial(go_back, restore), stop)
+    loops.after_each_batch(replacements, trainer, saves.after_batch, partial(go_back, restore), stop)
 
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
@@ -208,16 +210,21 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
 
 
 def settle_fit(
-    replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, async_save: bool | str
+    replacements: Replacements,
+    trainer: Trainer,
+    engine: Engine,
+    checkpoints: Checkpoints,
+    saves: HeldSaves,
+    async_save: bool | str,
 ) -> None:
-    """In a fit let errors through, log sharded tensors in full, validate at one time, save between steps."""
+    """Let errors of a fit through, count sharded parameters, validate at one time, save after steps."""
     callbacks.let_errors_through(replacements, trainer)
     if engine.gathers_in_forward and not engine.follows_freezing:
         callbacks.count_partitioned(replacements, trainer)
     saver = checkpoints.saver
     if async_save:
         callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)
-    callbacks.save_between_steps(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
+    saves.begin(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
     loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 
 

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_shard import run as parts
 from lightning_shard._lightning import Replacements, loops, messages, processes
+from lightning_shard._lightning.callbacks import HeldSaves
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, settle_wrappers, step_scheduler
 from lightning_shard._lightning.results import log_full_values, log_graphs
 from lightning_shard.callbacks.ema import evaluates_average
@@ -65,7 +66,7 @@ class ShardStrategy(ParallelStrategy):
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
         self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)
-        self._predictions = parts.Predictions()
+        self._predictions, self._saves = parts.Predictions(), HeldSaves()
         self._replacements, self._ledger, self._identity = Replacements(), parts.RunLedger(), parts.RunIdentity()
         self._engine: Engine | None = None
         self._trainer: Trainer | None = None  # of the run, from its set-up on
@@ -252,7 +253,7 @@ class ShardStrategy(ParallelStrategy):
             parts.check_untested_versions(checked, self.check_arithmetic, aligned=self.aligned)
             refusals.refuse_callbacks(trainer, engine, checked)
             refusals.refuse_gradient_hooks(trainer, engine, self._settings)
-            parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
+            parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self._saves, self.async_save)
             parts.fit.before_sharding(trainer, module, self._layer_sync)
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
         log_full_values(self._replacements, module)
@@ -351,7 +352,7 @@ class ShardStrategy(ParallelStrategy):
         trainer, go_back = self._module.trainer, self.precision_plugin.after_batch
         self.checkpoints.start_of_training()
         self._preemption.start(self._identity)
-        parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
+        parts.fit.after_batches(self._replacements, self.checkpoints, self._saves, self._preemption, go_back)
         self._data.start_of_training(trainer)  # after all that draws or resets
         self._preemption.validation_follows(trainer)  # it may be the first that a resumed run does
 
@@ -364,6 +365,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self._saves.after_training()
         self.checkpoints.end_of_training()  # everything is saved before the run forgets how to stop
         self._preemption.finish()
         parts.warn_of_nonfinite(self.engine)
@@ -386,6 +388,7 @@ class ShardStrategy(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         self.engine.before_reading()  # frees what the last evaluation forward left gathered
+        self._saves.after_validation()
 
     on_test_end = on_predict_end = on_validation_end
 
