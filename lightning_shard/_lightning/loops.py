@@ -12,19 +12,17 @@ import copy
 import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_shard._lightning import Replacements
 from lightning_shard.checkpoint.files.layout import RUN_STATE
 from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
-from lightning_shard.resume.shape import KINDS
+from lightning_shard.resume.shape import KINDS, Delegating
 
 
 def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> None:
@@ -78,36 +76,63 @@ Told = Callable[[str], object]
 _HOOK = re.compile(r"\[(LightningModule|Callback)\](.*)\.(on_\w+|optimizer_step)$")
 
 
-def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Told, Told] | None) -> None:
-    """Tell of the beginning and end of every action that Lightning names to its profiler: steps, saves, and the hooks
-    that the module or a callback has, but for a progress bar's.
+class FollowedProfiler(Delegating):
+    """The Trainer's profiler, as ``trainer.profiler`` during a run, of whose actions others are told too: steps, saves,
+    and the hooks that the module or a callback has, but for a progress bar's.
     """
-    if told is None:
-        return
-    begins, ends = told
 
-    @cache
-    def is_told(action: str) -> bool:
-        owner, name, hook = match.groups() if (match := _HOOK.match(action)) else ("", "", "")
-        if owner == "LightningModule":
-            return is_overridden(hook, trainer.lightning_module)
-        named = [callback for callback in trainer.callbacks if owner and callback.state_key == name]  # type: ignore[attr-defined]
-        return not named or any(is_overridden(hook, c) and not isinstance(c, ProgressBar) for c in named)
+    _own = frozenset({"followers", "_trainer", "_known"})
 
-    def on_start(start: Told, action_name: str) -> None:
-        start(action_name)
-        if is_told(action_name):
-            begins(action_name)
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(vars(trainer)["profiler"])
+        self.followers: list[tuple[Told, Told]] = []
+        self._trainer, self._known = trainer, dict[str, bool]()
 
-    def on_stop(stop: Told, action_name: str) -> None:
-        if is_told(action_name):
-            ends(action_name)
-        stop(action_name)
+    def __bool__(self) -> bool:
+        return True
 
-    # Lightning calls both by name, from `profile` too.
-    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-    replacements.wrap(profiler, "start", on_start)
-    replacements.wrap(profiler, "stop", on_stop)
+    def _is_told(self, action: str) -> bool:
+        if action not in self._known:
+            self._known[action] = _has_hook(self._trainer, action)
+        return self._known[action]
+
+    def start(self, action_name: str) -> None:
+        self._inner.start(action_name)
+        if self._is_told(action_name):
+            for begins, _ in self.followers:
+                begins(action_name)
+
+    def stop(self, action_name: str) -> None:
+        if self._is_told(action_name):
+            for _, ends in reversed(self.followers):
+                ends(action_name)
+        self._inner.stop(action_name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Generator[str, None, None]:
+        """As Lightning's, of these two."""
+        self.start(action_name)
+        try:
+            yield action_name
+        finally:
+            self.stop(action_name)
+
+
+def _has_hook(trainer: Trainer, action: str) -> bool:
+    owner, name, hook = match.groups() if (match := _HOOK.match(action)) else ("", "", "")
+    if owner == "LightningModule":
+        return is_overridden(hook, trainer.lightning_module)
+    named = [callback for callback in trainer.callbacks if owner and callback.state_key == name]  # type: ignore[attr-defined]
+    return not named or any(is_overridden(hook, c) and not isinstance(c, ProgressBar) for c in named)
+
+
+def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Told, Told]) -> Callable[[], None]:
+    """Tell of the beginning and end of every action that Lightning names to its profiler. Returns what ends that."""
+    if not isinstance(vars(trainer)["profiler"], FollowedProfiler):
+        replacements.replace(trainer, "profiler", FollowedProfiler(trainer))
+    followers = vars(trainer)["profiler"].followers
+    followers.append(told)
+    return lambda: followers.remove(told)
 
 
 def keep_out_signal_handlers(replacements: Replacements, trainer: Trainer) -> None:

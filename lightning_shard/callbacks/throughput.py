@@ -3,7 +3,7 @@
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -267,11 +267,12 @@ class ActionClock:
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
         self.waiting = throughput.Waiting()
         self._replacements = Replacements()
+        self._leave: Callable[[], None] = lambda: None
 
     def start(self, trainer: Trainer) -> None:
         """Listen to the profiler of ``trainer``, until `detach`; what `DATA` waits for other ranks is left out."""
         self.waiting.start()
-        follow_actions(self._replacements, trainer, (partial(self._add, -1), partial(self._add, 1)))
+        self._leave = follow_actions(self._replacements, trainer, (partial(self._add, -1), partial(self._add, 1)))
 
     def _add(self, sign: int, name: str) -> None:
         # Hooks that run in a save have names that end in its own.
@@ -281,6 +282,8 @@ class ActionClock:
             self.seconds[action] += sign * (time.perf_counter() - waited)
 
     def detach(self) -> None:
+        self._leave()
+        self._leave = lambda: None
         self._replacements.restore()
         self.waiting.detach()
 

@@ -186,10 +186,14 @@ GoBack = Callable[[Callable[[str], None]], None]
 
 
 def after_batches(
-    replacements: Replacements, checkpoints: Checkpoints, saves: HeldSaves, preemption: Preemption, go_back: GoBack
+    replacements: Replacements,
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    saves: HeldSaves,
+    preemption: Preemption,
+    go_back: GoBack,
 ) -> None:
     """After each batch save what is due, then ``go_back`` to a checkpoint or stop, which saves, where that is due."""
-    trainer = checkpoints.module.trainer
     restore, stop = partial(roll_back, trainer, checkpoints), partial(preemption.after_batch, trainer)
     loops.after_each_batch(replacements, trainer, saves.after_batch, partial(go_back, restore), stop)
 

@@ -352,7 +352,7 @@ class ShardStrategy(ParallelStrategy):
         trainer, go_back = self._module.trainer, self.precision_plugin.after_batch
         self.checkpoints.start_of_training()
         self._preemption.start(self._identity)
-        parts.fit.after_batches(self._replacements, self.checkpoints, self._saves, self._preemption, go_back)
+        parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._saves, self._preemption, go_back)
         self._data.start_of_training(trainer)  # after all that draws or resets
         self._preemption.validation_follows(trainer)  # it may be the first that a resumed run does
 
