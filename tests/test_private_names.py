@@ -39,7 +39,8 @@ USES = {
     "_lightning/loops.py": (
         "whether a fit restarts, whether validation is due; signal handlers, the end of a run",
         "_broadcast_sigterm_tensor _checkpoint_connector _combined_loader_states_to_load _current_fx_name"
-        " _data_fetcher _has_run _loaded_checkpoint _restarting _should_check_val_fx _signal_connector _skip_next_val",
+        " _data_fetcher _has_run _last_val_time _loaded_checkpoint _restarting _should_check_val_fx _signal_connector"
+        " _skip_next_val",
     ),
     "_lightning/processes.py": (
         "launchers, the process group, the module's device",

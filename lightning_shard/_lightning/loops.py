@@ -9,7 +9,9 @@ from the next epoch's order.
 """
 
 import copy
+import math
 import re
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -31,14 +33,23 @@ def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> N
         replacements.replace(loop, "inference_mode", False)
 
 
-def validate_by_one_clock(replacements: Replacements, trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
-    """With ``val_check_interval`` as a time, validate when rank 0's clock says so, which all ranks ``broadcast``."""
+def validate_by_one_clock(trainer: Any, broadcast: Callable[[bool], bool]) -> Callable[[], None]:
+    """A function for the end of every batch: with ``val_check_interval`` as a time, it has validation follow on all
+    ranks when rank 0's clock says so, which they ``broadcast``.
+    """
+    began = time.monotonic()
 
-    def should_check(check: Callable[[Any], bool], fetcher: Any) -> bool:
-        due = check(fetcher)
-        return broadcast(due) if trainer.val_check_batch is None else due
+    def agree() -> None:
+        nonlocal began
+        if trainer.val_check_batch is not None:
+            return
+        if math.isfinite(trainer._last_val_time):  # Lightning has set it since, at the start or after a validation.
+            began = trainer._last_val_time
+        trainer._last_val_time = began
+        due = broadcast(trainer.fit_loop.epoch_loop._should_check_val_fx(data_fetcher(trainer)))
+        trainer._last_val_time = -math.inf if due else math.inf
 
-    replacements.wrap(trainer.fit_loop.epoch_loop, "_should_check_val_fx", should_check)
+    return agree
 
 
 def should_accumulate(trainer: Trainer) -> bool:

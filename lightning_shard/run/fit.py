@@ -195,7 +195,10 @@ def after_batches(
 ) -> None:
     """After each batch save what is due, then ``go_back`` to a checkpoint or stop, which saves, where that is due."""
     restore, stop = partial(roll_back, trainer, checkpoints), partial(preemption.after_batch, trainer)
-    loops.after_each_batch(replacements, trainer, saves.after_batch, partial(go_back, restore), stop)
+    clock = loops.validate_by_one_clock(
+        trainer, trainer.strategy.broadcast
+    )  # ahead of what asks if a validation follows
+    loops.after_each_batch(replacements, trainer, clock, saves.after_batch, partial(go_back, restore), stop)
 
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
@@ -221,7 +224,7 @@ def settle_fit(
     saves: HeldSaves,
     async_save: bool | str,
 ) -> None:
-    """Let errors of a fit through, count sharded parameters, validate at one time, save after steps."""
+    """Let errors of a fit through, count sharded parameters, hold saves until a step has ended."""
     callbacks.let_errors_through(replacements, trainer)
     if engine.gathers_in_forward and not engine.follows_freezing:
         callbacks.count_partitioned(replacements, trainer)
@@ -229,7 +232,6 @@ def settle_fit(
     if async_save:
         callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)
     saves.begin(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
-    loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 
 
 def begin_averaging(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None) -> None:

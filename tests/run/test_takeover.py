@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +91,26 @@ def test_values_of_sharded_tensors_are_logged_in_full() -> None:
     assert fsdp == pytest.approx(ddp, rel=1e-6)
 
 
-@pytest.mark.parametrize(("interval", "of_rank_0"), [("00:00:00:01", True), (3, False)])
-def test_validation_by_the_clock_of_rank_0(interval: str | int, of_rank_0: bool) -> None:
+@pytest.mark.parametrize(("interval", "by_the_clock"), [("00:00:00:01", True), (3, False)])
+def test_validation_by_the_clock_of_rank_0(interval: str | int, by_the_clock: bool) -> None:
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, val_check_interval=interval, max_steps=1, **quiet)
     trainer.fit(BoringModel())  # its loop says by what a validation is due
-    loop, replacements = trainer.fit_loop.epoch_loop, Replacements()
+    loop: Any = trainer.fit_loop.epoch_loop
     asked: list[bool] = []
+    of_rank_0 = False
 
     def broadcast(here: bool) -> bool:
         asked.append(here)
-        return True
+        return of_rank_0
 
-    vars(loop)["_should_check_val_epoch"] = lambda: False  # this rank's own answer
-    validate_by_one_clock(replacements, trainer, broadcast)
-    assert loop._should_check_val_fx(None) is of_rank_0
-    assert asked == [False] * of_rank_0
-    replacements.restore()
+    agree = validate_by_one_clock(trainer, broadcast)
+    agree()
     assert loop._should_check_val_fx(None) is False
+    trainer._last_val_time = time.monotonic() - 100.0  # this rank's own clock
+    agree()
+    assert loop._should_check_val_fx(None) is False
+    of_rank_0 = True
+    agree()
+    assert loop._should_check_val_fx(None) is by_the_clock
+    assert asked == [False, True, True] * by_the_clock
