@@ -15,8 +15,9 @@ import pytest
 from lightning_shard import __version__
 from tests.harness import ROOT
 
-pytest.importorskip("flit_core", "3.12")
-BUILD = "from flit_core import buildapi as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+pytest.importorskip("hatchling")
+BUILD = "from hatchling import build as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+QUICKSTART = {f"lightning_shard/quickstart/{name}" for name in ("quickstart.yaml", "gpt.py", "python_corpus.py")}
 FOLDERS = (".ci", ".github", "configs", "examples", "tests")  # what README.md and the guides name
 FILES = ("README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
 
@@ -45,7 +46,7 @@ def test_wheel_and_sdist_hold_the_package_and_its_license(built: list[Path]) -> 
         path for path in (ROOT / "lightning_shard").rglob("*") if path.suffix in (".py", ".csv", ".yaml", ".typed")
     ]
     expected = {path.relative_to(ROOT).as_posix() for path in package}
-    assert {name for name in wheel if name.startswith("lightning_shard/")} == expected
+    assert {name for name in wheel if name.startswith("lightning_shard/")} == expected | QUICKSTART
     assert {name.partition("/")[0] for name in wheel} == {"lightning_shard", f"lightning_shard-{__version__}.dist-info"}
     assert f"lightning_shard-{__version__}.dist-info/licenses/LICENSE" in wheel
     with tarfile.open(built[1]) as archive:
@@ -65,6 +66,8 @@ def test_the_wheel_runs_outside_of_the_checkout(built: list[Path], tmp_path: Pat
     for words in (
         ["-c", f"import lightning_shard; assert lightning_shard.__file__.startswith({str(tmp_path)!r})"],
         ["-m", "lightning_shard", "--version"],
+        ["-m", "lightning_shard", "init", "--example", "quickstart"],
+        ["-m", "lightning_shard", "fit", "--config", "quickstart.yaml", "--trainer.max_steps=2", *changes[:1]],
         ["main.py", "fit", "--config", "run.yaml", *changes],
     ):
         ended = subprocess.run(

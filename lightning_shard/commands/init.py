@@ -41,6 +41,7 @@ them before (without a terminal what is not answered is as proposed), such as
 def parser() -> argparse.ArgumentParser:
     parser = options_parser("init", _DESCRIPTION)
     add = parser.add_argument
+    add("--example", choices=["quickstart"], help="write this example's model, data and YAML, and ask nothing")
     add("--answers", nargs="+", default=[], metavar="FILE|NAME=VALUE", help=f"answers to {', '.join(QUESTIONS)}")
     add_output(parser, "file to write (default: run.yaml)", Path("run.yaml"))
     return parser
@@ -48,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
+    if options.example is not None:
+        return _write_example(options.force)
     refuse_to_replace(options.output, options.force)
     found = _answers(options.answers)
     nodes, devices, accelerator = _machines(found)
@@ -88,6 +91,21 @@ def _proposed(name: str, found: Mapping[str, str]) -> str:
         return "bf16-mixed" if _machines(found)[2] == "gpu" else "32-true"
     slurm = "yes" if shutil.which("sbatch") else "no"
     return {"train": "quickstart", "slurm": slurm, "engine": "shard_fsdp_aligned"}[name]
+
+
+def _write_example(force: bool) -> int:
+    """Write the quickstart's files into the working directory, from the wheel or the checkout."""
+    package = Path(__file__).parents[1]
+    shipped, checkout = package / "quickstart", package.parent
+    sources = {"quickstart.yaml": "configs", "gpt.py": "examples", "python_corpus.py": "examples"}
+    for name in sources:
+        refuse_to_replace(Path(name), force)
+    for name, folder in sources.items():
+        source = shipped / name if shipped.is_dir() else checkout / folder / name
+        text = source.read_text(encoding="utf-8").replace("examples.", "").replace("configs/", "")
+        write_output(Path(name), text, force)
+    print(f"written: {', '.join(sources)}; train with: lightning-shard fit --config quickstart.yaml")
+    return 0
 
 
 def _answers(given: Sequence[str]) -> dict[str, str]:

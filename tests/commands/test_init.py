@@ -41,6 +41,17 @@ def test_what_it_writes_trains_and_is_not_replaced(folder: Path, capsys: pytest.
     assert (folder / "run.yaml").read_text() == written
 
 
+def test_an_example_is_written_to_a_folder_without_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert init.main(["--example", "quickstart"]) == 0
+    written = yaml.safe_load((tmp_path / "quickstart.yaml").read_text())
+    assert (written["model"]["class_path"], written["data"]["class_path"]) == ("gpt.GPT", "python_corpus.PythonCorpus")
+    assert {path.name for path in tmp_path.iterdir()} == {"quickstart.yaml", "gpt.py", "python_corpus.py"}
+    (tmp_path / "gpt.py").write_text("")
+    with pytest.raises(ConfigurationError, match=r"gpt\.py exists"):
+        init.main(["--example", "quickstart"])
+
+
 def test_several_nodes_without_slurm_are_started_by_torchrun(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init.main(["--answers", "slurm=no", "devices=2x4 cpu", "engine=shard_ddp", "precision=32-true"])
     command = "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint NODE:29500 -m lightning_shard"
