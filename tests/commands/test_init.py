@@ -47,8 +47,7 @@ def test_an_example_is_written_to_a_folder_without_a_checkout(tmp_path: Path, mo
     written = yaml.safe_load((tmp_path / "quickstart.yaml").read_text())
     assert (written["model"]["class_path"], written["data"]["class_path"]) == ("gpt.GPT", "python_corpus.PythonCorpus")
     assert {path.name for path in tmp_path.iterdir()} == {"quickstart.yaml", "gpt.py", "python_corpus.py"}
-    (tmp_path / "gpt.py").write_text("")
-    with pytest.raises(ConfigurationError, match=r"gpt\.py exists"):
+    with pytest.raises(ConfigurationError, match=r"quickstart\.yaml exists"):
         init.main(["--example", "quickstart"])
 
 
