@@ -55,9 +55,9 @@ class Samples(Net):
     """Runs its layers between steps, and writes a parameter as it should."""
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with torch.no_grad(), GatheredParameters([*self.parameters()]):
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([*self.parameters()]):
             self.sampled = self(batch)
         weight = full_tensor(self.trainer, "first.weight")
         assert weight is not None
