@@ -3,7 +3,7 @@
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -20,7 +20,7 @@ def require(owner: type | ModuleType, names: str = "", *, assigned: str = "") ->
     if missing := [name for name in (*names.split(), *assigned.split()) if not hasattr(owner, name)]:
         inside = [owner] if isinstance(owner, type) else [c for c in vars(owner).values() if isinstance(c, type)]
         for cls in (cls for cls in inside if cls is owner or cls.__module__ == owner.__name__):
-            found = {*dir(cls), *_set_on_instances(cls)}
+            found = {*dir(cls), *_set_on_instances(cls, missing)}
             missing = [name for name in missing if name not in found]
     if missing:
         raise _untested(owner, f"has no {', '.join(missing)}, which lightning_shard uses")
@@ -50,13 +50,15 @@ def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
     setattr(owner, name, partial(call, getattr(owner, name)))
 
 
-def _set_on_instances(owner: type) -> set[str]:
+def _set_on_instances(owner: type, wanted: Sequence[str]) -> set[str]:
+    """Those that are ``wanted``, maybe with others: to disassemble every method takes longer than all imports."""
     found: set[str] = set()
     for cls in owner.__mro__:
         found.update(vars(cls).get("__annotations__", ()))
         for value in vars(cls).values():
             for code in _codes(value):
-                found.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
+                if not set(wanted).isdisjoint(code.co_names):
+                    found.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import lightning_shard
+from lightning_shard import private_names
 from lightning_shard.private_names import require
 from lightning_shard.versions import TESTED
 
@@ -324,3 +325,20 @@ def test_a_name_that_can_not_be_assigned_is_told(monkeypatch: pytest.MonkeyPatch
         message = rf"{owner.__name__} lets nobody assign {name}, as lightning_shard does.* tested on: tests 0\.1\."
         with pytest.raises(ImportError, match=message):
             require(owner, assigned=name)
+
+
+class _Many:
+    def sets(self) -> None:
+        self.wanted = 1
+
+    def does_not(self) -> None:
+        self.other = 2
+
+
+def test_only_methods_that_name_what_is_asked_for_are_disassembled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it takes longer than all imports of the package together."""
+    seen: list[str] = []
+    own = private_names.dis.get_instructions
+    monkeypatch.setattr(private_names.dis, "get_instructions", lambda code: seen.append(code.co_name) or own(code))
+    require(_Many, "wanted")
+    assert seen == ["sets"]

@@ -82,8 +82,9 @@ def probe(
             if kind not in known:
                 tried = partial(_try, optimizer, group, dtype=dtype, aligned=aligned, alone=alone, device=device)
                 few = Needs()
+                # torch's own have no warm-up, and apply nothing every so many steps.
                 with suppress(_CanNotTry):  # It may ask for more elements.
-                    few = tried(_FEW[ndim])
+                    few = few if type(optimizer).__module__.startswith("torch.optim.") else tried(_FEW[ndim])
                 known[kind] = few if few.full else few | tried(_SHAPES[ndim])
             needs |= known[kind]
     return needs
