@@ -6,10 +6,11 @@ r"""What a training step costs under every engine of this package, and under wha
         --batch-size 4 --alone
 
 A race is a loop by hand (or the raw engine), and all others that do the same with the same dtypes, units, batches and
-optimizer: stock Lightning, Accelerate, and this package's plain and aligned names. They live in the same processes and
-run in turn, a block of steps each; a block is compared with the reference's of the same round. A Trainer's step is
-everything between two batches: its hooks, logging calls and data loading are in. Peak memory is that of each alone, in
-processes of its own. A contestant whose losses are not those of the reference has failed, however fast it was.
+optimizer: stock Lightning, Accelerate, and this package's plain and aligned names. Each has
+processes of its own, and they run in turn, a block of steps each; a block is compared with the reference's of the same
+round. A Trainer's step is everything between two batches: its hooks, logging calls and data loading are in. Peak memory
+is that of each alone. A contestant whose losses are not those of the reference has failed, however fast it was.
+``--control`` lets one of this package race against itself with 5 % of sleep in its step: 1 if that is not seen.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from examples.benchmarks.races import (
     time_one_by_one,
     time_together,
 )
-from examples.benchmarks.turns import Plan, peak
+from examples.benchmarks.turns import CONTROL, SLEEP, Plan, build_with_control, peak
 from examples.benchmarks.workload import Workload, add_arguments, describe, model_flops, workload_of
 from lightning_shard.meters.peaks import mfu, peak_flops
 
@@ -119,6 +120,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--alone", action="store_true", help="larger ones: one at a time; blocks of one round are then not of one time"
     )
+    parser.add_argument("--control", action="store_true", help="is 5 %% of sleep in a step seen?")
     parser.add_argument("--peak-tflops", type=float, help="of a device, for MFU; default: by its name, where known")
     parser.add_argument("--skip", choices=["time", "memory"], help="measure the other alone")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
@@ -129,6 +131,9 @@ def line_up(name: str, options: argparse.Namespace) -> list[list[str]]:
     """The contestants of a race, those that share processes together."""
     reference, *others = RACES[name]
     others = [other for other in others if options.only is None or other in options.only]
+    if options.control:
+        own = next(other for other in RACES[name] if other.startswith("shard_"))
+        return [[own, own + CONTROL]]
     return [[reference, other] for other in others] if options.apart else [[reference, *others]]
 
 
@@ -141,7 +146,7 @@ def measure_time(
     rounds: list[dict[str, Any]] = []
     for names in line_up(race_name, options):
         try:
-            result = (time_one_by_one if options.alone else time_together)(names, work, plan)
+            result = (time_one_by_one if options.alone else time_together)(names, work, plan, build_with_control)
         except Failed as error:
             say(f"{race_name}: {', '.join(names)} did not run: {error}")
             continue
@@ -208,6 +213,14 @@ def draw(rows: list[dict[str, Any]], folder: Path, title: str) -> None:
             report.draw_ratios(shown, key, folder / f"{stem}.png", title=title, label=of)
 
 
+def _control(rows: list[dict[str, Any]]) -> int:
+    """1 if sleep in a step was not seen, or there is none."""
+    slowed = [row for row in rows if row["contestant"].endswith(CONTROL)]
+    unseen = [row["race"] for row in slowed if not row.get("ratio_low", 0.0) > 1.0]
+    say(f"control: {SLEEP:.0%} of sleep is seen in {len(slowed) - len(unseen)} of {len(slowed)} races")
+    return int(bool(unseen) or not slowed)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the races; 1 if a contestant's losses were not the reference's."""
     options = parse_arguments(arguments)
@@ -225,11 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             add_memory(new, name, options, work)
         rows += new
         rounds += blocks
-        say(f"\n{name}\n{report.table(new, COLUMNS)}\n")
+        say(f"\n{name}, {report.load()}\n{report.table(new, COLUMNS)}\n")
         # What was measured stays, should the run be cut short.
         report.write_csv(rows, options.output / f"{stem}.csv")
         if rounds:
             report.write_csv(rounds, options.output / f"{stem}_blocks.csv")
+    if options.control:
+        return _control(rows)
     draw(rows, options.output, title)
     say(f"rows, blocks and pictures: {options.output}")
     return int(any(row.get("failed") for row in rows))

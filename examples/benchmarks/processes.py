@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -16,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +71,8 @@ def run_processes(
     Raises:
         Failed: one of them raised or was killed, or the time was up.
     """
-    _prepare(processes, device)
-    # A process that was forked can't use a CUDA that its parent has looked at.
-    method = "forkserver" if device == "cpu" else "spawn"
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("localhost", 0))  # no one listens at it: the processes meet over a file
-        given = (function, arguments, processes, device, folder, free.getsockname()[1])
-        started = start_processes(_run, given, nprocs=processes, join=False, start_method=method)
-        assert started is not None
+        started = _start(function, arguments, processes, device, folder, free)
         deadline = time.monotonic() + timeout
         try:
             while not started.join(timeout=max(0.0, deadline - time.monotonic())):
@@ -90,6 +86,76 @@ def run_processes(
             for process in started.processes:
                 process.kill()
         return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(processes)]
+
+
+class Team:
+    """Processes that were started together, and are asked and answer by pipes of their own."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, processes: int, device: str) -> None:
+        """Begin ``function(place, pipes, *arguments)``, which uses the pipe of its rank and closes the others."""
+        ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(processes)), strict=True)
+        self._pipes: list[Connection] = list(ours)
+        self._folder, self._free = tempfile.TemporaryDirectory(), socket.socket()
+        given = (theirs, *arguments)
+        self._started = _start(function, given, processes, device, self._folder.name, self._free)
+        for pipe in theirs:
+            pipe.close()
+
+    def ask(self, question: Any, *, seconds: float) -> list[Any]:
+        """The ranks' answers to what all are asked.
+
+        Raises:
+            Failed: one of them raised or was killed, or the time was up.
+        """
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # its end is seen below
+                pipe.send(question)
+        return self.hear(seconds=seconds)
+
+    def hear(self, *, seconds: float) -> list[Any]:
+        """What each rank says next; raises as `ask`."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        while len(answers) < len(self._pipes):
+            silent = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait([*silent], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise Failed(f"it did not end in {seconds:g} s")
+            for pipe in ready:
+                try:
+                    answers[silent[pipe]] = pipe.recv()  # type: ignore[index,union-attr]
+                except (EOFError, ConnectionResetError):
+                    raise Failed(self._reason()) from None
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _reason(self) -> str:
+        try:
+            self._started.join(timeout=30)
+        except Exception as error:
+            return reason(error)
+        return "one of its processes ended"
+
+    def end(self, *, seconds: float = 0.0) -> None:
+        """End the processes, those that do not within some seconds by force."""
+        with contextlib.suppress(Exception):
+            self._started.join(timeout=seconds)
+        for process in self._started.processes:
+            process.kill()
+        for pipe in self._pipes:
+            pipe.close()
+        self._free.close()
+        self._folder.cleanup()
+
+
+def _start(
+    function: Callable[..., Any], arguments: Any, processes: int, device: str, folder: str, free: socket.socket
+) -> Any:
+    _prepare(processes, device)
+    # A process that was forked can't use a CUDA that its parent has looked at.
+    method = "forkserver" if device == "cpu" else "spawn"
+    free.bind(("localhost", 0))  # no one listens at it: the processes meet over a file
+    given = (function, arguments, processes, device, folder, free.getsockname()[1])
+    return start_processes(_run, given, nprocs=processes, join=False, start_method=method)
 
 
 def _prepare(processes: int, device: str) -> None:

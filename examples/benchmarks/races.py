@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from examples.benchmarks.processes import Failed, run_processes
-from examples.benchmarks.turns import Contestant, Plan, Result, Spread, build, difference, paired, race, spread
+from examples.benchmarks.processes import Failed, Team
+from examples.benchmarks.turns import Contestant, Plan, Result, Spread, build, difference, paired, serve, spread
 from examples.benchmarks.workload import Workload
 
 Maker = Callable[..., Contestant]
@@ -19,29 +19,48 @@ step, and bf16 ones by 1e-3; training makes more of it, step by step."""
 
 
 def time_together(names: Sequence[str], work: Workload, plan: Plan, make: Maker = build) -> Result:
-    """Race ``names`` in new processes; of all ranks the slowest, block by block, and all losses.
-
-    Raises:
-        Failed: the processes did not end well.
+    """Race ``names``, each in new processes of its own, that stand still while others run: a block of steps each, every
+    second round backwards. Patches of one for its whole process slow no other down.
     """
-    place: dict[str, Any] = {"processes": work.processes, "device": work.device}
-    ranks: list[Result] = run_processes(race, names, work, plan, make, **place, timeout=plan.seconds_left)
-    result = Result(left_out=ranks[0].left_out)
-    for name in ranks[0].seconds:
-        result.seconds[name] = [max(block) for block in zip(*(r.seconds[name] for r in ranks), strict=True)]
-        result.losses[name] = [loss for r in ranks for loss in r.losses[name]]
+    result = Result()
+    teams: dict[str, Team] = {}
+
+    def told(name: str, say: Callable[[Team], list[Any]]) -> list[Any] | None:
+        try:
+            return say(teams[name])
+        except Failed as error:
+            result.left_out[name] = str(error)
+            result.seconds.pop(name, None)
+            teams.pop(name).end()
+            return None
+
+    try:
+        for name in names:
+            teams[name] = Team(serve, name, work, plan, make, processes=work.processes, device=work.device)
+            whys = told(name, lambda team: team.hear(seconds=plan.seconds_left))
+            if whys is not None and whys[0] is not None:
+                result.left_out[name] = whys[0]
+                teams.pop(name).end()
+            elif whys is not None:
+                result.seconds[name] = []
+        for index in range(plan.rounds):
+            for name in list(teams)[:: -1 if index % 2 else 1]:
+                if seconds := told(name, lambda team: team.ask(plan.steps, seconds=plan.seconds_left)):
+                    result.seconds[name].append(max(seconds))
+        for name in list(teams):
+            if (losses := told(name, lambda team: team.ask(0, seconds=plan.seconds_left))) is not None:
+                result.losses[name] = [loss for rank in losses for loss in rank]
+    finally:
+        for team in teams.values():
+            team.end(seconds=30.0)
     return result
 
 
 def time_one_by_one(names: Sequence[str], work: Workload, plan: Plan, make: Maker = build) -> Result:
-    """As `time_together`, but each in new processes of its own, for models that leave no room beside them."""
+    """As `time_together`, but one after the other, for models that leave no room beside them."""
     result = Result()
     for name in names:
-        try:
-            one = time_together([name], work, plan, make)
-        except Failed as error:
-            result.left_out[name] = str(error)
-            continue
+        one = time_together([name], work, plan, make)
         result.seconds |= one.seconds
         result.losses |= one.losses
         result.left_out |= one.left_out

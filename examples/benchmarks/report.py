@@ -8,13 +8,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from os import cpu_count
+from os import cpu_count, getloadavg
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_shard import devices
+from lightning_shard.devices import cores
 
 Row = Mapping[str, Any]
 
@@ -24,7 +25,12 @@ def environment(device: str) -> str:
     names = ("torch", "lightning", "deepspeed", "accelerate")
     versions = ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return f"{when}, {device_name(device)}, Python {platform.python_version()}, {versions}"
+    return f"{when}, {device_name(device)}, Python {platform.python_version()}, {versions}, {load()}"
+
+
+def load() -> str:
+    """How busy the machine is, with what else runs there."""
+    return f"load {getloadavg()[0]:.1f} on {cores()} cores"
 
 
 def device_name(device: str) -> str:

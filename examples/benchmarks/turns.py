@@ -1,4 +1,4 @@
-"""Contestants that run in turn in the same processes, so that a machine that is busy or slows down is so for all."""
+"""Contestants, each in processes of its own, and how often they run in turn: a machine that is busy is so for all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from examples.benchmarks.processes import PeakMemory, Place, reason
 from examples.benchmarks.python_loops import LOOPS
@@ -59,12 +59,12 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Result:
-    """What one process measured."""
+    """What was measured."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds per step of each block, by contestant."""
+    """Seconds per step of each block, of the slowest rank, by contestant."""
     losses: dict[str, list[float]] = field(default_factory=dict)
-    """This rank's loss in every step."""
+    """The loss in every step, of one rank after the other."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Why a contestant did not run."""
 
@@ -76,62 +76,76 @@ def build(name: str, work: Workload, place: Place, plan: Plan, **options: Any) -
     return TrainerLoop(name, work, place, steps=plan.total, **options)
 
 
-def race(
+def serve(
     place: Place,
-    names: Sequence[str],
+    pipes: Sequence[Connection],
+    name: str,
     work: Workload,
     plan: Plan,
     make: Callable[..., Contestant] = build,
-) -> Result:
-    """Run the contestants in turn, a block of steps each, every second round backwards. All ranks call it."""
-    result = Result()
-    running: dict[str, Contestant] = {}
-    functions: dict[str, Any] = {}
-    untouched = _functions()
+) -> None:
+    """Train as a contestant in processes of its own. Each rank says why it does not run, or None; then seconds per step
+    for each number of steps that it is told to take, and the losses of all once it is told to take none.
+    """
+    for rank, pipe in enumerate(pipes):
+        if rank != place.rank:
+            pipe.close()
+    pipe = pipes[place.rank]
+    contestant, why = None, None
+    try:
+        contestant = make(name, work, place, plan)
+        contestant.run(plan.warmup)
+    except (AttributeError, NameError, TypeError):
+        raise  # of this code
+    except Exception as error:
+        why = why_not(error)
+    # An engine that one rank alone can't run would leave the others waiting.
+    whys: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(whys, why)
+    why = next((w for w in whys if w is not None), None)
+    pipe.send(why)
+    if why is not None or contestant is None:
+        return
     now = time.process_time if plan.clock == "cpu" else place.now
-    for name in names:
-        _put(untouched)
-        try:
-            contestant = make(name, work, place, plan)
-            contestant.run(plan.warmup)
-        except (AttributeError, NameError, TypeError):
-            raise  # of this code
-        except Exception as error:
-            contestant, why = None, why_not(error)
-        else:
-            why = None
-        # An engine that one rank alone can't run would leave the others waiting.
-        whys: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(whys, why)
-        found = next((w for w in whys if w is not None), None)
-        if found is not None:
-            result.left_out[name] = found
-            continue
-        assert contestant is not None
-        running[name] = contestant
-        functions[name] = _functions()
-        result.seconds[name] = []
-    for index in range(plan.rounds):
-        for name in list(running)[:: -1 if index % 2 else 1]:
-            _put(functions[name])
-            place.meet()
-            start = now()
-            running[name].run(plan.steps)
-            result.seconds[name].append((now() - start) / plan.steps)
-    for name, contestant in running.items():
-        _put(functions[name])
-        result.losses[name] = [loss.item() for loss in contestant.losses[: plan.total]]
-        contestant.end()
-    return result
+    while steps := pipe.recv():
+        place.meet()
+        start = now()
+        contestant.run(steps)
+        pipe.send((now() - start) / steps)
+    pipe.send([loss.item() for loss in contestant.losses[: plan.total]])
+    contestant.end()
 
 
-def _functions() -> tuple[Any, Any]:
-    """What DeepSpeed's stage 3 replaces for the whole process; each contestant gets those that it had at its start."""
-    return functional.linear, functional.embedding
+SLEEP, CONTROL = 0.05, "+sleep"
+"""Part of each step that a contestant sleeps after it whose name ends so: a race that does not see it sees nothing."""
 
 
-def _put(functions: tuple[Any, Any]) -> None:
-    functional.linear, functional.embedding = functions
+class Slowed:
+    """A contestant with some sleep in each step."""
+
+    def __init__(self, contestant: Contestant, place: Place) -> None:
+        """Slow ``contestant`` down, which runs at ``place``."""
+        self._contestant, self._place = contestant, place
+        self.end = contestant.end
+
+    @property
+    def losses(self) -> Sequence[Tensor]:
+        """Those of the contestant."""
+        return self._contestant.losses
+
+    def run(self, steps: int) -> None:
+        """Take steps, and sleep."""
+        for _ in range(steps):
+            start = self._place.now()
+            self._contestant.run(1)
+            time.sleep(SLEEP * (self._place.now() - start))
+
+
+def build_with_control(name: str, work: Workload, place: Place, plan: Plan) -> Contestant:
+    """The contestant of this name, with sleep where the name says so."""
+    base, slowed, _ = name.partition(CONTROL)
+    contestant = build(base, work, place, plan)
+    return Slowed(contestant, place) if slowed else contestant
 
 
 def why_not(error: Exception) -> str:

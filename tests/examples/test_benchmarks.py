@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from examples.benchmarks.limits import MemoryLimit, Trial, largest
 from examples.benchmarks.llama import SIZES, Llama
 from examples.benchmarks.processes import MEBIBYTE, Failed, PeakMemory, Place, run_processes
 from examples.benchmarks.python_loops import LOOPS
-from examples.benchmarks.races import compare_with_others, rows_of, time_one_by_one
+from examples.benchmarks.races import compare_with_others, rows_of
 from examples.benchmarks.trainers import STOCK
-from examples.benchmarks.turns import Plan, Result, build, difference, paired, race, spread
-from examples.benchmarks.variants import FEATURES, build_variant
+from examples.benchmarks.turns import Plan, Result, paired, spread
+from examples.benchmarks.variants import FEATURES
 from examples.benchmarks.workload import Workload, build_loader, build_model, loss_of
 from lightning_shard.registry import PRESETS
 from tests.harness import run_distributed
@@ -82,78 +81,10 @@ def _place() -> Place:
     return Place(rank=dist.get_rank(), device=torch.device("cpu"))
 
 
-def _race(names: list[str], variants: bool = False, **changes: Any) -> Result:
-    plan = Plan(rounds=2, steps=4, warmup=0) if variants else PLAN
-    return race(_place(), names, replace(TINY, **changes), plan, build_variant if variants else build)
-
-
-@pytest.mark.parametrize(
-    ("names", "left_out"),
-    [
-        (["hand_fsdp", "lightning_fsdp", "shard_fsdp_aligned"], ["lightning_fsdp"]),
-        pytest.param(["hand_fsdp", "lightning_model_parallel"], [], marks=pytest.mark.matrix),
-        pytest.param(["hand_ddp", "lightning_ddp", "shard_ddp"], [], marks=pytest.mark.matrix),
-        *(
-            pytest.param([f"deepspeed_{stage}", f"shard_deepspeed_{stage}"], [], marks=pytest.mark.matrix)
-            for stage in ("stage_1", "stage_2", "stage_3", "stage_3_offload")
-        ),
-    ],
-)
-def test_contestants_take_turns_and_learn_the_same(names: list[str], left_out: list[str]) -> None:
-    pytest.importorskip("greenlet")
-    first, second = run_distributed(_race, 2, names)
-    assert list(first.left_out) == list(second.left_out) == left_out
-    assert all("requires a GPU" in why for why in first.left_out.values())
-    assert list(first.seconds) == [name for name in names if name not in left_out]
-    reference = first.losses[names[0]]
-    assert len(reference) == PLAN.total
-    assert reference != second.losses[names[0]], "the ranks saw the same batches"
-    assert len(set(reference)) == PLAN.total
-    for name, blocks in first.seconds.items():
-        assert len(blocks) == PLAN.rounds
-        # fp32 sums in another order, in three steps.
-        assert difference(first.losses[name], reference) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"checkpointing": "selective"},
-        pytest.param({"checkpointing": "units", "compile": True}, marks=pytest.mark.matrix),
-        pytest.param({"checkpointing": "selective", "compile": True}, marks=pytest.mark.matrix),
-    ],
-)
-def test_checkpointed_and_compiled_ones_learn_the_same(changes: dict[str, Any]) -> None:
-    pytest.importorskip("greenlet")
-    names = ["hand_fsdp", "lightning_model_parallel", "shard_fsdp_aligned", "shard_deepspeed_stage_2"]
-    found = run_distributed(_race, 2, names, precision="bf16-mixed", **changes, timeout=300)[0]
-    assert found.left_out == {}
-    plain = run_distributed(_race, 2, names[:1], precision="bf16-mixed")[0]
-    for name in names:
-        # Rounded to bf16 less often where it is fused.
-        assert difference(found.losses[name], plain.losses["hand_fsdp"]) < (1e-3 if changes.get("compile") else 1e-6)
-
-
 def test_checkpointing_is_the_engines_own_where_it_has_one() -> None:
     """Else a setting would be measured that no user of the package has."""
     assert "forward" in vars(build_model(replace(TINY, checkpointing="units")).blocks[0])
     assert "forward" not in vars(build_model(replace(TINY, checkpointing="units"), plain=True).blocks[0])
-
-
-@pytest.mark.matrix
-def test_variants_do_what_they_are_called_and_learn_the_same() -> None:
-    pytest.importorskip("greenlet")
-    names = ["hand_fsdp", "hand_fsdp+clip", "shard_fsdp+clip", "hand_fsdp+validate", "shard_fsdp+validate"]
-    names += ["shard_fsdp+log", "hand_fsdp+boundary", "shard_fsdp+boundary", "shard_fsdp+micro_batch"]
-    losses = run_distributed(_race, 2, names, variants=True)[0].losses
-    assert list(losses) == names
-    for name in names:
-        reference = losses[overheads.reference_of(name).replace("micro_batch", "boundary")]
-        # fp32 sums in another order, in eight steps.
-        assert difference(losses[name], reference) < 1e-5
-    # The norm is above 1 at first, and accumulation learns nothing before its fourth batch.
-    assert losses["hand_fsdp+clip"][2] != losses["hand_fsdp"][2]
-    assert losses["hand_fsdp+boundary"][2] != losses["hand_fsdp"][2]
 
 
 # Comparisons
@@ -207,16 +138,6 @@ def test_large_models_race_in_pairs_and_names_can_be_chosen() -> None:
     assert engines.line_up("ddp", options) == [["hand_ddp", "shard_ddp"]]
     options.apart = True
     assert engines.line_up("fsdp", options) == [["hand_fsdp", "lightning_model_parallel"], ["hand_fsdp", "shard_fsdp"]]
-
-
-@pytest.mark.matrix
-def test_one_at_a_time_the_rest_goes_on() -> None:
-    pytest.importorskip("greenlet")
-    names = ["hand_fsdp", "lightning_fsdp", "no_such_strategy", "shard_fsdp"]
-    result = time_one_by_one(names, TINY, PLAN)
-    assert list(result.left_out) == ["lightning_fsdp", "no_such_strategy"]
-    assert {name: len(blocks) for name, blocks in result.seconds.items()} == {"hand_fsdp": 2, "shard_fsdp": 2}
-    assert difference(result.losses["shard_fsdp"], result.losses["hand_fsdp"]) < 1e-5
 
 
 # Limits
@@ -310,25 +231,6 @@ def test_deeper_models_are_larger() -> None:
 
 
 # What is not there
-
-
-def _without_deepspeed() -> Result:
-    before = sys.modules.get("deepspeed")
-    sys.modules["deepspeed"] = None  # type: ignore[assignment]  # as import has it for what can't be imported
-    try:
-        return race(_place(), ["hand_ddp", "deepspeed_stage_2", "shard_deepspeed_stage_2"], TINY, PLAN)
-    finally:
-        del sys.modules["deepspeed"]
-        if before is not None:
-            sys.modules["deepspeed"] = before
-
-
-def test_an_engine_that_is_not_installed_is_left_out() -> None:
-    pytest.importorskip("greenlet")
-    for result in run_distributed(_without_deepspeed, 2):
-        missing = "deepspeed is not installed"
-        assert result.left_out == {"deepspeed_stage_2": missing, "shard_deepspeed_stage_2": missing}
-        assert len(result.seconds["hand_ddp"]) == PLAN.rounds
 
 
 def test_what_fails_once_is_told_once_and_compared_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:

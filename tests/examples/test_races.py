@@ -1,0 +1,147 @@
+"""Races of the benchmarks: contestants in processes of their own, that take turns; no time is looked at."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from examples.benchmarks import engines, overheads, turns
+from examples.benchmarks.llama import SIZES
+from examples.benchmarks.processes import Place
+from examples.benchmarks.races import time_one_by_one, time_together
+from examples.benchmarks.turns import Plan, Result, build, difference
+from examples.benchmarks.variants import build_variant
+from examples.benchmarks.workload import Workload
+
+TINY = Workload(size=SIZES["tiny"], seq_len=16, batch_size=2)
+PLAN = Plan(rounds=2, steps=1, warmup=1)
+
+
+def _race(names: list[str], variants: bool = False, **changes: Any) -> Result:
+    plan = Plan(rounds=2, steps=4, warmup=0) if variants else PLAN
+    return time_together(names, replace(TINY, **changes), plan, build_variant if variants else build)
+
+
+@pytest.mark.parametrize(
+    ("names", "left_out"),
+    [
+        (["hand_fsdp", "lightning_fsdp", "shard_fsdp_aligned"], ["lightning_fsdp"]),
+        pytest.param(["hand_fsdp", "lightning_model_parallel"], [], marks=pytest.mark.matrix),
+        pytest.param(["hand_ddp", "lightning_ddp", "shard_ddp"], [], marks=pytest.mark.matrix),
+        *(
+            pytest.param([f"deepspeed_{stage}", f"shard_deepspeed_{stage}"], [], marks=pytest.mark.matrix)
+            for stage in ("stage_1", "stage_2", "stage_3", "stage_3_offload")
+        ),
+    ],
+)
+def test_contestants_take_turns_and_learn_the_same(names: list[str], left_out: list[str]) -> None:
+    pytest.importorskip("greenlet")
+    found = _race(names)
+    assert list(found.left_out) == left_out
+    assert all("requires a GPU" in why for why in found.left_out.values())
+    assert list(found.seconds) == [name for name in names if name not in left_out]
+    reference = found.losses[names[0]]
+    assert len(reference) == 2 * PLAN.total
+    assert reference[: PLAN.total] != reference[PLAN.total :], "the ranks saw the same batches"
+    assert len(set(reference)) == 2 * PLAN.total
+    for name, blocks in found.seconds.items():
+        assert len(blocks) == PLAN.rounds
+        # fp32 sums in another order, in three steps.
+        assert difference(found.losses[name], reference) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpointing": "selective"},
+        pytest.param({"checkpointing": "units", "compile": True}, marks=pytest.mark.matrix),
+        pytest.param({"checkpointing": "selective", "compile": True}, marks=pytest.mark.matrix),
+    ],
+)
+def test_checkpointed_and_compiled_ones_learn_the_same(changes: dict[str, Any]) -> None:
+    pytest.importorskip("greenlet")
+    names = ["hand_fsdp", "lightning_model_parallel", "shard_fsdp_aligned", "shard_deepspeed_stage_2"]
+    found = _race(names, precision="bf16-mixed", **changes)
+    assert found.left_out == {}
+    plain = _race(names[:1], precision="bf16-mixed")
+    for name in names:
+        # Rounded to bf16 less often where it is fused.
+        assert difference(found.losses[name], plain.losses["hand_fsdp"]) < (1e-3 if changes.get("compile") else 1e-6)
+
+
+@pytest.mark.matrix
+def test_variants_do_what_they_are_called_and_learn_the_same() -> None:
+    pytest.importorskip("greenlet")
+    names = ["hand_fsdp", "hand_fsdp+clip", "shard_fsdp+clip", "hand_fsdp+validate", "shard_fsdp+validate"]
+    names += ["shard_fsdp+log", "hand_fsdp+boundary", "shard_fsdp+boundary", "shard_fsdp+micro_batch"]
+    losses = _race(names, variants=True).losses
+    assert list(losses) == names
+    losses = {name: found[: len(found) // 2] for name, found in losses.items()}  # rank 0's
+    for name in names:
+        reference = losses[overheads.reference_of(name).replace("micro_batch", "boundary")]
+        # fp32 sums in another order, in eight steps.
+        assert difference(losses[name], reference) < 1e-5
+    # The norm is above 1 at first, and accumulation learns nothing before its fourth batch.
+    assert losses["hand_fsdp+clip"][2] != losses["hand_fsdp"][2]
+    assert losses["hand_fsdp+boundary"][2] != losses["hand_fsdp"][2]
+
+
+@pytest.mark.matrix
+def test_one_at_a_time_the_rest_goes_on() -> None:
+    pytest.importorskip("greenlet")
+    names = ["hand_fsdp", "lightning_fsdp", "no_such_strategy", "shard_fsdp"]
+    result = time_one_by_one(names, TINY, PLAN)
+    assert list(result.left_out) == ["lightning_fsdp", "no_such_strategy"]
+    assert {name: len(blocks) for name, blocks in result.seconds.items()} == {"hand_fsdp": 2, "shard_fsdp": 2}
+    assert difference(result.losses["shard_fsdp"], result.losses["hand_fsdp"]) < 1e-5
+
+
+def _without_deepspeed(name: str, work: Workload, place: Place, plan: Plan) -> Any:
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]  # as import has it for what can't be imported
+    return build(name, work, place, plan)
+
+
+def _fails_later(name: str, work: Workload, place: Place, plan: Plan) -> Any:
+    contestant: Any = build("hand_ddp", work, place, plan)
+    if name == "ends":
+        steps, run = [0], contestant.run
+
+        def ends(count: int) -> None:
+            steps[0] += count
+            assert steps[0] < 3 or place.rank, "rank 0 takes two steps"
+            run(count)
+
+        contestant.run = ends
+    return contestant
+
+
+def test_an_engine_that_is_not_installed_is_left_out() -> None:
+    pytest.importorskip("greenlet")
+    names = ["hand_ddp", "deepspeed_stage_2", "shard_deepspeed_stage_2"]
+    result = time_together(names, TINY, PLAN, _without_deepspeed)
+    assert result.left_out == dict.fromkeys(names[1:], "deepspeed is not installed")
+    assert len(result.seconds["hand_ddp"]) == PLAN.rounds
+
+
+def test_one_that_ends_in_the_middle_leaves_the_others() -> None:
+    result = time_together(["ends", "hand_ddp"], TINY, PLAN, _fails_later)
+    assert result.left_out == {"ends": "AssertionError: rank 0 takes two steps"}
+    assert {name: len(blocks) for name, blocks in result.seconds.items()} == {"hand_ddp": PLAN.rounds}
+
+
+def test_the_control_sleeps_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 2.0, 2.0, 6.0])
+    slept: list[float] = []
+    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=slept.append))
+    ran: list[int] = []
+    inside: Any = SimpleNamespace(run=ran.append, end=None, losses=[])
+    slowed = turns.Slowed(inside, cast("Place", SimpleNamespace(now=lambda: next(clock))))
+    slowed.run(2)
+    assert (ran, slept) == ([1, 1], [0.05 * 2.0, 0.05 * 4.0])
+    rows = [{"race": "one", "contestant": "a+sleep", "ratio_low": 1.03}, {"race": "one", "contestant": "a"}]
+    assert engines._control(rows) == 0
+    assert engines._control([{**rows[0], "ratio_low": 0.99}]) == engines._control(rows[1:]) == 1
