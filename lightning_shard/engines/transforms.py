@@ -111,7 +111,10 @@ def checkpoint_forward(module: nn.Module, spec: Checkpointing, inputs: HostInput
     """Run the module's forward again in backward; ``inputs``: of the model's modules, where they are offloaded."""
     # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
     run = partial(checkpoint, inside_modules(module.forward), use_reentrant=False)
-    forms = {SELECTIVE: partial(_selectively, run), OFFLOAD: (inputs or HostInputs()).wrap(run)}
+    forms: dict[str, Callable[..., Any]] = {
+        SELECTIVE: partial(_selectively, run),
+        OFFLOAD: (inputs or HostInputs()).wrap(run),
+    }
     return replace_forward(module, forms.get(spec, run) if isinstance(spec, str) else run)
 
 
