@@ -187,4 +187,13 @@ def _fix(kinds: Sequence[Any], value: Any, name: str) -> str:
     if tuple(kinds) == (bool,):
         return f" Write {name}=True to turn it on."
     words = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-    return did_you_mean(text, words) if isinstance(text := _word(value), str) else ""
+    groups = [fields(kind) for kind in kinds if is_dataclass(kind)]
+    if value is True and (words or groups):
+        shown = words[0] if words else {field.name: field.default for field in groups[0][:1]}
+        return f" Write {name}={shown!r}."
+    if isinstance(value, list | tuple) and [group for group in groups if len(group) == len(value)]:
+        return f" Write {name}={dict(zip((field.name for field in groups[0]), value, strict=False))}."
+    text = _word(value)
+    near = did_you_mean(text, words) if isinstance(text, str) else ""
+    takes_names = any(str in _members(get_args(kind)[0]) for kind in kinds if get_origin(kind) is list)
+    return f" Write {name}={[text]}." if isinstance(text, str) and takes_names and not near else near

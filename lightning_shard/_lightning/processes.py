@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import devices
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.ranks import reachable
 from lightning_shard.tensors.full import full_of
 
@@ -92,11 +92,14 @@ def share_cores(count: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
-def end_behind() -> None:
-    """End this process without a word after an error that the script that started it, before they connect, made too."""
+def end_behind(error: BaseException) -> None:
+    """End this process without a word after an error that the script that started it made too: one of this package's,
+    or any before they connect.
+    """
     own, deadline = str(os.getpid()), time.monotonic() + _LAST_WORDS_SECONDS
     started_by = os.environ.get(_STARTED_BY, own)
-    while started_by != own and not dist.is_initialized() and time.monotonic() < deadline:
+    alike = isinstance(error, ShardError) or not dist.is_initialized()
+    while alike and started_by != own and time.monotonic() < deadline:
         if str(os.getppid()) != started_by:
             raise SystemExit(1)
         time.sleep(0.1)

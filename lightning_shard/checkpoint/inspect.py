@@ -12,12 +12,12 @@ from lightning_shard.checkpoint.files.boxes import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.commit import settle
 from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, StrPath
 from lightning_shard.checkpoint.files.location import Location, StorePath, location
-from lightning_shard.checkpoint.files.manifest import Contents, damaged, open_checkpoint_directory
+from lightning_shard.checkpoint.files.manifest import Contents, damaged, open_checkpoint_directory, other_content
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.foreign import deepspeed
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
 from lightning_shard.checkpoint.load import open_portable
-from lightning_shard.errors import CheckpointError, CheckpointReplacedError
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError
 from lightning_shard.text import columns
 
 
@@ -49,6 +49,8 @@ def open_any(
     if not is_foreign(path):
         stored = open_portable(path)
     elif (path := Path(path)).is_file():
+        if path.suffix == ".safetensors":
+            raise CheckpointNotFoundError(f"{path} is not a checkpoint.{other_content(path)}")
         stored = open_full(path, names() if names is not None else None, number=optimizers != "named")
     else:
         stored = deepspeed.open_stock_fsdp(path) if deepspeed.is_stock_fsdp(path) else deepspeed.open_deepspeed(path)

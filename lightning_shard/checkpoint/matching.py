@@ -49,8 +49,11 @@ class Match:
             )
         if self.reshaped or self.problems or (strict and (self.missing or self.unexpected)):
             kinds = {f"missing in {where}": self.missing, f"unexpected in {where}": self.unexpected}
-            kinds["of another shape"] = self.reshaped
             lines = [f"  {kind} ({len(keys)}): {listed(sorted(keys), most=20)}" for kind, keys in kinds.items() if keys]
+            if self.reshaped:
+                lines.append(f"  of another shape ({len(self.reshaped)}):")
+                lines += [f"    {each}" for each in sorted(self.reshaped)[:10]]
+                lines += [f"    and {len(self.reshaped) - 10} more"] * (len(self.reshaped) > 10)
             lines += [f"  {problem}" for problem in self.problems[:20]]
             if self.reshaped and not self.problems:
                 lines += ["  Give these the shapes that were saved, or others to what is loaded in on_load_checkpoint."]

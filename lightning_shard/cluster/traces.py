@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch import distributed as dist
@@ -34,6 +34,20 @@ def user_frame(error: BaseException) -> str | None:
     # What is installed may be the user's, but is another library more often.
     walked.sort(key=lambda place: "site-packages" not in place[0].co_filename)
     return f"{walked[-1][0].co_filename}:{walked[-1][1]}, in {walked[-1][0].co_name}" if walked else None
+
+
+def leave_users_frames(error: BaseException) -> None:
+    """Cut from the traceback of ``error``, which this package raises, the frames that are not the user's code."""
+    kept, walked = None, []
+    trace = error.__traceback__
+    while trace is not None:
+        walked.append(trace)
+        trace = trace.tb_next
+    for each in reversed(walked):
+        if package_of(each.tb_frame) not in _LIBRARIES:
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    error.with_traceback(kept)
+    error.__suppress_context__ = True
 
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n(?:    .*\n)*', re.MULTILINE)

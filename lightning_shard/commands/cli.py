@@ -23,6 +23,7 @@ from lightning_shard._lightning.cli import ConfiguredCLI
 from lightning_shard._lightning.messages import leave_out_noise
 from lightning_shard.arguments import imported
 from lightning_shard.checkpoint.files.layout import other_form
+from lightning_shard.checkpoint.files.manifest import other_content
 from lightning_shard.cluster.preemption import release_signals
 from lightning_shard.commands import failures
 from lightning_shard.commands.options import UsageError
@@ -166,6 +167,8 @@ class ShardCLI(ConfiguredCLI):
             self.save_config_kwargs = {"overwrite": True, "config_filename": name}
         super().instantiate_classes()
         strategy = getattr(self.trainer, "strategy", None)
+        if isinstance(strategy, ShardStrategy):
+            strategy.all_frames = "--traceback" in self._arguments
         if not getattr(getattr(strategy, "preemption", None), "signals", ()):
             release_signals()  # nobody else notes them
 
@@ -244,7 +247,8 @@ def check_ckpt_path(path: Any) -> None:
         with open(path, "rb") as file:
             start = file.read(2)
         if start != b"PK" and not start.startswith(b"\x80"):  # torch's zip files, and pickles of before torch 1.6
-            raise UsageError(f"{given} is not a checkpoint. Allowed: a checkpoint directory or a .ckpt file.")
+            allowed = other_content(Path(path)) or " Allowed: a checkpoint directory or a .ckpt file."
+            raise UsageError(f"{given} is not a checkpoint.{allowed}")
 
 
 def _is_own(strategy: Any) -> bool:

@@ -27,10 +27,11 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
 from lightning_shard.checkpoint.files.location import location
+from lightning_shard.cluster.traces import leave_users_frames
 from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED, RELEASED
-from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.errors import ConfigurationError, PrecisionError, ShardError
 from lightning_shard.meters.memory import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
 from lightning_shard.ranks import Ranks
@@ -288,11 +289,15 @@ _CAST = (
 )
 
 
-def explain(error: BaseException, memory: Memory | None) -> None:
-    """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do."""
+def explain(error: BaseException, memory: Memory | None, *, all_frames: bool) -> None:
+    """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do, and
+    leave the user's frames alone in the traceback of this package's errors.
+    """
     explain_out_of_memory(error, memory)
     told = [more for said, more in _MORE.items() if said in str(error)]
     if told and isinstance(error, RuntimeError | AssertionError):
         append_to_message(error, told[0])
     if isinstance(error, RuntimeError | ValueError) and _SIXTEEN_BITS.search(str(error)):
         append_to_message(error, _CAST)
+    if isinstance(error, ShardError) and not all_frames:
+        leave_users_frames(error)

@@ -50,6 +50,7 @@ class ShardStrategy(ParallelStrategy):
     compile: bool
     async_save: bool | str
     preemption: PreemptionConfig
+    all_frames = False  # of an error of this package, or the user's alone
 
     def __init__(self, settings: CommonSettings) -> None:
         """Build the parts; nothing is touched before the Trainer sets the strategy up."""
@@ -396,11 +397,11 @@ class ShardStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True  # nothing communicates: other ranks may be anywhere; told, they end, and a save with them
         self.checkpoints.end()
-        refusals.explain(exception, self.memory)
+        refusals.explain(exception, self.memory, all_frames=self.all_frames)
         self._watch.failed(exception)
         self._ledger.stop()
         self.checkpoints.remove_converted()
-        processes.end_behind()
+        processes.end_behind(exception)
 
     @override
     def teardown(self) -> None:

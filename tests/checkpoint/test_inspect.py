@@ -116,3 +116,15 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
             look(tmp_path / "nothing")
         with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
             look(tmp_path)
+    weights, run = tmp_path / "exported", tmp_path / "run"
+    for folder in (weights, run / "checkpoints"):
+        folder.mkdir(parents=True)
+    (weights / "model.safetensors").touch()
+    (run / "checkpoints" / "last.ckpt").touch()
+    for path, told in (
+        (weights, f"weights alone, from which none resumes: callbacks.PretrainedWeights('{weights}') loads them"),
+        (weights / "model.safetensors", "It has weights alone, from which none resumes"),
+        (run, f"It is a folder with checkpoints. The newest: ckpt_path='{run}/checkpoints/last.ckpt'"),
+    ):
+        with pytest.raises(CheckpointNotFoundError, match=re.escape(told)):
+            open_any(path)

@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     run_distributed(trained, 1, path, "shard_ddp")
     with pytest.raises(
-        CheckpointMismatchError, match=r"of another shape .*model\.first\.bias \(6,\) there, \(7,\) here"
+        CheckpointMismatchError, match=r"(?s)of another shape .*model\.first\.bias \(6,\) there, \(7,\) here"
     ):
         load_from_checkpoint(Regression, path, width=7)
     with pytest.raises(CheckpointMismatchError, match=r"missing in the checkpoint \(2\): model\.third\.bias"):

@@ -205,7 +205,7 @@ def test_slots_that_cannot_be_cut(tmp_path):
     sgd.state[net.weight]["slot"] = torch.zeros(4, 4)
     save_module(path, module=net, optimizers=[sgd])
     for result in run_distributed(load_slot, 2, path, 8):
-        assert "of another shape (2): model.bias (4,) there, (8,) here" in result
+        assert "of another shape (2):\n    model.bias (4,) there, (8,) here\n" in result
         assert "weight.slot" not in result
 
 

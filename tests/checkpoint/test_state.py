@@ -120,7 +120,8 @@ def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
     assert str(caught.value).splitlines()[1:] == [
         "  missing in the checkpoint (1): model.new",
         "  unexpected in the checkpoint (1): model.gone",
-        "  of another shape (1): model.turned (2, 3) there, (3, 2) here",
+        "  of another shape (1):",
+        "    model.turned (2, 3) there, (3, 2) here",
         "  Give these the shapes that were saved, or others to what is loaded in on_load_checkpoint.",
     ]
     assert asked["model.same"].eq(0).all()
@@ -230,7 +231,7 @@ def test_a_buffer_of_another_shape_is_refused(tmp_path, strict):
         part[0].weight = part[0].bias = None
     save_module(tmp_path / "a.ckpt", module=parts[0])
     with pytest.raises(
-        CheckpointMismatchError, match=r"of another shape \(2\): model\.0\.running_mean \(4,\) there, \(3"
+        CheckpointMismatchError, match=r"of another shape \(2\):\s+model\.0\.running_mean \(4,\) there, \(3"
     ):
         load_module(tmp_path / "a.ckpt", module=parts[1], strict=strict)
 

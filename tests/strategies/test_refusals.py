@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.fsdp import fully_shard
 
 from lightning_shard import ConfigurationError, ShardPrecision
+from lightning_shard.cluster.traces import package_of
 from lightning_shard.registry import build
 from lightning_shard.strategies.refusals import explain, refuse_loss
 from tests.harness import run_distributed
@@ -52,8 +54,10 @@ class Lazy(BoringModel):
 @pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_1"])
 def test_lazy_parameters_are_refused_in_a_sentence(name: str) -> None:
     trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(ConfigurationError, match="Run a batch through the model in configure_model"):
+    with pytest.raises(ConfigurationError, match="Run a batch through the model in configure_model") as raised:
         trainer.fit(Lazy())
+    packages = [package_of(frame) for frame, _ in traceback.walk_tb(raised.value.__traceback__)]
+    assert packages == ["tests", "lightning"], "the user's line, and Trainer.fit"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_lazy_parameters_are_refused_in_a_sentence(name: str) -> None:
 def test_dtypes_that_do_not_meet_are_told_what_is_cast(compute: Any) -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         compute(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2))
-    explain(caught.value, None)
+    explain(caught.value, None, all_frames=False)
     assert "buffers and tensors that forward makes are not" in str(caught.value)
 
 

@@ -276,7 +276,7 @@ def _why_not_found(directory: Path) -> str | None:
                 f"{directory} is half-written: it has checkpoint files but no {layout.MANIFEST}, which is written "
                 "last. The save was interrupted; use an older checkpoint. The next save to this path removes it."
             )
-        return f"{directory} is not a checkpoint: it has no {layout.MANIFEST}"
+        return f"{directory} is not a checkpoint: it has no {layout.MANIFEST}.{other_content(directory)}"
     except NotADirectoryError:
         return f"{directory} is a file; a checkpoint of this form is a directory with a {layout.MANIFEST}"
     except FileNotFoundError:
@@ -284,6 +284,15 @@ def _why_not_found(directory: Path) -> str | None:
             return f"{directory} is a link to {os.readlink(directory)}, where there is no checkpoint"
         beside = os.listdir(directory.parent) if directory.parent.is_dir() else []
         return f"there is no checkpoint at {directory}.{did_you_mean(directory.name, beside)}"
+
+
+def other_content(path: Path) -> str:
+    """A sentence on weights alone, or on a folder with checkpoints, at a path that is none; ``""`` of others."""
+    if path.suffix == ".safetensors" or any(path.glob("*.safetensors")):
+        return f" It has weights alone, from which none resumes: callbacks.PretrainedWeights({str(path)!r}) loads them."
+    inside = [each for each in path.rglob("*.ckpt") if each.is_file() or (each / layout.MANIFEST).exists()]
+    newest = max(inside, key=lambda each: each.stat().st_mtime, default=None)
+    return "" if newest is None else f" It is a folder with checkpoints. The newest: ckpt_path={str(newest)!r}."
 
 
 def damaged(directory: Location, damage: Mapping[str, str]) -> errors.CheckpointCorruptError:
