@@ -35,7 +35,7 @@ USES = {
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers, a fit's way back to a checkpoint",
         "_checkpoint_connector _combined_loader _data_connector _data_source _last_train_dl_reload_epoch _mode"
-        " _resolve_sampler _sampler",
+        " _resolve_sampler",
     ),
     "_lightning/loops.py": (
         "whether a fit restarts, whether validation is due; signal handlers, the end of a run",
@@ -45,12 +45,11 @@ USES = {
     ),
     "_lightning/processes.py": (
         "launchers, the process group, the module's device",
-        "_MultiProcessingLauncher _SubprocessScriptLauncher _destroy_dist_connection _device_mesh"
-        " _init_dist_connection _update_properties",
+        "_MultiProcessingLauncher _SubprocessScriptLauncher _device_mesh _update_properties",
     ),
     "_lightning/results.py": (
         "logged values across a resume, and which loggers draw a graph",
-        "_ResultCollection _callback_metrics _first_loop_iter _log_graph _logger_connector _results",
+        "_callback_metrics _first_loop_iter _log_graph _logger_connector _results",
     ),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset"),
@@ -59,8 +58,7 @@ USES = {
     "commands/options.py": ("the arguments of a parser", "_actions"),
     "engines/torch_ddp.py": (
         "DistributedDataParallel's reducer",
-        "_build_params_for_reducer _autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets"
-        " _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
+        "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets _remove_autograd_hooks",
     ),
     "engines/dtensor_refusals.py": (
         "operators of DTensors that torch asks of each shard",
@@ -104,8 +102,8 @@ USES = {
     ),
     "meters/throughput.py": ("the end of a rank's own backward pass", "_execution_engine"),
     "precision/casting.py": (
-        "modules with running statistics; whether a backward pass runs; a named tuple's documented method",
-        "_C _NormBase _current_graph_task_id _make",
+        "whether a backward pass runs; a named tuple's documented method",
+        "_C _current_graph_task_id _make",
     ),
     "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
     "resume/metrics.py": (
@@ -115,7 +113,7 @@ USES = {
     "run/preemption.py": ("os._exit is documented", "_exit"),
     "tensors/clipping.py": (
         "many gradients in one kernel",
-        "_amp_foreach_non_finite_check_and_unscale_ _foreach_mul_ _foreach_norm",
+        "_amp_foreach_non_finite_check_and_unscale_ _foreach_norm",
     ),
     "tensors/fake.py": ("fake tensors", "_subclasses"),
     "tensors/names.py": (
@@ -124,9 +122,7 @@ USES = {
     ),
     "tensors/tracing.py": (
         "modes that follow operators, what these are, and how often a tensor was written to",
-        "_cudnn_rnn _cudnn_rnn_backward _grouped_mm _local_scalar_dense"
-        " _python_dispatch _pytree _scaled_dot_product_flash_attention_for_cpu"
-        " _scaled_dot_product_flash_attention_for_cpu_backward _schema _version",
+        "_python_dispatch _pytree _schema _version",
     ),
 }
 
@@ -136,7 +132,7 @@ ELSEWHERE = {
     "cluster/traces.py": "below the layer of tensors",
     "commands/options.py": "argparse's",
     "meters/throughput.py": "for a meter alone",
-    "precision/casting.py": "a class and a function that torch has under no public name",
+    "precision/casting.py": "a function that torch has under no public name",
     "resume/loader.py": "DataLoader's",
     "resume/metrics.py": "torchmetrics'",
     "run/preemption.py": "Python's",

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities import distributed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -32,8 +31,7 @@ _REQUIRED = (
     # Modules, for the private classes in them.
     (checkpoint_connector, "_loaded_checkpoint resume_start"),
     (data_connector, "_resolve_sampler"),
-    (distributed, "_sampler"),
-    (evaluation_loop, "_data_source _has_run inference_mode _results"),
+    (evaluation_loop, "_data_source _has_run _results"),
     (fit_loop, "_combined_loader_states_to_load _data_fetcher _data_source"),
     (fit_loop, "_combined_loader _last_train_dl_reload_epoch _last_val_time"),
     (logger_connector, "_callback_metrics _first_loop_iter"),
@@ -47,7 +45,6 @@ for _owner, _names in _REQUIRED:
 
 
 REPLACED = {
-    "Checkpoint.on_exception": "a save after an error must not wait for other ranks, nor hide the error",
     "LightningModule.log": "values of sharded tensors are logged in full",
     "LightningModule.lr_scheduler_step": "schedules that monitor a value get rank 0's; skipped steps step none",
     "Logger.log_graph": "the graph is drawn before the model is sharded",
@@ -58,7 +55,6 @@ REPLACED = {
     "Trainer.profiler": "what the main thread does is noted, and a meter sums up the seconds of some actions",
     "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",
     "_DataConnector._resolve_sampler": "training dataloaders keep their order",
-    "_Loop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
     "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",
     "_TrainingEpochLoop._broadcast_sigterm_tensor": "nothing reads what Lightning's handlers would have noted",
     "_TrainingEpochLoop.max_steps": "a validation that was interrupted runs although the last step is done",

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning import Replacements
 from lightning_shard._lightning.loops import counted_in_batch, should_accumulate
@@ -59,28 +58,6 @@ def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
             callback.on_fit_start(trainer, trainer.lightning_module)
             for name, parameter in trainer.lightning_module.named_parameters():
                 parameter.requires_grad_(name in checkpoint[_TRAINABLE])
-
-
-def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
-    """Keep callbacks that save when a run fails from waiting for other ranks, and from hiding the run's error: all
-    ranks save together, and after an error the others may be anywhere. One says why it can't save.
-    """
-
-    def on_exception(name: str, save: Any, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
-        reason = f"rank {trainer.global_rank} can't know where the others are" if trainer.world_size > 1 else ""
-        try:
-            if not reason:
-                save(trainer, module, error)
-        except Exception as failed:
-            reason = str(failed)
-        if reason and trainer.global_step:
-            rank_zero_warn(
-                f"{name} saved nothing after {type(error).__name__}: {reason}. Resume from the last checkpoint of a "
-                "ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
-            )
-
-    for callback in callbacks_of(trainer, stock.Checkpoint):
-        replacements.wrap(callback, "on_exception", partial(on_exception, type(callback).__name__))
 
 
 def let_checkpoints_wait(

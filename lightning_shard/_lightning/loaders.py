@@ -83,7 +83,15 @@ def _dealt(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler
     permutes = stock_type(sampler) is RandomSampler and not sampler.replacement
     if (permutes or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
         return DistributedSampler(loader.dataset, shuffle=permutes, **ranks)
-    return DistributedSamplerWrapper(sampler, shuffle=False, **ranks)
+    return DealtSampler(sampler, shuffle=False, **ranks)
+
+
+class DealtSampler(DistributedSamplerWrapper):
+    """Deals out the indices of the sampler ``dealt`` to the ranks in their order."""
+
+    def __init__(self, sampler: Any, **ranks: Any) -> None:
+        super().__init__(sampler, **ranks)
+        self.dealt = sampler
 
 
 def _seed() -> int:
@@ -98,9 +106,7 @@ def prepare_loader(trainer: Trainer, dataloader: Any, world_size: int, rank: int
     settle_progress(trainer)
     loop = trainer.fit_loop
     samplers = [getattr(owner, "sampler", None) for owner in (dataloader, getattr(dataloader, "batch_sampler", None))]
-    # What Lightning wrapped in a distributed sampler, as if it were a dataset.
-    dealt: list[Any] = [sampler.dataset for sampler in samplers if isinstance(sampler, DistributedSamplerWrapper)]
-    inner = dealt[0]._sampler if dealt else None
+    inner = next((sampler.dealt for sampler in samplers if isinstance(sampler, DealtSampler)), None)
     draws = (lambda: (_seed(), trainer.current_epoch)) if sample_seeds else None
     loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner, draws=draws)
     states = loader_states_to_load(trainer)

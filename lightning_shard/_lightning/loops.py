@@ -27,12 +27,6 @@ from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
 from lightning_shard.resume.shape import KINDS, Delegating
 
 
-def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> None:
-    """Run evaluation loops under ``torch.no_grad``: what FSDP2 gathers in inference mode no training can update."""
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        replacements.replace(loop, "inference_mode", False)
-
-
 def validate_by_one_clock(trainer: Any, broadcast: Callable[[bool], bool]) -> Callable[[], None]:
     """A function for the end of every batch: with ``val_check_interval`` as a time, it has validation follow on all
     ranks when rank 0's clock says so, which they ``broadcast``.

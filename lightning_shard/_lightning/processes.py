@@ -1,8 +1,8 @@
 """Processes under Lightning: how they are launched, connected and reduced over, and what Lightning is told of them."""
 
 # Some of the imports are for others.
-# ruff: noqa: F401
 
+import atexit
 import os
 import subprocess
 import time
@@ -10,15 +10,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_at_exit
-from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -32,8 +31,28 @@ _STARTED_BY = "LIGHTNING_SHARD_STARTED_BY"  # a process that ran the script agai
 _LAST_WORDS_SECONDS = 5.0
 
 
-def reduce(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+def init_process_group(environment: ClusterEnvironment, backend: str, **options: Any) -> None:
+    """Connect the processes as Lightning does, unless they are. All ranks call it; ``options``: torch's own."""
+    if dist.is_initialized():
+        return
+    os.environ.update(MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port))
+    size = environment.world_size()
+    dist.init_process_group(backend, rank=environment.global_rank(), world_size=size, **options)
+    if backend == "nccl":
+        atexit.register(destroy_at_exit)
+    rank_zero_info(f"{size} processes are connected by {backend}.")
+
+
+def destroy_at_exit() -> None:
+    """Destroy the process group of a process that is the only one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def reduce(tensor: Any, group: Any, reduce_op: Any, *, skip: bool = False) -> Any:
     """As Lightning reduces, also a tensor on the host where the group reaches devices alone."""
+    if skip or not isinstance(tensor, Tensor):
+        return tensor
     strategy: Any = None  # which it does not look at
     return DDPStrategy.reduce(strategy, reachable(tensor, group), group, reduce_op).to(tensor.device)
 

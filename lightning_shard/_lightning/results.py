@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,13 @@ from lightning_shard.text import listed
 _RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
 
 
-def log_full_values(replacements: Replacements, module: LightningModule) -> None:
+def log_of_full_module(replacements: Replacements, trainer: Trainer) -> None:
+    """Log values of sharded tensors in full from here on, and graphs now, before the module is sharded."""
+    _log_full_values(replacements, trainer.lightning_module)
+    _log_graphs(replacements, trainer)
+
+
+def _log_full_values(replacements: Replacements, module: LightningModule) -> None:
     """Let ``self.log`` take the full values of sharded tensors, such as ``weight.norm()``, as a collective.
     ConfigurationError: with ``rank_zero_only=True``.
     """
@@ -42,7 +47,7 @@ def log_full_values(replacements: Replacements, module: LightningModule) -> None
     replacements.wrap(module, "log", log_full)
 
 
-def log_graphs(replacements: Replacements, trainer: Trainer) -> None:
+def _log_graphs(replacements: Replacements, trainer: Trainer) -> None:
     """Let loggers trace the module's graph now, on rank 0, while its parameters are neither sharded nor cast."""
     module = trainer.lightning_module
     sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
@@ -164,7 +169,7 @@ def _seen(trainer: Trainer) -> Any:
     return trainer._logger_connector._callback_metrics
 
 
-def _live(results: _ResultCollection) -> Iterator[tuple[str, Any]]:
+def _live(results: Any) -> Iterator[tuple[str, Any]]:
     return ((key, entry) for key, entry in results.items() if not entry.has_reset)
 
 

@@ -27,8 +27,7 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.names import named_parameters
 from lightning_shard.text import listed
 
-require(DistributedDataParallel, "_build_params_for_reducer _remove_autograd_hooks")
-require(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
+require(DistributedDataParallel, "_remove_autograd_hooks")
 require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets")
 
 CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
@@ -192,11 +191,11 @@ def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> Distrib
     """Torch's DDP around any step of ``root``, which `prepare_replica` prepared, but for parameters that are
     ``left_out``. All ranks call it.
     """
-    step_root = StepRoot(root)
-    ignored = [n for n, p in step_root.named_parameters() if p in left_out]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step_root, ignored)
+    ignored = [p for p in root.parameters() if p in left_out and p.requires_grad]
+    for parameter in ignored:  # DDP takes what is trainable when it is built.
+        parameter.requires_grad_(False)
     wrapped = DistributedDataParallel(
-        step_root,  # without `device_ids`, to which DDP moves all that is in a batch
+        StepRoot(root),  # without `device_ids`, to which DDP moves all that is in a batch
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -207,6 +206,8 @@ def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> Distrib
         init_sync=False,
     )
     settle_buckets(wrapped)
+    for parameter in ignored:
+        parameter.requires_grad_(True)
     if options.comm_hook is not None:
         hook = options.comm_hook
         if isinstance(hook, str):
@@ -216,14 +217,18 @@ def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> Distrib
     return wrapped
 
 
+_LOOK_UPS = (nn.Embedding, nn.EmbeddingBag)
+
+
 def settle_buckets(wrapped: DistributedDataParallel) -> None:
     """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it. DDP rebuilds them
     after its first backward pass, and from 3 ranks on a resumed run would sum its first step in another order. No
     parameter's autograd node runs, and no hook sees the zeros. A static graph has to record a real pass.
     """
-    # As DDP counted them: the reducer knows each by its index.
-    parameters, sparse = wrapped._build_params_for_reducer()
-    if wrapped.find_unused_parameters or wrapped.static_graph or any(sparse):
+    # As DDP counts them: the reducer knows each by its index.
+    parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    sparse = any(getattr(module, "sparse", False) for module in wrapped.modules() if isinstance(module, _LOOK_UPS))
+    if wrapped.find_unused_parameters or wrapped.static_graph or sparse:
         return
     reducer: Any = wrapped.reducer
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id  # which backward pass runs, as torch.utils.checkpoint asks
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
@@ -22,6 +21,12 @@ from lightning_shard.devices import types
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.float8 import Float8, install_float8
 from lightning_shard.tensors.names import parameter_names, replace_tensors
+
+STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Modules that may have running statistics."""
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -103,7 +108,7 @@ def install_casts(
     for module in root.modules():
         if module in left_out:
             continue
-        if isinstance(module, _NormBase) and module.running_mean is not None:
+        if isinstance(module, STATISTICS) and module.running_mean is not None:
             # torch refuses 16-bit weights together with fp32 running statistics, and 16-bit statistics would drift. Its
             # kernels take 16-bit inputs with fp32 weights, compute in fp32, keep the input as it is for backward, and
             # return its dtype.
@@ -139,7 +144,7 @@ def widen_statistics(root: nn.Module) -> None:
     they were loaded in 16 bits, as masters are: torch refuses 16-bit ones beside fp32 weights, and they would drift.
     """
     for module in root.modules():
-        if isinstance(module, _NormBase) or _in_fp32_alone(module):
+        if isinstance(module, STATISTICS) or _in_fp32_alone(module):
             for buffer in module.buffers(recurse=False):
                 if buffer.is_floating_point() and buffer.itemsize < 4:
                     buffer.data = buffer.data.float()

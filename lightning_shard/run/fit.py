@@ -1,18 +1,19 @@
 """What the parts of a run are told of a Trainer, what all ranks must have the same before they begin, and what is done
-in place of Lightning: choose what it resumes from, take signals, let errors through.
+in place of Lightning: choose what it resumes from, take signals.
 """
 
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -160,6 +161,23 @@ def _text(value: Any) -> str:
     return repr(value) if plain else type(value).__qualname__
 
 
+@contextmanager
+def without_reduction(engine: Engine) -> Generator[None, None, None]:
+    """Inside, backward passes end no accumulation."""
+    engine.sync_gradients(False)
+    try:
+        yield
+    finally:
+        engine.sync_gradients(True)
+
+
+def is_interrupted(trainer: Trainer | None, engine: Engine | None) -> bool:
+    """Whether an error has ended a run in which all ranks save together, and of which others may be anywhere."""
+    if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
+        return False
+    return engine is None or trainer.world_size > 1
+
+
 # What a run does in place of Lightning
 
 
@@ -224,8 +242,7 @@ def settle_fit(
     saves: HeldSaves,
     async_save: bool | str,
 ) -> None:
-    """Let errors of a fit through, count sharded parameters, hold saves until a step has ended."""
-    callbacks.let_errors_through(replacements, trainer)
+    """Count sharded parameters, and hold saves until a step has ended."""
     if engine.gathers_in_forward and not engine.follows_freezing:
         callbacks.count_partitioned(replacements, trainer)
     saver = checkpoints.saver

@@ -102,8 +102,8 @@ class Processes:
         self._mesh = build_mesh(shape, device_type=self._device.type, timeout=self.timeout)
         return self._mesh
 
-    def barrier(self) -> None:
-        if dist.is_initialized():
+    def barrier(self, *, skip: bool = False) -> None:
+        if dist.is_initialized() and not skip:
             dist.barrier(device_ids=None if self._device.type == "cpu" else [self._device.index])
 
 

@@ -272,6 +272,8 @@ _MORE = {
         "'32-true'.",
     ),
     **dict.fromkeys(RELEASED, f"Stage 3 keeps parameters empty but while their modules run: {BETWEEN_STEPS}."),
+    "Inference tensor": "If a hook of validate, test or predict has run a forward pass of this module, it did so in "
+    "inference mode, and engines can't train on what they gathered for it: set inference_mode: false of that Trainer.",
     "Torch not compiled with CUDA enabled": "Batches, parameters and buffers come on the run's device: leave .cuda() "
     "out, and make further tensors with device=self.device.",
 }
@@ -287,6 +289,15 @@ _CAST = (
     "forward makes are not, and some operators take no 16 bits. Cast these in forward to the dtype of what they meet "
     "(self.buffer.to(x.dtype)), compute in .float(), set autocast: true, or use precision '32-true'."
 )
+
+
+def warn_of_unsaved(trainer: Trainer, path: Any) -> None:
+    """Say that after an error no checkpoint is saved at ``path``, since all ranks save together."""
+    if trainer.global_step:
+        rank_zero_warn(
+            f"{path} is not saved after the error: rank {trainer.global_rank} can't know where the others are. Resume "
+            "from the last checkpoint of a ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
+        )
 
 
 def explain(error: BaseException, memory: Memory | None, *, all_frames: bool) -> None:

@@ -20,10 +20,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard import run as parts
-from lightning_shard._lightning import Replacements, loops, messages, processes
-from lightning_shard._lightning.callbacks import HeldSaves
+from lightning_shard._lightning import Replacements, callbacks, loops, messages, processes, results
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, settle_wrappers, step_scheduler
-from lightning_shard._lightning.results import log_full_values, log_graphs
 from lightning_shard.callbacks.ema import evaluates_average
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm import check_launch, read_job
@@ -67,7 +65,7 @@ class ShardStrategy(ParallelStrategy):
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
         self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)
-        self._predictions, self._saves = parts.Predictions(), HeldSaves()
+        self._predictions, self._saves = parts.Predictions(), callbacks.HeldSaves()
         self._replacements, self._ledger, self._identity = Replacements(), parts.RunLedger(), parts.RunIdentity()
         self._engine: Engine | None = None
         self._trainer: Trainer | None = None  # of the run, from its set-up on
@@ -147,6 +145,10 @@ class ShardStrategy(ParallelStrategy):
         return self.lightning_module
 
     @property
+    def _is_interrupted(self) -> bool:
+        return parts.fit.is_interrupted(self._trainer, self._engine) and not self._failed
+
+    @property
     def _fits(self) -> bool:
         return self._module.trainer.state.fn == TrainerFn.FITTING
 
@@ -189,16 +191,15 @@ class ShardStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         self._failed, self._replacements = False, Replacements()
         self._trainer = trainer = self._module.trainer
-        root = str(trainer.default_root_dir)
         refusals.refuse_trainer(trainer)
-        self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
+        self._identity = parts.RunIdentity.read(self.preemption, os.environ, str(trainer.default_root_dir))
         parts.fit.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
         super().setup_environment()
         processes.share_cores(self.num_processes)
         reset_seed()
         self.set_world_ranks()
         own = {**plain_settings(self._settings), **self.engine_for().settings()}
-        compared, written = parts.fit.compared_settings(self, own, trainer), root if self._fits else None
+        compared, written = parts.fit.compared_settings(self, own, trainer), self._identity.root if self._fits else None
         self._watch.record_into(self._identity.failure_folder)
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
         # Before anything else that a rank may fail in.
@@ -208,7 +209,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._processes.barrier()
+        self._processes.barrier(skip=self._is_interrupted)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -216,14 +217,13 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return processes.reduce(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+        return processes.reduce(tensor, group, reduce_op, skip=self._is_interrupted)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         module, engine = self._module, self.engine_for(self._module)
         self.accelerator.setup(trainer)
-        loops.use_no_grad_in_evaluation(self._replacements, trainer)
         if self._fits and self.preemption.keep_batch and module.automatic_optimization:
             parts.fit.keep_batch(trainer, self._identity)  # ahead of the engine, which is built for it
         parts.fit.lay_out_tensors(module)  # ahead of the ledger, which notes their dtypes
@@ -257,8 +257,7 @@ class ShardStrategy(ParallelStrategy):
             parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self._saves, self.async_save)
             parts.fit.before_sharding(trainer, module, self._layer_sync)
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
-        log_full_values(self._replacements, module)
-        log_graphs(self._replacements, trainer)
+        results.log_of_full_module(self._replacements, trainer)
         return parts.fit.run_of(trainer, plan, self.root_device, self.device_mesh)
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
@@ -324,15 +323,10 @@ class ShardStrategy(ParallelStrategy):
         with self.precision_plugin.forward_context(), torch.inference_mode(mode=False), torch.no_grad():
             return self.engine.evaluate(self.precision_plugin.step, step, *args, **kwargs)
 
-    @contextmanager
     @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def block_backward_sync(self) -> Any:
         """The backward passes inside end no accumulation; in manual optimization it is the user's to enter."""
-        self.engine.sync_gradients(False)
-        try:
-            yield
-        finally:
-            self.engine.sync_gradients(True)
+        return parts.fit.without_reduction(self.engine)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -424,7 +418,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.checkpoints.state_dict()
+        return {} if self._is_interrupted else self.checkpoints.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -434,6 +428,9 @@ class ShardStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         trainer = self._module.trainer
+        if self._is_interrupted:
+            refusals.warn_of_unsaved(trainer, filepath)
+            return
         checkpoint, own = self._data.saved(trainer, checkpoint, self._preemption.before_validation)
         running = self._fits and trainer.state.status == TrainerStatus.RUNNING
         background = bool(self.async_save) and running and not self._preemption.is_stopping

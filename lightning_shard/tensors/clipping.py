@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.utils import clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from lightning_shard.errors import DataError
 from lightning_shard.private_names import require
 from lightning_shard.tensors.flat import local
 
-# torch.nn.utils has nothing public for the norm of gradients in fp64, nor for other factors than that of clipping.
-require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_mul_ _foreach_norm")
+# torch.nn.utils has nothing public for the norm of gradients in fp64.
+require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_norm")
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -91,22 +91,29 @@ def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor, err
             f"The gradient norm is {norm.item()}, and error_if_nonfinite is set. Look for a loss of inf or NaN, "
             "lower the learning rate, or set error_if_nonfinite: false to scale by it all the same, as torch does."
         )
-    multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    for locals_ in _by_device_and_dtype(gradients):
+        clip_grads_with_norm_(_holders(locals_), max_norm, norm)
 
 
 @torch.no_grad()
 def clip_by_value(gradients: Iterable[Tensor], max_value: float) -> None:
     """Clamp every element of the gradients to ``[-max_value, max_value]`` in place; no communication."""
     for locals_ in _by_device_and_dtype(gradients):
-        holders: Any = [SimpleNamespace(grad=each) for each in locals_]  # as parameters hold them
-        clip_grad_value_(holders, max_value)
+        clip_grad_value_(_holders(locals_), max_value)
+
+
+def _holders(gradients: list[Tensor]) -> Any:
+    """What holds gradients as parameters do."""
+    return [SimpleNamespace(grad=each) for each in gradients]
 
 
 @torch.no_grad()
 def multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply the gradients by a scalar in place; no communication."""
     for locals_ in _by_device_and_dtype(gradients):
-        torch._foreach_mul_(locals_, factor.to(locals_[0].device))
+        here = factor.to(locals_[0].device)
+        for gradient in locals_:
+            gradient.mul_(here)
 
 
 @torch.no_grad()

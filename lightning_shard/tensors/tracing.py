@@ -11,9 +11,6 @@ from lightning_shard.private_names import require
 require(_pytree, "tree_leaves tree_map tree_map_only")
 require(_python_dispatch, "TorchDispatchMode")
 require(Tensor, "_version")
-require(torch.ops.aten, "_local_scalar_dense _cudnn_rnn _cudnn_rnn_backward _grouped_mm")
-_FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-require(torch.ops.aten, " ".join(f"_scaled_dot_product_{kind} _scaled_dot_product_{kind}_backward" for kind in _FUSED))
 
 tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _pytree.tree_map_only
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -29,16 +26,23 @@ class Watching(TorchDispatchMode):
         return True
 
 
-GROUPED_PRODUCTS = torch.ops.aten._grouped_mm.default
-READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # The operator of ``tensor.item()``.
+def operator(name: str) -> Any:
+    """An operator by its name in torch's dispatcher, ``aten::mm``, of which torch keeps the schema compatible."""
+    space, _, own = name.partition("::")
+    require(getattr(torch.ops, space), own)
+    return getattr(getattr(torch.ops, space), own)
 
+
+GROUPED_PRODUCTS = operator("aten::_grouped_mm").default
+READ_NUMBER = operator("aten::_local_scalar_dense").default  # The operator of ``tensor.item()``.
+
+_FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 ATTENTION, ATTENTION_BACKWARD = (
-    [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{direction}") for kind in _FUSED]
-    for direction in ("", "_backward")
+    [operator(f"aten::_scaled_dot_product_{kind}{direction}") for kind in _FUSED] for direction in ("", "_backward")
 )
 """Fused kernels of attention on a CPU, and on GPUs."""
-RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
-RECURRENT_BACKWARD = (torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward)
+RECURRENT = (operator("aten::mkldnn_rnn_layer"), operator("aten::_cudnn_rnn"))
+RECURRENT_BACKWARD = (operator("aten::mkldnn_rnn_layer_backward"), operator("aten::_cudnn_rnn_backward"))
 """An LSTM on a CPU, and recurrent modules on a GPU: fused kernels over all time steps."""
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_shard._lightning import Replacements
-from lightning_shard._lightning.callbacks import let_errors_through
 from lightning_shard._lightning.loops import validate_by_one_clock
 from lightning_shard.registry import build
 from tests.harness import run_distributed
@@ -58,18 +57,28 @@ def test_a_checkpoint_that_can_not_have_them_is_told_of(tmp_path: Path) -> None:
     run_distributed(told_of_a_save_after_test, 1, tmp_path)
 
 
-@pytest.mark.parametrize(("devices", "reason"), [(1, "model is attached"), (2, "where the others are")])
-def test_a_save_after_an_error_raises_no_other(devices: int, reason: str, tmp_path: Path) -> None:
-    callback, replacements = OnExceptionCheckpoint(tmp_path), Replacements()
-    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy="shard_ddp", logger=False, callbacks=[callback])
-    with pytest.raises(AttributeError, match="model is attached"):
-        callback.on_exception(trainer, TinyLM(), ValueError())
-    let_errors_through(replacements, trainer)
-    callback.on_exception(trainer, TinyLM(), ValueError())  # ahead of the first step there is nothing to save
-    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 1
-    with pytest.warns(UserWarning, match=f"OnExceptionCheckpoint saved nothing after ValueError: .*{reason}"):
-        callback.on_exception(trainer, TinyLM(), ValueError())
-    replacements.restore()
+class Fails(TinyLM):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            raise RuntimeError("as told")
+
+
+def saved_after_an_error(folder: Path) -> tuple[list[str], list[str]]:
+    callbacks: list[Any] = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, "{step}", save_on_exception=True)]
+    trainer = quiet_trainer(strategy="shard_fsdp", callbacks=callbacks, enable_checkpointing=True)
+    with warnings.catch_warnings(record=True) as told, pytest.raises(RuntimeError, match="as told"):
+        trainer.fit(Fails(), loader())
+    trainer.strategy.barrier()
+    return sorted(path.name for path in folder.glob("*")), [str(w.message) for w in told]
+
+
+def test_a_save_after_an_error_hides_none_and_waits_for_none(tmp_path: Path) -> None:
+    (one,) = run_distributed(saved_after_an_error, 1, tmp_path / "one")
+    assert one[0] == ["on_exception.ckpt", "step=2.ckpt"]
+    first, _ = run_distributed(saved_after_an_error, 2, tmp_path / "two")
+    assert first[0] == []
+    for name in ("on_exception.ckpt", "step=2.ckpt"):
+        assert any(f"{name} is not saved after the error: rank 0 can't know" in said for said in first[1])
 
 
 class Logs(TinyLM):

@@ -62,7 +62,7 @@ NOT_ON_A_DEVICE = {
     "is_refused[no limit-": "a device has memory of its own",
     "test_a_logger_has_the_meters_of_all_ranks": "resident memory is a CPU's",
     "test_what_is_not_known_is_left_out": "it names the CPU in a message",
-    "test_evaluation_is_never_in_inference_mode": "stock DDP takes the group for one without gloo",
+    "test_steps_of_an_evaluation_are_never_in_inference_mode": "stock DDP takes the group for one without gloo",
     "test_all_groups_of_a_run_wait_as_long_as_the_default_one": "its collectives have no timeout of their own",
     "test_a_slow_rank_is_named": "what a rank waits for in a collective is a device's to wait for",
 }
