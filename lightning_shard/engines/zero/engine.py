@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -261,8 +260,8 @@ class Zero(Engine):
             self._same_units = SameUnits(layout.gathered_modules(self._module), self._module.named_modules())
         self._closing.callback(self._same_units.close)
         self._values.start(self._running, ranks=Ranks.of())
-        live, policy = partial(self._values.tensors, self._running), self._run.policy
-        self._running.scalars = Scalars(self._module, live, policy=policy, device=self._run.device)
+        lasting, groups = self._values.tensors(self._running), self._running.groups
+        self._running.scalars = Scalars(self._module, lasting, groups, policy=self._run.policy, device=self._run.device)
         return self._running
 
     @property

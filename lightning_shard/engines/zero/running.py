@@ -215,7 +215,7 @@ def finish_accumulation(running: Running) -> None:
         return
     complete_backward(running)
     if running.scalars is not None:
-        running.scalars.reduce(running.zero, running.groups)
+        running.scalars.reduce(running.zero)
 
 
 def complete_backward(running: Running) -> None:

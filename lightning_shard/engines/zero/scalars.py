@@ -2,7 +2,7 @@
 dtype of their masters on every engine (a temperature or a gate is a single number that rounding would move).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,22 +24,32 @@ class Scalars:
     """
 
     def __init__(
-        self, module: nn.Module, live: Callable[[], Mapping[str, LiveTensor]], *, policy: PrecisionPolicy, device: Any
+        self,
+        module: nn.Module,
+        lasting: Mapping[str, LiveTensor],
+        groups: list[FlatGroup],
+        *,
+        policy: PrecisionPolicy,
+        device: torch.device,
     ) -> None:
-        """``live``: FQN to what lasts of each parameter, where that is not the module's own."""
-        self._live, self._device, self._reduce_dtype, compute = live, device, policy.reduce, policy.compute
+        """``lasting``: FQN to a parameter's master or other value that lasts; ``groups``: what is stepped."""
+        self._device, self._groups, self._reduce_dtype = device, groups, policy.reduce
         self.leaves: dict[str, Tensor] = {}  # By FQN.
         self._sums: dict[str, Tensor] = {}  # Of this rank's gradients since the last reduction.
         self._places: list[tuple[nn.Module, str]] = []
-        names, lasting = parameter_names(module), live()
+        names = parameter_names(module)
         left_out = {m for metric in module.modules() if isinstance(metric, Metric) for m in metric.modules()}
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 fqn = names[parameter]
-                dtype = lasting[fqn].dtype if fqn in lasting and owner not in left_out else compute
-                if layout.full_shape(parameter) == () and dtype != compute:
+                dtype = lasting[fqn].dtype if fqn in lasting and owner not in left_out else policy.compute
+                if layout.full_shape(parameter) == () and dtype != policy.compute:
                     owner.__dict__[name] = self._leaf(fqn, parameter, dtype)
                     self._places.append((owner, name))
+        members = [(group, member) for group in groups for member in group.members if member.fqn in self.leaves]
+        self._members = {member.fqn: (group, member) for group, member in members if member.length}
+        fixed = {fqn: lasting[fqn] for fqn in self.leaves.keys() - {m.fqn for _, m in members if m.stepped}}
+        self._fixed = {n: [v.view(-1) for v in t.views] for n, t in fixed.items() if isinstance(t, FlatTensor)}
         self.refresh()
 
     def _leaf(self, fqn: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,8 +67,10 @@ class Scalars:
 
     def parts(self, fqn: str) -> list[Tensor]:
         """This rank's part of the value that lasts: one element, or none."""
-        tensor = self._live()[fqn]
-        return [part.view(-1) for part in tensor.views] if isinstance(tensor, FlatTensor) else []
+        if fqn in self._members:
+            group, member = self._members[fqn]
+            return [group.flat.detach().narrow(0, member.offset, member.length)]
+        return self._fixed.get(fqn, [])
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -75,7 +87,7 @@ class Scalars:
             leaf.data.copy_(value)
 
     @torch.no_grad()
-    def reduce(self, zero: Any, groups: list[FlatGroup]) -> None:
+    def reduce(self, zero: Any) -> None:
         """Average the gradients since the last call, at the accumulation boundary, and put them where
         DeepSpeed's ``zero`` steps on them.
         """
@@ -84,10 +96,10 @@ class Scalars:
         trained = {fqn: leaf for fqn, leaf in self.leaves.items() if leaf.requires_grad}
         average_gradients(trained.values(), reduce_dtype=self._reduce_dtype)
         for fqn, leaf in trained.items():
-            own = None if leaf.grad is None else layout.gradient_of(zero, groups, fqn)
-            for part in () if own is None else own.views:
-                part.copy_(leaf.grad)
-            leaf.grad = None
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None and (own := layout.gradient_of(zero, self._groups, fqn)) is not None:
+                for part in own.views:
+                    part.copy_(gradient)
 
     def close(self) -> None:
         """Let modules read their own parameters again."""
