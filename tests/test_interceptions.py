@@ -60,7 +60,7 @@ FOUND = {
     ("tensors/names.py", "replace_tensors", "setattr"): "other tensors in a module, for a call",
     ("tensors/names.py", "replace_tensors.restore", "setattr"): "they are put back",
     ("tensors/tracing.py", "", "TorchDispatchMode"): "its name in torch, for all modules",
-    ("tensors/tracing.py", "Watching", "TorchDispatchMode"): "operators of a step that is traced",
+    ("engines/transforms.py", "_Expensive", "TorchDispatchMode"): "what selective checkpointing saves",
 }
 
 

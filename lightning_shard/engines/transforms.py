@@ -21,7 +21,7 @@ from lightning_shard.engines.activation_offload import HostInputs
 from lightning_shard.engines.units import Unit, of_classes
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import inside_modules, replace_forward
-from lightning_shard.tensors.tracing import TorchDispatchMode, Watching, schema_of
+from lightning_shard.tensors.tracing import TorchDispatchMode, schema_of
 
 Checkpointing = Literal["units", "selective", "offload"] | int | list[str] | None
 
@@ -151,10 +151,16 @@ def _saved_or_not(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Che
 _torchs = partial(create_selective_checkpoint_contexts, _saved_or_not)
 
 
-class _Expensive(Watching):
+class _Expensive(TorchDispatchMode):
     """Hands what is saved to one of torch's modes, and nothing else: these insist on the same operators in backward,
-    where engines' hooks run others (what is gathered is not gathered again).
+    where engines' hooks run others (what is gathered is not gathered again). What is compiled inside stays compiled.
     """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self, mode: TorchDispatchMode, observers: list[Callable[[Any], None]]) -> None:
         super().__init__()

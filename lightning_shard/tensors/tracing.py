@@ -16,16 +16,6 @@ tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _p
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 
-class Watching(TorchDispatchMode):
-    """Looks at operators, also at what a compiled unit recomputes; what is compiled inside is compiled all the same."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-
 def operator(name: str) -> Any:
     """An operator by its name in torch's dispatcher, ``aten::mm``, of which torch keeps the schema compatible."""
     space, _, own = name.partition("::")

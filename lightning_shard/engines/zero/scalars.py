@@ -82,7 +82,7 @@ class Scalars:
         for value, fqn in zip(values.split(1), self.leaves, strict=True):
             for part in self.parts(fqn):
                 value.copy_(part)
-        dist.all_reduce(values)
+        dist.all_reduce(values.view(torch.uint8), dist.ReduceOp.MAX)  # of the others all bits are 0
         for leaf, value in zip(self.leaves.values(), values, strict=True):
             leaf.data.copy_(value)
 
