@@ -81,17 +81,22 @@ class SavedBank(Bank):
     persistent = True
 
 
-def _weights(strategy: str, kind: type[Plain], given: dict[str, Any]) -> dict[str, Tensor]:
+def weights(strategy: str, kind: type[Plain], given: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights after a fit, and what the module adds to them: those that validate do so after every other step."""
     pl.seed_everything(11, verbose=False)
     module = kind()
     data = TensorDataset(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)))
-    quiet_trainer(strategy=strategy, max_steps=STEPS, **given).fit(module, DataLoader(data, batch_size=4, shuffle=True))
+    trainer = quiet_trainer(strategy=strategy, max_steps=STEPS, val_check_interval=2, limit_val_batches=2, **given)
+    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4))
     return module.weights
 
 
-def _differences(kind: type[Plain], names: list[str], given: dict[str, Any]) -> dict[str, list[str]]:
-    expected = _weights("ddp", kind, given)
-    found = {name: _weights(name, kind, given) for name in names}
+def differences(
+    kind: type[Plain], names: list[str], given: dict[str, Any], reference: str = "ddp"
+) -> dict[str, list[str]]:
+    """The names of what differs from a fit under ``reference``, for each of the strategies ``names``."""
+    expected = weights(reference, kind, given)
+    found = {name: weights(name, kind, given) for name in names}
     return {name: [w for w in expected if not torch.equal(expected[w], own[w])] for name, own in found.items()}
 
 
@@ -103,19 +108,19 @@ CASES = [(Plain, {}), (Normed, {}), (Bank, {}), (SavedBank, {}), (Bank, TWICE), 
 @pytest.mark.parametrize(("kind", "given"), sampled(CASES, 1, 2))
 def test_every_engine_has_stock_ddps_weights(kind: type[Plain], given: dict[str, Any]) -> None:
     names = ["shard_ddp", "shard_deepspeed_stage_1"] if given else NAMES
-    for found in run_distributed(_differences, 2, kind, names, given):
+    for found in run_distributed(differences, 2, kind, names, given):
         assert found == {name: [] for name in names}
 
 
 def test_one_process_has_the_weights_of_a_stock_one() -> None:
-    for found in run_distributed(_differences, 1, Bank, NAMES, {}):
+    for found in run_distributed(differences, 1, Bank, NAMES, {}):
         assert found == {name: [] for name in NAMES}
 
 
 def _without_sharing() -> dict[str, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated.SharedBuffers, "share", lambda self: None)
-        return _differences(Bank, ["shard_ddp"], {})
+        return differences(Bank, ["shard_ddp"], {})
 
 
 def test_the_comparison_sees_buffers_that_are_not_shared() -> None:

@@ -335,6 +335,8 @@ def replace_hooks(offload: Any, device: torch.device) -> None:
     or fail: parameters in outputs without ``__dict__`` or string keys, and the end of backward (`after_backward`).
     """
     layout.trace_gathered(offload)
+    _hook_once(offload.forward_hooks)
+    _hook_once(offload.backward_hooks)
     for handle in offload.forward_hooks[1::2]:  # Each module has one before its forward and one after it.
         hooks = handle.hooks_dict_ref()
         hooks[handle.id] = partial(_after_forward, hooks[handle.id])
@@ -342,6 +344,17 @@ def replace_hooks(offload: Any, device: torch.device) -> None:
         backward = _Backward(offload, device)
         marks.hooks_dict_ref()[marks.id] = backward.begin_forward
         joins.hooks_dict_ref()[joins.id] = backward.end_forward
+
+
+def _hook_once(handles: list[Any]) -> None:
+    """Remove all but the first two hooks of each module: DeepSpeed sets two more for every other name that it has."""
+    kept: dict[int, list[Any]] = {}
+    for pair in zip(handles[::2], handles[1::2], strict=True):
+        first = kept.setdefault(id(pair[0].hooks_dict_ref()), [*pair])
+        if pair[0] is not first[0]:
+            for handle in pair:
+                handle.remove()
+    handles[:] = [handle for pair in kept.values() for handle in pair]
 
 
 class _Backward:

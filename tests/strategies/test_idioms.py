@@ -1,0 +1,59 @@
+"""What modules do to themselves: with two names, frozen for a while."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.harness import run_distributed
+from tests.strategies.test_against_stock import NAMES, WIDTH, Plain, differences
+
+
+class HeldTwice(Plain):
+    """A loss holds the model, which so has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.loss = nn.Module()
+        self.loss.model = self.net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.net(x) + self.loss.model(x + 1))  # type: ignore[operator]
+
+
+class Adapted(Plain):
+    """A reference pass with adapters switched off, as of PEFT for DPO, in training and validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.adapter, self.switched_on = nn.Linear(WIDTH, WIDTH, bias=False), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.adapter(x) if self.switched_on else self.first(x))
+
+    def loss(self, x: Tensor) -> Tensor:
+        self._switch(False)
+        with torch.no_grad():
+            reference = self(x)
+        self._switch(True)
+        return functional.mse_loss(self(x), reference + 1)
+
+    def _switch(self, on: bool) -> None:
+        self.adapter.requires_grad_(on)
+        self.switched_on = on
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch[0])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.weights[f"validated {self.global_step}"] = self.loss(batch[0]).detach()
+
+
+@pytest.mark.parametrize("kind", [HeldTwice, Adapted])
+def test_they_have_stock_ddps_weights(kind: type[Plain]) -> None:
+    for found in run_distributed(differences, 2, kind, NAMES, {}):
+        assert found == {name: [] for name in NAMES}
