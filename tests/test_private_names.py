@@ -67,8 +67,8 @@ USES = {
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units",
         "_fsdp_param_group _fsdp_state _fully_shard _modules_to_run_forward _mp_policy"
-        " _post_forward_hook_handle _pre_forward_hook_handle _register_post_backward_hook _sharded_post_forward_param"
-        " _state_ctx _training_state",
+        " _post_forward_hook_handle _pre_forward_hook_handle _register_post_backward_hook _register_pre_backward_hook"
+        " _sharded_post_forward_param _state_ctx _training_state",
     ),
     "engines/fully_shard.py": ("torch's mark of sharded modules, which Hugging Face's read", "_is_fsdp_managed_module"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),

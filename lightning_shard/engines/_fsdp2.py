@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, _fully_shard, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines import _fsdp2_before_2_15 as before_2_15
-from lightning_shard.engines.after_backward import join, mark, replaced
+from lightning_shard.engines.after_backward import Given, given_tensors, join, mark, replaced
 from lightning_shard.precision.casting import in_backward
 from lightning_shard.private_names import require, wrap
 
@@ -21,6 +21,7 @@ TrainingState = _groups.TrainingState
 
 require(_states.FSDPState, "_fsdp_param_group _mp_policy _modules_to_run_forward _state_ctx")
 require(_states.FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle", assigned="_training_state")
+require(_states.FSDPState, assigned="_register_pre_backward_hook")
 require(_states.FSDPStateContext, assigned="iter_forward_root")
 require(_groups.FSDPMeshInfo, assigned="reduce_scatter_process_group")
 require(_groups.FSDPParamGroup, "device fsdp_params mesh_info modules")
@@ -93,22 +94,41 @@ def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
         unit.mesh_info.reduce_scatter_process_group = group
 
 
-def leave_inputs_alone(module: FSDPModule) -> None:
-    """Let the unit of ``module``, which is not the root, learn by `after_backward` when its backward pass is over."""
+def leave_inputs_alone(module: FSDPModule, before: Callable[[], None]) -> None:
+    """Let the unit of ``module``, which is not the root, learn by `after_backward` when its backward pass is over.
+    ``before`` is called when one begins.
+    """
     if (group := _group_of(module)) is None:
         return
-    marks: list[Tensor | None] = []
+    begun: list[tuple[Tensor, Given]] = []
+    own: list[Tensor] = []
 
     def begin(args: Any, kwargs: Any) -> Any:
-        marks[:] = [mark(group.post_backward, group.device)]
+        marked = mark(group.post_backward, group.device)
+        begun[:] = [] if marked is None else [(marked, given_tensors((args, kwargs)))]
         return args, kwargs
 
     def end(post_forward: Callable[..., Any], *args: Any) -> Any:
-        marked, output = marks.pop() if marks else None, post_forward(*args)
-        return output if marked is None else replaced(output, lambda tensor: join(tensor, marked))
+        output = post_forward(*args)
+        if not begun:
+            return output
+        marked, given = begun.pop()
+
+        def join_own(tensor: Tensor) -> Tensor:
+            own.append(joined := join(tensor, marked, before))
+            return joined
+
+        return replaced(output, given, join_own)
+
+    def hook_own(register: Callable[..., Any], output: Any) -> Any:
+        # Not what the module only hands on, whose gradient would gather the unit once more after its backward pass.
+        register(own)
+        own.clear()
+        return output
 
     group._register_post_backward_hook = begin
     wrap(group, "post_forward", end)
+    wrap(_state_of(module), "_register_pre_backward_hook", hook_own)
 
 
 def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:

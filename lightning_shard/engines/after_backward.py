@@ -8,13 +8,14 @@ nothing. Of the nodes that are ready autograd runs the one that was made last, a
 module's; so it runs after them and the accumulation of their gradients, and before those of earlier modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_shard.precision.casting import rebuilt
+from lightning_shard.tensors.tracing import version
 
 
 def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
@@ -31,9 +32,32 @@ def join(output: Tensor, marked: Tensor, before: Callable[[], Any] | None = None
     return _Join.apply(output, marked, before)
 
 
-def replaced(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """``output`` with what ``replace`` makes of the tensors in it that require gradients; see `rebuilt`."""
-    return rebuilt(output, lambda tensor: tensor.requires_grad, replace)
+Given = Mapping[int, tuple[Tensor, int]]
+"""Tensors by their ids, with how often each was written to."""
+
+
+def given_tensors(inputs: Any) -> Given:
+    """The tensors in ``inputs``, those of a module that is about to run; in containers as of `rebuilt`."""
+    found: dict[int, tuple[Tensor, int]] = {}
+
+    def note(tensor: Tensor) -> bool:
+        found[id(tensor)] = tensor, version(tensor)
+        return False
+
+    rebuilt(inputs, note, lambda tensor: tensor)
+    return found
+
+
+def replaced(output: Any, given: Given, replace: Callable[[Tensor], Tensor]) -> Any:
+    """``output`` with what ``replace`` makes of the tensors in it that require gradients; see `rebuilt`. Those that the
+    module was ``given`` and hands on as they came stay, so that gradients can be taken with respect to them.
+    """
+
+    def is_own(tensor: Tensor) -> bool:
+        _, before = given.get(id(tensor), (None, None))
+        return tensor.requires_grad and before != version(tensor)
+
+    return rebuilt(output, is_own, replace)
 
 
 class _Mark(torch.autograd.Function):

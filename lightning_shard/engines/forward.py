@@ -1,6 +1,7 @@
 """Running methods other than ``forward`` with FSDP's hooks around them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_shard.tensors.names import outside_graphs
 _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"
 _EXPECTS = "_shard_expects_gradients"
+_GRADIENTS = "_shard_gradients_taken"
 
 
 def install_runner(root: nn.Module) -> None:
@@ -52,6 +54,30 @@ def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
         return root.__dict__[_RUN](partial(function, *args, **kwargs))
     finally:
         _count(root, -1)
+
+
+def note_gradients(root: nn.Module, taken: bool = True) -> None:
+    """Note whether gradients were taken through a unit of ``root`` since this was last asked for."""
+    root.__dict__[_GRADIENTS] = taken
+
+
+@contextmanager
+def gathered_for_gradients(root: Any) -> Generator[None, None, None]:
+    """A backward pass. Where gradients were taken in the step's forward, as forces are, their graphs need parameters
+    whose units no hook gathers: all stay gathered until it is over.
+    """
+    if not root.__dict__.get(_GRADIENTS):
+        yield
+        note_gradients(root, False)
+        return
+    root.set_reshard_after_backward(False)
+    try:
+        for module in units_of(root):
+            gather(module)
+        yield
+    finally:
+        root.set_reshard_after_backward(True)
+        reshard(root)
 
 
 @torch.no_grad()

@@ -168,6 +168,7 @@ class FSDP2Engine(StepsOwnParameters):
             return output
 
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
+        forward.note_gradients(self._module, False)
         self._module.set_reshard_after_backward(False)
         try:
             with refusals.explained(self.strategy):
@@ -184,7 +185,7 @@ class FSDP2Engine(StepsOwnParameters):
             forward.run(self._module, lambda: loss)
             self._module.set_reshard_after_backward(True)
         frozen = [p for p in self._shards if not p.requires_grad and p.grad is None]
-        with refusals.explained(self.strategy):
+        with refusals.explained(self.strategy), forward.gathered_for_gradients(self._module):
             call(loss)
         if self._usage is not None:
             self._usage.after_backward()

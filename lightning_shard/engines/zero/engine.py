@@ -300,7 +300,12 @@ class Zero(Engine):
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._settle_writes(together=False)
-        return step(*args, **kwargs) if self._running is None else self._inside(step, *args, **kwargs)
+        if self._running is None:
+            return step(*args, **kwargs)
+        output = self._inside(step, *args, **kwargs)
+        if self.gathers_in_forward:
+            running.release(self._running)
+        return output
 
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with refusals.explained(self._called), self._same_units.step():

@@ -77,6 +77,7 @@ def require_internals() -> None:
     require(ZeroParamStatus, "AVAILABLE")
     require(DeepSpeedZeRoOffload, "backward_hooks ds_inflight_param_registry forward_hooks partition_all_parameters")
     require(DeepSpeedZeRoOffload, "post_sub_module_backward_function pre_sub_module_backward_function")
+    require(DeepSpeedZeRoOffload, "release_backward_leftovers")
     require(DeepSpeedZeRoOffload, assigned="pre_sub_module_forward_function")
     require(parameter_offload, "FWD_MODULE_STACK")
     require(PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__params_to_release")

@@ -180,6 +180,11 @@ def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -
         running.inside = False
 
 
+def release(running: Running) -> None:
+    """Release what gradients that stage 3 has taken inside of a step's forward left gathered; no backward follows."""
+    _offload_of(running.zero).release_backward_leftovers()
+
+
 def backward(running: Running, loss: Tensor, call: Callable[[Tensor], None] | None, **kwargs: Any) -> None:
     """Run backward from the scaled ``loss``, inside of `run` too; by ``call``, a module's own backward. All ranks call
     it.
@@ -343,6 +348,8 @@ def replace_hooks(offload: Any, device: torch.device) -> None:
     for joins, marks in zip(offload.backward_hooks[::2], offload.backward_hooks[1::2], strict=True):
         backward = _Backward(offload, device)
         marks.hooks_dict_ref()[marks.id] = backward.begin_forward
+        (takes_kwargs,) = marks.extra_dict_ref
+        takes_kwargs()[marks.id] = True
         joins.hooks_dict_ref()[joins.id] = backward.end_forward
 
 
@@ -364,28 +371,26 @@ class _Backward:
 
     def __init__(self, offload: Any, device: torch.device) -> None:
         self._offload, self._device = offload, device
-        self._marks: list[Tensor | None] = []
+        self._begun: list[tuple[Tensor, after_backward.Given] | None] = []
         self._active = False
 
-    def begin_forward(self, module: nn.Module, inputs: Any) -> None:
-        self._marks.append(after_backward.mark(partial(self._end, module), self._device))
+    def begin_forward(self, module: nn.Module, *inputs: Any) -> None:
+        marked = after_backward.mark(partial(self._end, module), self._device)
+        self._begun.append(None if marked is None else (marked, after_backward.given_tensors(inputs)))
 
     def end_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if (marked := self._marks.pop()) is None:
+        if (begun := self._begun.pop()) is None:
             return output
-        own = {id(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
+        marked, given = begun
 
         def join(tensor: Tensor) -> Tensor:
-            # What a module returns as it got it is none of its own.
-            if id(tensor) in own:
-                return tensor
             joined: Any = after_backward.join(tensor, marked, partial(self._begin, module))
             if layout.is_partitioned(tensor):
                 # By it DeepSpeed knows a parameter that modules return to each other.
                 joined.ds_param_alias = tensor
             return joined
 
-        return after_backward.replaced(output, join)
+        return after_backward.replaced(output, given, join)
 
     def _begin(self, module: nn.Module) -> None:
         self._active = layout.gathers_for(module)
