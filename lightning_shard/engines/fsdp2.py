@@ -70,7 +70,7 @@ class FSDP2Engine(StepsOwnParameters):
         earlier_parameters.remember(module)
         refusals.refuse_sharded(module, self.strategy, by_fsdp=False)
         if run.fitting:
-            refusals.refuse_double(module)
+            refusals.refuse_double(module, self.strategy, run.policy.compute)
             _, ignored = ignored_parameters(module, self._units.ignored_modules)
             left = ignored()
             refusals.refuse_kinds(module, self.strategy, ignored=left)

@@ -184,12 +184,15 @@ def refuse_copy(strategy: str, memo: object) -> NoReturn:
     )
 
 
-def refuse_double(module: nn.Module) -> None:
-    """Refuse to train fp64 parameters, which would be stepped as fp32 masters (ConfigurationError)."""
-    if found := [n for n, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float64]:
+def refuse_double(module: nn.Module, strategy: str, compute: torch.dtype) -> None:
+    """Refuse fp64 parameters (ConfigurationError) that would be stepped as fp32 masters, or where ``compute`` is fp32
+    and they are frozen, rounded to it.
+    """
+    double = [(name, p) for name, p in module.named_parameters() if p.dtype == torch.float64]
+    if found := [name for name, p in double if p.requires_grad or compute == torch.float32]:
         raise ConfigurationError(
-            f"{listed(found)} are fp64, but no engine here has wider master weights than fp32. Call .float() on the "
-            "module, or use Lightning's own strategies with precision '64-true'."
+            f"{listed(found)} are fp64, but {strategy} has no wider parameters than fp32. Call .float() on the module, "
+            "or use shard_ddp in '32-true', which keeps fp64."
         )
 
 

@@ -59,5 +59,5 @@ class Replicate(FSDP2Engine):
 
 
 def needs_replicate(root: nn.Module) -> bool:
-    """Whether a parameter that keeps its dtype must be seen in fp32, which torch's DDP does not do."""
-    return any(p.is_floating_point() and not p.requires_grad and p.dtype != torch.float32 for p in root.parameters())
+    """Whether a parameter that keeps its 16 bits must be seen in fp32, which torch's DDP does not do."""
+    return any(p.is_floating_point() and not p.requires_grad and p.itemsize < 4 for p in root.parameters())

@@ -18,7 +18,7 @@ from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
-from lightning_shard.engines.refusals import refuse_double, refuse_lazy, refuse_sharded
+from lightning_shard.engines.refusals import refuse_lazy, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import find_transforms
 from lightning_shard.errors import ConfigurationError
@@ -70,8 +70,6 @@ class TorchDDP(StepsOwnParameters):
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         refuse_sharded(module, "ShardDDPStrategy")
         refuse_lazy(module, "ShardDDPStrategy")
-        if run.fitting:
-            refuse_double(module)
         self._module, self._run, self.shares_buffers = module, run, self._options.broadcast_buffers
         earlier_parameters.remember(module)
         transforms = find_transforms(module, self.units(module), self._forward_options)

@@ -258,7 +258,7 @@ class Freezing:
     def refuse_without_masters(self, master: torch.dtype) -> None:
         """ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen."""
         stepped = [p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()]
-        if thawed := [dtype for dtype in stepped if dtype != master]:
+        if thawed := [dtype for dtype in stepped if dtype not in (master, torch.float64)]:
             raise ConfigurationError(
                 f"{len(thawed)} parameters were thawed that were frozen in {thawed[0]} when the fit began, and so have "
                 f"no {master} masters. Load them in {master}, or let the fit begin with them trainable."

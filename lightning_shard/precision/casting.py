@@ -296,9 +296,11 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Replace every trainable floating parameter under ``root``, plain or DTensor, by one of ``dtype``, ties kept,
-    before an optimizer is built and before FSDP's lazy initialisation. FQN and old dtype of those that changed.
+    before an optimizer is built and before FSDP's lazy initialisation. FQN and old dtype of those that changed. Those
+    in fp64, which engines that have no such masters refuse, stay.
     """
     names = parameter_names(root)
-    cast = {p for p in names if p.requires_grad and p.is_floating_point() and p.dtype != dtype}
+    left = (dtype, torch.float64)
+    cast = {p for p in names if p.requires_grad and p.is_floating_point() and p.dtype not in left}
     replace_tensors(root, lambda tensor: tensor.detach().to(dtype) if tensor in cast else tensor)
     return {name: parameter.dtype for parameter, name in names.items() if parameter in cast}

@@ -145,6 +145,8 @@ def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Viol
     if entry.kind in ("trainable", "not in the module"):
         exact = dict.fromkeys(("prepared", "optimizer", "gradient", "step"), policy.master)
         exact["accumulated"] = policy.accumulate
+        if torch.float64 in entry.column("loaded"):
+            exact = dict.fromkeys(exact, torch.float64)
     else:
         before = entry.column("loaded")
         stages = ("prepared",) if entry.kind == "metric state" else ("prepared", "step")

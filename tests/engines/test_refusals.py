@@ -38,11 +38,13 @@ def test_parameters_without_a_size_are_refused() -> None:
     refuse_kinds(module, "ShardFSDPStrategy", ignored={*module.parameters()})
 
 
-def test_trained_fp64_parameters_are_refused() -> None:
+def test_fp64_parameters_are_refused_where_they_would_be_rounded() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).double().requires_grad_(False))
     with pytest.raises(ConfigurationError, match=r"^1\.weight, 1\.bias are fp64"):
-        refuse_double(module)
-    refuse_double(module[2])
+        refuse_double(module, "ShardFSDPStrategy", torch.bfloat16)
+    refuse_double(module[2], "ShardFSDPStrategy", torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"^weight, bias are fp64, but ShardFSDPStrategy has no wider"):
+        refuse_double(module[2], "ShardFSDPStrategy", torch.float32)
 
 
 def test_old_spectral_norms_are_refused_where_parameters_are_gathered_by_hooks() -> None:

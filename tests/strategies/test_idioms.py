@@ -1,4 +1,4 @@
-"""What modules do to themselves: with two names, frozen for a while."""
+"""What modules do to themselves: with two names, frozen for a while, in fp64."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
-from tests.strategies.test_against_stock import NAMES, WIDTH, Plain, differences
+from tests.strategies.test_against_stock import NAMES, WIDTH, Plain, differences, weights
 
 
 class HeldTwice(Plain):
@@ -53,7 +54,43 @@ class Adapted(Plain):
         self.weights[f"validated {self.global_step}"] = self.loss(batch[0]).detach()
 
 
+class Wide(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.first(x).tanh()).double()).float()
+
+
+class FrozenWide(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.requires_grad_(False)
+
+
 @pytest.mark.parametrize("kind", [HeldTwice, Adapted])
 def test_they_have_stock_ddps_weights(kind: type[Plain]) -> None:
     for found in run_distributed(differences, 2, kind, NAMES, {}):
         assert found == {name: [] for name in NAMES}
+
+
+def test_ddp_keeps_fp64_as_stock_does() -> None:
+    for kind in (Wide, FrozenWide):
+        for found in run_distributed(differences, 2, kind, ["shard_ddp", "shard_ddp_aligned"], {}):
+            assert found == {"shard_ddp": [], "shard_ddp_aligned": []}
+
+
+def _refused(kind: type[Plain], names: list[str]) -> list[str]:
+    found = []
+    for name in names:
+        with pytest.raises(ConfigurationError) as refused:
+            weights(name, kind, {})
+        found.append(str(refused.value))
+    return found
+
+
+def test_engines_that_would_round_fp64_refuse_it() -> None:
+    for kind in (Wide, FrozenWide):
+        for found in run_distributed(_refused, 2, kind, NAMES[1:]):
+            assert all("last.weight, last.bias are fp64, but Shard" in each for each in found)

@@ -113,7 +113,7 @@ class Zero(Engine):
         earlier_parameters.remember(module)
         refusals.refuse_sharded(module, self._called, by_zero=self._stage < 3)
         if run.fitting:
-            refusals.refuse_double(module)
+            refusals.refuse_double(module, self._called, run.policy.compute)
             refusals.refuse_kinds(module, self._called, hooked=self._stage == 3)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
