@@ -56,28 +56,33 @@ def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
         _count(root, -1)
 
 
-def note_gradients(root: nn.Module, taken: bool = True) -> None:
-    """Note whether gradients were taken through a unit of ``root`` since this was last asked for."""
-    root.__dict__[_GRADIENTS] = taken
+def begin_gradients(root: nn.Module) -> None:
+    """Begin a step, in which no gradients were taken yet."""
+    root.__dict__[_GRADIENTS] = set()
+
+
+def note_gradients(root: nn.Module, unit: nn.Module) -> None:
+    """Note that gradients are taken through ``unit`` of ``root``."""
+    root.__dict__.setdefault(_GRADIENTS, set()).add(unit)
 
 
 @contextmanager
-def gathered_for_gradients(root: Any) -> Generator[None, None, None]:
-    """A backward pass. Where gradients were taken in the step's forward, as forces are, their graphs need parameters
-    whose units no hook gathers: all stay gathered until it is over.
+def gathered_for_gradients(root: nn.Module) -> Generator[None, None, None]:
+    """A backward pass. Graphs of gradients that were taken in the step's forward, as forces are, need parameters of
+    units that no hook gathers for them: these stay gathered until it is over.
     """
-    if not root.__dict__.get(_GRADIENTS):
-        yield
-        note_gradients(root, False)
-        return
-    root.set_reshard_after_backward(False)
+    taken = root.__dict__.pop(_GRADIENTS, ())
+    units = [unit for unit in units_of(root) if unit in taken]
+    for unit in units:
+        unit.set_reshard_after_backward(False, recurse=False)
+        gather(unit)
     try:
-        for module in units_of(root):
-            gather(module)
         yield
     finally:
-        root.set_reshard_after_backward(True)
-        reshard(root)
+        root.__dict__[_GRADIENTS] = taken
+        for unit in units:
+            unit.set_reshard_after_backward(True, recurse=False)
+            _fsdp2.reshard(unit)
 
 
 @torch.no_grad()

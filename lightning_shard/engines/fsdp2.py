@@ -168,7 +168,7 @@ class FSDP2Engine(StepsOwnParameters):
             return output
 
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
-        forward.note_gradients(self._module, False)
+        forward.begin_gradients(self._module)
         self._module.set_reshard_after_backward(False)
         try:
             with refusals.explained(self.strategy):

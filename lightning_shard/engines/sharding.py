@@ -97,7 +97,7 @@ def shard_tree(
         vars(module)["__deepcopy__"] = partial(refusals.refuse_copy, strategy)
     round_each_use(root)
     for below_root in made[1:]:
-        leave_inputs_alone(below_root, partial(forward.note_gradients, root))
+        leave_inputs_alone(below_root, partial(forward.note_gradients, root, below_root))
     _set_prefetch(made[1:], options)
     return upcast, [*ignored()]
 
