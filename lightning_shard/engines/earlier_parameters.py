@@ -1,6 +1,6 @@
 """Remap optimizers that were built on unsharded parameters, such as in ``__init__``, to the sharded ones."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -18,6 +18,11 @@ def remember(module: nn.Module) -> None:
     names = _names.setdefault(module, WeakTensorKeyDictionary())
     for fqn, parameter in module.named_parameters():
         names[parameter] = fqn
+
+
+def names_of(module: nn.Module) -> Mapping[Tensor, str]:
+    """FQNs of the parameters that the module has and had, by any of their tensors."""
+    return {**_names.get(module, {}), **{parameter: fqn for fqn, parameter in module.named_parameters()}}
 
 
 def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:

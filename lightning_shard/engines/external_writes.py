@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines._fsdp2 import full_parameters, gathered_parameters, units_of
 from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.errors import ConfigurationError
@@ -47,6 +50,52 @@ def _write_shard(parameter: DTensor, value: Tensor) -> None:
         )
     placed = value.redistribute(parameter.device_mesh, parameter.placements)
     parameter.to_local().copy_(placed.to_local())
+
+
+class ForeignStepCheck:
+    """Refuses steps that optimizers which are none of the fit's take inside of a training step's forward: each rank
+    would step by its own gradients, and an engine that shards has other tensors in forward than it keeps.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Look at the parameters of ``module``, which ``optimizers`` step, until `close`."""
+        self._module, self._optimizers = module, optimizers
+        self._inside: list[Optimizer | None] = []  # Forward passes (None) and steps of the fit's optimizers in them.
+        hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
+        self._hooks = hooks
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def forward(self) -> Generator[None, None, None]:
+        """A training step's forward pass."""
+        depth = len(self._inside)
+        self._inside.append(None)
+        try:
+            yield
+        finally:
+            del self._inside[depth:]
+
+    def _begin_step(self, optimizer: Optimizer, *call: object) -> None:
+        if not self._inside or self._inside[-1] is not None:
+            return  # One that wraps another calls it.
+        if any(optimizer is own or optimizer in vars(own).values() for own in self._optimizers):
+            self._inside.append(optimizer)
+            return
+        names = earlier_parameters.names_of(self._module)
+        if found := [names[p] for group in optimizer.param_groups for p in group["params"] if p in names]:
+            raise ConfigurationError(
+                f"{type(optimizer).__qualname__}, which configure_optimizers does not return, steps {listed(found)} "
+                "inside of a training step. No engine reduces gradients there, and those that shard have copies of "
+                "parameters there. Return it from configure_optimizers and step it by manual optimization "
+                "(automatic_optimization = False), or keep the values in a buffer, updated in forward."
+            )
+
+    def _end_step(self, optimizer: Optimizer, *call: object) -> None:
+        if self._inside and self._inside[-1] is optimizer:
+            self._inside.pop()
 
 
 class Seen(NamedTuple):

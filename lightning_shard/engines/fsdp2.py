@@ -144,7 +144,8 @@ class FSDP2Engine(StepsOwnParameters):
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         refusals.refuse_hooks(((name, p) for p, name in self._shards.items()), self.strategy, refusals.OF_SHARDS)
-        output = self._run_step(step, *args, **kwargs)
+        with self._foreign_steps.forward():
+            output = self._run_step(step, *args, **kwargs)
         if not self._run.automatic or output is None:
             forward.reshard(self._module)  # No backward pass follows, which would do so.
         return output

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engine, Run
+from lightning_shard.engines.external_writes import ForeignStepCheck
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.replicated import common_random_numbers
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
@@ -62,6 +63,8 @@ class StepsOwnParameters(Engine):
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         earlier_parameters.follow(optimizers, self._module)
         self._optimizers = optimizers
+        self._foreign_steps = ForeignStepCheck(self._module, optimizers)
+        self._closing.callback(self._foreign_steps.close)
         self._needs = {id(optimizer): needs_of(optimizer, self._run) for optimizer in optimizers}
         # The closure may draw numbers of this rank's own.
         self.steps_itself = any(needs.draws for needs in self._needs.values())

@@ -100,7 +100,8 @@ class TorchDDP(StepsOwnParameters):
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         wrapped = self._wrapped
         if wrapped is None:
-            return step(*args, **kwargs)
+            with self._foreign_steps.forward():
+                return step(*args, **kwargs)
         enabled, automatic = wrapped.require_backward_grad_sync, self._run.automatic
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ class TorchDDP(StepsOwnParameters):
             return output
 
         try:
-            with self._named():
+            with self._named(), self._foreign_steps.forward():
                 (output,) = wrapped(run, *args, **kwargs)
         finally:
             wrapped.require_backward_grad_sync = enabled or not automatic

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place
+from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignStepCheck, assigned_in_place
 from lightning_shard.errors import ConfigurationError
 from tests.engines.test_engine import Net, _fit
 from tests.harness import run_distributed
@@ -209,3 +209,28 @@ def test_engines_that_shard_end_in_any_order() -> None:
     assert "data" in vars(DTensor)
     second.__exit__(None, None, None)
     assert "data" not in vars(DTensor)
+
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+def test_only_steps_of_the_modules_parameters_by_other_optimizers_are_refused() -> None:
+    module, latent = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), nn.Parameter(torch.ones(2))
+    own, wrapped, other = (torch.optim.SGD(part.parameters(), lr=0.1) for part in module)
+    wrapper = Wrapper(wrapped)
+    check = ForeignStepCheck(module, [own, wrapper])
+    with check.forward():
+        for optimizer in (own, wrapper, wrapped, torch.optim.SGD([latent], lr=0.1)):
+            optimizer.step()
+        with pytest.raises(ConfigurationError, match=r"^SGD, which .* steps 2\.weight, 2\.bias inside"):
+            other.step()
+    other.step()  # between steps
+    check.close()
+    with check.forward():
+        other.step()

@@ -1,4 +1,4 @@
-"""What modules do to themselves: with two names, frozen for a while, in fp64."""
+"""What modules do to themselves: with two names, frozen for a while, in fp64, stepped in forward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_shard.errors import ConfigurationError
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.strategies.test_against_stock import NAMES, WIDTH, Plain, differences, weights
 
@@ -54,6 +55,29 @@ class Adapted(Plain):
         self.weights[f"validated {self.global_step}"] = self.loss(batch[0]).detach()
 
 
+class Codebook(Plain):
+    """Steps a parameter inside of forward, by an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.steps_codes = torch.optim.SGD(self.codes.parameters(), lr=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.training:
+            functional.mse_loss(self.codes(hidden.detach()), x).backward()
+            self.steps_codes.step()
+            self.steps_codes.zero_grad()
+        return self.last(hidden + self.codes(hidden).detach())
+
+
+class LateCodebook(Codebook):
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps_codes = torch.optim.SGD(self.codes.parameters(), lr=0.1)
+        return super().forward(x)
+
+
 class Wide(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -94,3 +118,10 @@ def test_engines_that_would_round_fp64_refuse_it() -> None:
     for kind in (Wide, FrozenWide):
         for found in run_distributed(_refused, 2, kind, NAMES[1:]):
             assert all("last.weight, last.bias are fp64, but Shard" in each for each in found)
+
+
+@pytest.mark.parametrize("kind", sampled([Codebook, LateCodebook], 0))
+def test_a_step_inside_of_forward_is_refused_alike(kind: type[Plain]) -> None:
+    for found in run_distributed(_refused, 2, kind, NAMES):
+        assert len(set(found)) == 1
+        assert found[0].startswith("SGD, which configure_optimizers does not return, steps codes.weight inside of a")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_shard import devices
 from lightning_shard.engines import earlier_parameters, refusals
 from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
-from lightning_shard.engines.external_writes import ExternalWriteCheck
+from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignStepCheck
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts, plain_settings
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
@@ -152,6 +152,8 @@ class Zero(Engine):
         earlier_parameters.follow(optimizers, self._module)
         check_optimizers(self._settings, optimizers)
         self._optimizers = optimizers
+        self._foreign_steps = ForeignStepCheck(self._module, optimizers)
+        self._closing.callback(self._foreign_steps.close)
         several = len(optimizers) > 1
         # Several step full parameters in any case; what couples these is refused.
         self._needs = {id(each): needs_of(each, self._run) for each in optimizers}
@@ -273,7 +275,8 @@ class Zero(Engine):
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._settle_writes(together=True)
-        output = self._inside(step, *args, **kwargs)
+        with self._foreign_steps.forward():
+            output = self._inside(step, *args, **kwargs)
         if self._writes is not None and self.gathers_in_forward:
             self._writes.refuse_writes(together=True)
         return output
