@@ -252,7 +252,8 @@ def different_branches(how: str) -> ConfigurationError:
     return ConfigurationError(
         f"Ranks take different branches: {how}. Sharded parameters are gathered by all ranks together, in one order. "
         "Seed what chooses at random (seed_everything), put the branches into one shard unit (units, with shard_fsdp), "
-        "run all of them on every rank, or use shard_ddp with find_unused_parameters: true in '32-true'."
+        "run all of them on every rank (generate of transformers: synced_gpus=True), or use shard_ddp with "
+        "find_unused_parameters: true in '32-true'."
     )
 
 

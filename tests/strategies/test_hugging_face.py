@@ -26,14 +26,13 @@ Recompute = Literal["reentrant", "not reentrant", "units"] | None
 class Llama(pl.LightningModule):
     """Trains, and continues texts in validation, on each rank another number of tokens."""
 
-    def __init__(self, recompute: Recompute, *, gathers: bool) -> None:
+    def __init__(self, recompute: Recompute) -> None:
         super().__init__()
         torch.manual_seed(3)
         sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 32}
         self.model = llama(**sizes, num_attention_heads=4, num_key_value_heads=2).to(torch.bfloat16).train()
         if recompute in ("reentrant", "not reentrant"):
             self.model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
-        self.gathers = gathers
         self.losses: list[float] = []
         self.texts: list[list[int]] = []
 
@@ -44,14 +43,13 @@ class Llama(pl.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         length = 5 + 2 * dist.get_rank()
-        # synced_gpus: ranks that are done run on with the others, since each forward gathers parameters.
+        # Ranks that are done run on with the others where each forward gathers parameters: synced_gpus of transformers.
         self.texts += self.model.generate(
             batch[:, :3],
             min_new_tokens=length,
             max_new_tokens=length,
             do_sample=False,
             pad_token_id=0,
-            synced_gpus=self.gathers,
         ).tolist()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -77,7 +75,7 @@ def _train(engine: str, recompute: Recompute) -> dict[str, Any]:
         num_sanity_val_steps=0,
         callbacks=[final],
     )
-    model = Llama(recompute, gathers=engine in ("fsdp", "zero_3"))
+    model = Llama(recompute)
     data = DataLoader(torch.randint(0, 64, (32, 12), generator=torch.Generator().manual_seed(0)), batch_size=2)
     trainer.fit(model, data, data)
     return {"losses": model.losses, "texts": model.texts, "parameters": final.parameters}

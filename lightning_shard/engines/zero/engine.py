@@ -305,9 +305,11 @@ class Zero(Engine):
         self._settle_writes(together=False)
         if self._running is None:
             return step(*args, **kwargs)
-        output = self._inside(step, *args, **kwargs)
-        if self.gathers_in_forward:
-            running.release(self._running)
+        if not self.gathers_in_forward:
+            return self._inside(step, *args, **kwargs)
+        with process.generates_together(self._config):
+            output = self._inside(step, *args, **kwargs)
+        running.release(self._running)
         return output
 
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

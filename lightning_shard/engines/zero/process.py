@@ -3,8 +3,9 @@
 import inspect
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -101,6 +102,34 @@ def group_of_hpz(size: int) -> dist.ProcessGroup | None:
         groups._release_process_group_references(group)
         return None
     return group
+
+
+@contextmanager
+def generates_together(config: Mapping[str, Any]) -> Generator[None, None, None]:
+    """Let ``generate`` of transformers run on inside until all ranks are done, as its ``synced_gpus`` does by default
+    where it knows of stage 3, here by DeepSpeed's ``config``. In training LayerDrop would leave out no layer then.
+    """
+    known = sys.modules.get("transformers.integrations.deepspeed")
+    if known is None or known.is_deepspeed_zero3_enabled():
+        yield
+        return
+    # transformers holds it weakly. Its own class needs accelerate.
+    shown = _ConfigOfStage3(config)
+    known.set_hf_deepspeed_config(shown)
+    try:
+        yield
+    finally:
+        known.unset_hf_deepspeed_config()
+
+
+class _ConfigOfStage3:
+    """Stands for ``transformers.integrations.HfDeepSpeedConfig``."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
 
 
 _VARIABLES = ("LOCAL_SIZE", "LOCAL_RANK")
