@@ -106,6 +106,17 @@ class BeforeOthers(Potential):
         return loss
 
 
+class Spare(Potential):
+    """Has units that never run, whose weights would decay with gradients of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.ModuleList(Mixing() for _ in range(2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
 BF16 = {"precision": "bf16-mixed"}
 CASES = [(Potential, {}), (InTuples, {}), (InClasses, {}), (ByName, {}), (BeforeOthers, {}), (Potential, BF16)]
 
@@ -117,3 +128,8 @@ def test_forces_are_those_of_stock_ddp(kind: type[Plain], given: dict[str, Any])
     names, reference = ([n for n in names if n.endswith("aligned")], "shard_ddp_aligned") if given else (names, "ddp")
     for found in run_distributed(differences, 2, kind, names, given, reference):
         assert found == {name: [] for name in names}
+
+
+def test_units_that_never_run_are_not_stepped() -> None:
+    for found in run_distributed(differences, 2, Spare, ["shard_fsdp"], {}, "ddp_find_unused_parameters_true"):
+        assert found == {"shard_fsdp": []}
