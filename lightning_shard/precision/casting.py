@@ -213,7 +213,7 @@ def _cast_output(module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None
             return None
         while _autocast:
             torch.set_autocast_enabled(*_autocast.popitem())
-        return cast_floating(output, dtype)
+        return _cast_returned(output, dtype)
 
     undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
     # Compiled code looks for the numbers of hooks that are always called; another one for each module would have each
@@ -226,6 +226,20 @@ def _cast_output(module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None
 
 
 def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
+def _cast_returned(output: Any, dtype: torch.dtype) -> Any:
+    """``output`` in ``dtype``; of a dictionary with a loss, as Hugging Face's models return, the loss alone: copies of
+    logits that nobody reads would be the largest tensors of a step.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else None
+    if not isinstance(loss, Tensor) or loss.ndim > 0 or not loss.is_floating_point():
+        return cast_floating(output, dtype)
+    if loss.dtype == dtype:
+        return output
+    changed = copy(output)
+    changed["loss"] = loss.to(dtype)
+    return changed
+
+
     """``function``, whose calls of modules come from a module wherever it is called, such as in backward."""
 
     def nested(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_shard import ConfigurationError, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from lightning_shard.engines.fully_shard import skip_layers
@@ -19,6 +21,8 @@ from lightning_shard.engines.refusals import refuse_sharded
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import Final, llama, quiet_trainer
+from tests.strategies.everywhere import same_everywhere
+from tests.strategies.indexed import Indexed
 
 Recompute = Literal["reentrant", "not reentrant", "units"] | None
 
@@ -171,3 +175,52 @@ def test_models_that_transformers_has_sharded_are_refused(tmp_path: Path) -> Non
         assert "this one was sharded with FSDP2, by an earlier run or in configure_model" in by_fsdp
         assert "come already sharded as DTensors" in by_tensor
         assert "distributed_config makes them. Load the model without these" in by_tensor
+
+
+class ComputesItsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> CausalLMOutput:
+        logits = self.layer(x)
+        return CausalLMOutput(loss=logits.float().square().mean(), logits=logits, hidden_states=(x,))
+
+
+class Widened(TorchDispatchMode):
+    """Notes the sizes of copies in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and output.dtype == torch.float32:
+            self.sizes.append(output.numel())
+        return output
+
+
+class ReturnsLosses(Indexed):
+    """Its model returns a loss and logits, of which the step reads the accuracy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.notes = ComputesItsLoss(), nn.Identity(), list[Any]()
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        index, x = batch
+        self._note(stage, index)
+        with Widened() as widened:
+            output = self.body(x)
+        if stage == "train" and self.global_step == 2:
+            copies = [size for size in widened.sizes if size == output.logits.numel()]
+            self.notes.append((output.loss.dtype, output.logits.dtype, len(copies)))
+        self.log(f"{stage}_accuracy", (output.logits.argmax(-1) == 0).float().mean(), sync_dist=True)
+        return output.loss
+
+
+def test_logits_that_come_with_their_loss_are_not_copied() -> None:
+    found = same_everywhere(ReturnsLosses, "bf16-mixed", strategies=("ddp", "full", "zero_2", "zero_3"))
+    # The model's own for its loss, and no other.
+    assert found["notes"] == [(torch.float32, torch.bfloat16, 1)]
