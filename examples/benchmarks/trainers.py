@@ -67,6 +67,8 @@ class Pause(Callback):
     """Hands over to the greenlet that runs the benchmark, before every batch that it has not asked for."""
 
     left = 0
+    resumed: Callable[[], object] | None = None
+    """Called once in the fit, ahead of the next step."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Wait for the next block of steps."""
@@ -75,6 +77,9 @@ class Pause(Callback):
         if self.left == 0:
             getcurrent().parent.switch()
         self.left -= 1
+        if self.resumed is not None:
+            self.resumed()
+            self.resumed = None
 
 
 class TrainerLoop:
@@ -133,6 +138,10 @@ class TrainerLoop:
         """Take steps."""
         self._pause.left = steps
         self._fit.switch()
+
+    def before_step(self, function: Callable[[], object]) -> None:
+        """Call ``function`` in the fit, which has a stack of its own, ahead of the next step."""
+        self._pause.resumed = function
 
     def end(self) -> None:
         """Let the fit end after one step more."""

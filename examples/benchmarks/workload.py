@@ -48,6 +48,8 @@ class Workload:
     """Blocks, and the loss, are compiled."""
     weights: str | None = None
     """A file of the model's values, which all processes map into their memory; None: each makes them on the host."""
+    foreach: bool | None = None
+    """Whether the optimizer steps lists of tensors; None: as torch chooses, which is not on CPUs."""
 
     @property
     def tokens(self) -> int:
@@ -172,7 +174,8 @@ def _contexts() -> Any:
 def build_optimizer(work: Workload, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """AdamW; on GPUs its fused form."""
     fused = True if work.device == "cuda" else None
-    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+    settings: dict[str, Any] = {"fused": fused, "foreach": work.foreach}
+    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, **settings)
 
 
 def build_loader(work: Workload, rank: int) -> DataLoader[Batch]:
