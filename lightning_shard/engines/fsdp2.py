@@ -16,7 +16,7 @@ from lightning_shard.engines._fsdp2 import finish_gathers, reduction_dtypes
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
 from lightning_shard.engines.own_parameters import StepsOwnParameters
-from lightning_shard.engines.replicated import average_gradients, step_apart_from_shards
+from lightning_shard.engines.replicated import average_gradients
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions, shard_tree
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import Unit, find_units, ignored_parameters
@@ -125,9 +125,9 @@ class FSDP2Engine(StepsOwnParameters):
         for optimizer in optimizers:
             if self.needs(optimizer).full:
                 self._whole[id(optimizer)] = _whole_steps(optimizer, self._module, self._run)
-            elif self._ignored:
-                self._closing.callback(step_apart_from_shards(optimizer))
-        self.steps_itself |= bool(self._whole)
+        # One that computes the loss again steps inside of its closure's caller, as torch does.
+        self._steps_apart = bool(self._ignored) and not any(needs.again for needs in self._needs.values())
+        self.steps_itself |= bool(self._whole) or self._steps_apart
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
         self._closing.callback(refusals.refuse_new_groups(full, self.strategy))
         self._look_at_usage()

@@ -16,7 +16,7 @@ from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.external_writes import ForeignStepCheck
 from lightning_shard.engines.facts import plain_settings
-from lightning_shard.engines.replicated import common_random_numbers
+from lightning_shard.engines.replicated import common_random_numbers, full_parameters_apart
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
@@ -30,6 +30,7 @@ class StepsOwnParameters(Engine):
     """Base of such engines; see `lightning_shard.engines.engine.Engine`."""
 
     steps_itself = False
+    _steps_apart = False  # Whether an optimizer may have groups of shards and full parameters.
     follows_freezing = True
 
     _module: nn.Module
@@ -79,7 +80,11 @@ class StepsOwnParameters(Engine):
             return
         whole, mesh = self._whole.get(id(optimizer)), self._run.mesh
         replicated = self.needs(optimizer).draws and mesh[REPLICATE].size() > 1
-        with common_random_numbers(mesh[SHARD].get_local_rank()) if replicated else nullcontext():
+        apart = self._steps_apart and whole is None
+        with (
+            common_random_numbers(mesh[SHARD].get_local_rank()) if replicated else nullcontext(),
+            full_parameters_apart(optimizer) if apart else nullcontext(),
+        ):
             (optimizer.step if whole is None else whole.step)(**kwargs)
 
     def before_saving(self) -> None:
@@ -127,7 +132,7 @@ class ModuleTensors:
         return parameter.grad
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        return gradients_of(p for group in optimizer.param_groups for p in group["params"])
+        return gradients_of([p for group in optimizer.param_groups for p in group["params"]])
 
     def accumulated(self) -> Mapping[str, LiveTensor]:
         found = {self.shards[shard]: gradient for shard, gradient in accumulated_gradients(self.module)}

@@ -1,8 +1,8 @@
 """Tensors that are full on every rank: equal at the start, and reduced by plain all-reduces where no engine does."""
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.devices import fork_rng
-from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks, reachable
 from lightning_shard.tensors.flat import INTEGERS, local
 
@@ -110,36 +109,25 @@ def parted(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
     return (sent[0] != ~sent[1]).nonzero().flatten().tolist()
 
 
-def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
-    """Let an optimizer step groups of shards and full tensors tensor by tensor, until the result is called: torch's
-    kernels over lists take no list of both. ConfigurationError: a group asks for such a kernel.
+@contextmanager
+def full_parameters_apart(optimizer: Optimizer) -> Generator[None, None, None]:
+    """For a step, put full parameters into groups of their own: torch's kernels over lists of tensors (``foreach``,
+    ``fused``) take no list of them and shards. Outside, where hooks, schedules and checkpoints see them, groups are as
+    the user made them.
     """
-
-    def mixed() -> list[dict[str, Any]]:
-        return [g for g in optimizer.param_groups if len({isinstance(p, DTensor) for p in g["params"]}) == 2]
-
-    for name in ("foreach", "fused"):
-        if any(group.get(name) for group in mixed()):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} has {name}=True for a group with both shards and parameters that are full "
-                f"on every rank (without a dimension, or of ignored_modules), but torch has no such kernel for both. "
-                f"Leave out {name}, or give the optimizer the full ones in a group of their own."
-            )
-    left: list[dict[str, Any]] = []  # to torch
-
-    def ahead(*step: Any) -> None:
-        left[:] = [group for group in mixed() if group.get("foreach", False) is None]
-        for group in left:
-            group["foreach"] = False
-
-    def after(*step: Any) -> None:
-        for group in left:
-            group["foreach"] = None
-
-    undo = ExitStack()
-    undo.callback(optimizer.register_step_pre_hook(ahead).remove)
-    undo.callback(optimizer.register_step_post_hook(after).remove)
-    return undo.close
+    groups = optimizer.param_groups
+    given = [(group, group["params"]) for group in groups]
+    for group, parameters in given:
+        full = [p for p in parameters if not isinstance(p, DTensor)]
+        if full and len(full) < len(parameters):
+            group["params"] = [p for p in parameters if isinstance(p, DTensor)]
+            groups.append({**group, "params": full})
+    try:
+        yield
+    finally:
+        del groups[len(given) :]
+        for group, parameters in given:
+            group["params"] = parameters
 
 
 @torch.no_grad()

@@ -359,31 +359,48 @@ def test_a_module_that_shards_itself_in_configure_model() -> None:
     run_distributed(_check_shards_itself, 2)
 
 
+def _sizes(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
+
+
 class OverLists(WithAdapter):
-    """Asks for a kernel over lists of tensors, or leaves it to torch, and notes what a step was made with."""
+    """Has kernels over lists of tensors, or not, and notes the groups that a hook sees, with the sizes of steps."""
 
-    def __init__(self, foreach: bool | None = None) -> None:
+    def __init__(self, **kernel: bool) -> None:
         super().__init__()
-        self.foreach, self.stepped = foreach, set[bool | None]()
+        self.kernel, self.shown, self.stepped = kernel, set[int](), set[tuple[int, ...]]()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=self.foreach)
-        optimizer.register_step_post_hook(lambda o, *step: self.stepped.add(o.param_groups[0]["foreach"]))
-        return optimizer
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, **self.kernel)
+        optimizer.register_step_pre_hook(
+            lambda o, *_: self.stepped.add(tuple(len(g["params"]) for g in o.param_groups))
+        )
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.shown.add(len(optimizer.param_groups))
 
 
-def _mixed_group() -> tuple[set[bool | None], bool | None, str]:
-    """What the steps of a group of shards and full parameters had for foreach, what is left of it, and a refusal."""
-    strategy: dict[str, Any] = {"aligned": True, "ignored_modules": ["Adapter"]}
-    module = fit(OverLists, ShardFSDPStrategy(**strategy))
-    with pytest.raises(ConfigurationError) as caught:
-        fit(partial(OverLists, True), ShardFSDPStrategy(**strategy))
-    return module.stepped, module.trainer.optimizers[0].param_groups[0]["foreach"], str(caught.value)
+def _mixed_group() -> list[Any]:
+    """Of a fit with each kernel: the groups in hooks, in steps, and left; its values."""
+    found: list[Any] = []
+    for kernel in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        module = fit(partial(OverLists, **kernel), ShardFSDPStrategy(aligned=True, ignored_modules=["Adapter"]))
+        (optimizer,) = module.trainer.optimizers
+        lrs = [group["lr"] for group in optimizer.param_groups]
+        values = whole_parameters(module)
+        found.append((module.shown, module.stepped, lrs, values))
+    return found
 
 
 def test_a_group_of_shards_and_full_parameters() -> None:
-    """On GPUs torch's optimizers step lists of tensors, and fail where some are DTensors and others are not."""
-    for stepped, left, message in run_distributed(_mixed_group, 2):
-        assert (stepped, left) == ({False}, None)
-        assert "foreach=True for a group with both shards and parameters" in message
-        assert "a group of their own" in message
+    """Optimizers of torch step lists of tensors on GPUs, and fail where some are DTensors and others are not."""
+    for (*one, expected), *others in run_distributed(_mixed_group, 2):
+        for *shown, values in others:
+            assert shown == one  # one group with one learning rate, stepped as two
+            assert shown[0] == {1}
+            assert {len(sizes) for sizes in shown[1]} == {2}
+            for name, value in values.items():
+                # torch's kernels round in other orders; fused ones multiply and add at once.
+                torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
