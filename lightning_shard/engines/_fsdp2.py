@@ -1,6 +1,6 @@
 """The one importer of torch's private FSDP2 parts, but for the repairs of versions before 2.15."""
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,9 @@ require(_states.FSDPState, "_pre_forward_hook_handle _post_forward_hook_handle",
 require(_states.FSDPState, assigned="_register_pre_backward_hook")
 require(_states.FSDPStateContext, assigned="iter_forward_root")
 require(_groups.FSDPMeshInfo, assigned="reduce_scatter_process_group")
-require(_groups.FSDPParamGroup, "device fsdp_params mesh_info modules")
+require(_groups.FSDPParamGroup, "device fsdp_params mesh_info modules reshard")
 require(_groups.FSDPParamGroup, assigned="_register_post_backward_hook _training_state post_backward post_forward")
-require(_groups.FSDPParamGroup, assigned="pre_backward unshard wait_for_unshard")
+require(_groups.FSDPParamGroup, assigned="pre_backward reshard_after_backward unshard wait_for_unshard")
 require(_groups.FSDPParam, "all_gather_outputs offload_to_cpu sharded_param unsharded_accumulated_grad unsharded_param")
 require(_groups.FSDPParam, "_sharded_post_forward_param sharded_state")
 if before_2_15.IS_NEEDED:
@@ -46,40 +46,54 @@ def gather(module: FSDPModule) -> None:
         group.wait_for_unshard()
 
 
-def reshard(module: FSDPModule) -> None:
-    """Reshard ``module``'s own unit. A unit of several modules of which not all have run waits for the others, and
-    torch would leave it gathered, with the values of that time.
-    """
-    state = _state_of(module)
-    if waiting := state._modules_to_run_forward:
-        waiting.clear()
-        for each in (state, _group_of(module)):
-            each._training_state = TrainingState.IDLE
-        if (shared := state._state_ctx).iter_forward_root is state:
-            shared.iter_forward_root = None
-    module.reshard()
+class Units:
+    """Units of a sharded tree, listed once: no step walks its modules."""
+
+    def __init__(self, units: Iterable[FSDPModule]) -> None:
+        self._states = list(dict.fromkeys(map(_state_of, units)))
+        self._groups = [group for state in self._states if (group := state._fsdp_param_group) is not None]
+
+    def reshard(self) -> None:
+        """Reshard every unit, without communication: an evaluation forward leaves the root's parameters gathered. A
+        unit of several modules of which not all have run waits for the others, and torch would leave it gathered, with
+        the values of that time.
+        """
+        for state in self._states:
+            if waiting := state._modules_to_run_forward:
+                waiting.clear()
+                state._training_state = TrainingState.IDLE
+                if state._fsdp_param_group is not None:
+                    state._fsdp_param_group._training_state = TrainingState.IDLE
+                if (shared := state._state_ctx).iter_forward_root is state:
+                    shared.iter_forward_root = None
+        for group in self._groups:
+            group.reshard()
+
+    def finish_gathers(self) -> None:
+        """End what was gathered ahead for units that did not run, or they would run on the values of that time."""
+        for group in self._groups:
+            group.wait_for_unshard()
+
+    def reshard_after_backward(self, enabled: bool) -> None:
+        """Say for every unit whether its parameters are freed after its backward pass."""
+        for group in self._groups:
+            group.reshard_after_backward = enabled
 
 
-def finish_gathers(root: nn.Module) -> None:
-    """End what was gathered ahead for units that did not run, or they would run on the values of that time."""
-    for group in _groups_of(root):
-        group.wait_for_unshard()
-
-
-def leave_out_nested(module: FSDPModule, nested: Callable[[], bool]) -> None:
-    """Let a call of ``module`` run without FSDP's hooks while it is ``nested`` in another: its end would be taken for
-    that of the outer one, which goes on.
+def leave_out_nested(module: FSDPModule, depth: str) -> None:
+    """Let a call of ``module`` run without FSDP's hooks while it is nested in another, as the module's attribute
+    ``depth`` counts: its end would be taken for that of the outer one, which goes on.
     """
     state = _state_of(module)
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         if type(handle) is RemovableHandle:  # of a unit of several modules it is another
             hooks = handle.hooks_dict_ref()
             assert hooks is not None
-            hooks[handle.id] = partial(_unless, nested, hooks[handle.id])
+            hooks[handle.id] = partial(_unless_nested, vars(module), depth, hooks[handle.id])
 
 
-def _unless(nested: Callable[[], bool], hook: Callable[..., Any], *arguments: Any) -> Any:
-    return None if nested() else hook(*arguments)
+def _unless_nested(attributes: Mapping[str, Any], depth: str, hook: Callable[..., Any], *arguments: Any) -> Any:
+    return None if attributes[depth] > 1 else hook(*arguments)
 
 
 def expect_gradients(root: nn.Module) -> None:

@@ -8,6 +8,7 @@ nothing. Of the nodes that are ready autograd runs the one that was made last, a
 module's; so it runs after them and the accumulation of their gradients, and before those of earlier modules.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,10 +61,16 @@ def replaced(output: Any, given: Given, replace: Callable[[Tensor], Tensor]) -> 
     return rebuilt(output, is_own, replace)
 
 
+def _with_signature(function: Callable[..., Any]) -> Any:
+    """``function`` as a static method with its signature, which autograd asks for in each call, made once."""
+    vars(function)["__signature__"] = inspect.signature(function)
+    return staticmethod(function)
+
+
 class _Mark(torch.autograd.Function):
     generate_vmap_rule = True
 
-    @staticmethod
+    @_with_signature
     def forward(anchor: Tensor, after: Callable[[], Any]) -> Tensor:
         return anchor.detach()
 
@@ -80,7 +87,7 @@ class _Mark(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     generate_vmap_rule = True
 
-    @staticmethod
+    @_with_signature
     def forward(output: Tensor, marked: Tensor, before: Callable[[], Any] | None) -> Tensor:
         # No view, which torch would refuse to change in place.
         return output.detach()

@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines import _fsdp2
-from lightning_shard.engines._fsdp2 import expect_gradients, gather, leave_out_nested, units_of
+from lightning_shard.engines._fsdp2 import Units, expect_gradients, gather, leave_out_nested, units_of
 from lightning_shard.precision.casting import in_backward
 from lightning_shard.tensors.names import outside_graphs
 
@@ -28,10 +27,10 @@ def install_runner(root: nn.Module) -> None:
     root.__dict__[_RUN] = partial(_run_inside, root)
     register_fsdp_forward_method(root, _RUN)
     root.__dict__[_DEPTH] = 0
-    root.register_forward_pre_hook(lambda module, args: _count(module, 1), prepend=True)
-    root.register_forward_hook(lambda module, args, output: _count(module, -1), always_call=True)
+    root.register_forward_pre_hook(_enter, prepend=True)
+    root.register_forward_hook(_leave, always_call=True)
     assert isinstance(root, FSDPModule)
-    leave_out_nested(root, lambda: root.__dict__[_DEPTH] > 1)
+    leave_out_nested(root, _DEPTH)
 
 
 def _run_inside(root: nn.Module, function: Callable[[], Any]) -> Any:
@@ -42,18 +41,22 @@ def _run_inside(root: nn.Module, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def _count(module: nn.Module, step: int) -> None:
-    module.__dict__[_DEPTH] += step
+def _enter(module: nn.Module, *call: Any) -> None:
+    module.__dict__[_DEPTH] += 1
+
+
+def _leave(module: nn.Module, *call: Any) -> None:
+    module.__dict__[_DEPTH] -= 1
 
 
 def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)`` as if it were ``root.forward``: its own parameters gathered, backward hooked."""
-    _count(root, 1)
+    _enter(root)
     try:
         # In one piece: FSDP moves all tensors among arguments to its device, and makes their containers anew.
         return root.__dict__[_RUN](partial(function, *args, **kwargs))
     finally:
-        _count(root, -1)
+        _leave(root)
 
 
 def begin_gradients(root: nn.Module) -> None:
@@ -71,18 +74,20 @@ def gathered_for_gradients(root: nn.Module) -> Generator[None, None, None]:
     """A backward pass. Graphs of gradients that were taken in the step's forward, as forces are, need parameters of
     units that no hook gathers for them: these stay gathered until it is over.
     """
-    taken = root.__dict__.pop(_GRADIENTS, ())
-    units = [unit for unit in units_of(root) if unit in taken]
-    for unit in units:
-        unit.set_reshard_after_backward(False, recurse=False)
+    if not (taken := root.__dict__.pop(_GRADIENTS, ())):
+        yield
+        return
+    modules = [unit for unit in units_of(root) if unit in taken]
+    units = Units(modules)
+    units.reshard_after_backward(False)
+    for unit in modules:
         gather(unit)
     try:
         yield
     finally:
         root.__dict__[_GRADIENTS] = taken
-        for unit in units:
-            unit.set_reshard_after_backward(True, recurse=False)
-            _fsdp2.reshard(unit)
+        units.reshard_after_backward(True)
+        units.reshard()
 
 
 @torch.no_grad()
@@ -176,10 +181,4 @@ def _gather_for_call(root: Any, *, own: bool) -> None:
 def _reshard_outside_steps(root: nn.Module) -> None:
     if _is_outside_steps(root):
         # A graph that is still to be run backward gathers them again.
-        reshard(root)
-
-
-def reshard(root: nn.Module) -> None:
-    """Reshard every unit, without communication: an evaluation forward leaves the root's parameters gathered."""
-    for module in units_of(root):
-        _fsdp2.reshard(module)
+        Units(units_of(root)).reshard()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines import dtensor_refusals, earlier_parameters, forward, refusals
-from lightning_shard.engines._fsdp2 import finish_gathers, reduction_dtypes
+from lightning_shard.engines._fsdp2 import Units, reduction_dtypes, units_of
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
 from lightning_shard.engines.own_parameters import StepsOwnParameters
@@ -74,14 +74,14 @@ class FSDP2Engine(StepsOwnParameters):
             _, ignored = ignored_parameters(module, self._units.ignored_modules)
             left = ignored()
             refusals.refuse_kinds(module, self.strategy, ignored=left)
-            hooked = [(name, p) for name, p in module.named_parameters() if p not in left]
+            hooked: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p not in left}
             refusals.refuse_hooks(hooked, self.strategy, refusals.BEFORE_SHARDING)
         refusals.refuse_lists(module, self.strategy)
         # What is not in the sharded module itself may differ.
         own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
         made_for = (run.mesh, run.policy, own)
         # It stays sharded, so that it can be evaluated or fitted again.
-        self._closing.callback(forward.reshard, module)
+        self._closing.callback(lambda: Units(units_of(module)).reshard())
         self._closing.enter_context(assigned_in_place())
         self._closing.callback(dtensor_refusals.install())
         if earlier is not None and earlier[0] != made_for:
@@ -94,7 +94,8 @@ class FSDP2Engine(StepsOwnParameters):
         self._averaged, self._unaveraged = dict[nn.Parameter, None](), set[Tensor]()
         self._follow_ignored()
         module.__dict__[_STATE] = made_for, self._ignored
-        forward.reshard(module)
+        self._made = Units(units_of(module))
+        self._made.reshard()
         self._shards = {p: fqn for p, fqn in parameter_names(module).items() if isinstance(p, DTensor)}
         if run.fitting:
             self._writes = check_gathered(self.strategy, module, self._shards)
@@ -143,16 +144,16 @@ class FSDP2Engine(StepsOwnParameters):
             self._closing.callback(self._usage.close)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        refusals.refuse_hooks(((name, p) for p, name in self._shards.items()), self.strategy, refusals.OF_SHARDS)
+        refusals.refuse_hooks(self._shards, self.strategy, refusals.OF_SHARDS)
         with self._foreign_steps.forward():
             output = self._run_step(step, *args, **kwargs)
         if not self._run.automatic or output is None:
-            forward.reshard(self._module)  # No backward pass follows, which would do so.
+            self._made.reshard()  # No backward pass follows, which would do so.
         return output
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = self._run_step(step, *args, **kwargs)
-        forward.reshard(self._module)
+        self._made.reshard()
         return output
 
     def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,12 +171,12 @@ class FSDP2Engine(StepsOwnParameters):
 
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
         forward.begin_gradients(self._module)
-        self._module.set_reshard_after_backward(False)
+        self._made.reshard_after_backward(False)
         try:
             with refusals.explained(self.strategy):
                 return forward.run(self._module, run, *args, **kwargs)
         finally:
-            self._module.set_reshard_after_backward(True)
+            self._made.reshard_after_backward(True)
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         if isinstance(loss, DTensor):
@@ -184,14 +185,14 @@ class FSDP2Engine(StepsOwnParameters):
             # It starts inside the step, before FSDP saw the step's output, and a root without units below it would
             # never reduce its gradients. The loss is no argument: FSDP would hook a copy of it.
             forward.run(self._module, lambda: loss)
-            self._module.set_reshard_after_backward(True)
-        frozen = [p for p in self._shards if not p.requires_grad and p.grad is None]
+            self._made.reshard_after_backward(True)
+            frozen = [p for p in self._shards if not p.requires_grad and p.grad is None]
         with refusals.explained(self.strategy), forward.gathered_for_gradients(self._module):
             call(loss)
         if self._usage is not None:
             self._usage.after_backward()
         if not self._run.automatic:
-            self._module.set_reshard_after_backward(False)
+            self._made.reshard_after_backward(False)
             # `toggle_optimizer` freezes shards in the step, and not what was gathered before.
             for parameter in frozen:
                 parameter.grad = None
@@ -223,8 +224,8 @@ class FSDP2Engine(StepsOwnParameters):
         return self._module
 
     def before_reading(self) -> None:
-        finish_gathers(self._module)
-        forward.reshard(self._module)
+        self._made.finish_gathers()
+        self._made.reshard()
 
 
 def _take_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *load: Any) -> None:

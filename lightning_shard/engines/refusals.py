@@ -1,7 +1,8 @@
 """Refusing modules that another engine has sharded, and kinds of parameters that can't be."""
 
-from collections.abc import Callable, Container, Generator, Iterable
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -92,9 +93,12 @@ BEFORE_SHARDING = ("_backward_hooks", "_post_accumulate_grad_hooks")
 OF_SHARDS = ("_backward_hooks",)  # FSDP2 calls the others with reduced gradients.
 
 
-def refuse_hooks(named: Iterable[tuple[str, Tensor]], strategy: str, kinds: Iterable[str]) -> None:
+def refuse_hooks(names: Mapping[Tensor, str], strategy: str, kinds: Iterable[str]) -> None:
     """Refuse hooks of these ``kinds`` on parameters, which nothing would run on their shards: ConfigurationError."""
-    if hooked := [name for name, parameter in named for kind in kinds if getattr(parameter, kind, None)]:
+    for kind in kinds:
+        if not any(map(attrgetter(kind), names)):  # as it is in each step: a loop in C
+            continue
+        hooked = [name for parameter, name in names.items() if getattr(parameter, kind)]
         raise ConfigurationError(
             f"Hooks are registered on the parameters {listed(hooked)}, but {strategy} has shards in their place, which "
             "run none. Change gradients in on_before_optimizer_step by lightning_shard.full_parameters(trainer, "

@@ -5,7 +5,7 @@ some, of its own or its children's, casts its floating inputs. Integer and boole
 inputs do not enter such modules unless the user's own code sends them there.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -225,7 +225,6 @@ def _cast_output(module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None
         RemovableHandle.next_id = following
 
 
-def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
 def _cast_returned(output: Any, dtype: torch.dtype) -> Any:
     """``output`` in ``dtype``; of a dictionary with a loss, as Hugging Face's models return, the loss alone: copies of
     logits that nobody reads would be the largest tensors of a step.
@@ -240,6 +239,7 @@ def _cast_returned(output: Any, dtype: torch.dtype) -> Any:
     return changed
 
 
+def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, whose calls of modules come from a module wherever it is called, such as in backward."""
 
     def nested(*args: Any, **kwargs: Any) -> Any:
@@ -259,26 +259,35 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Run ``module`` on its parameters, and those of the modules in it, as they are seen, in ``dtype``, but for 0-d
     ones, which keep theirs.
     """
+    places = [
+        (owner, name)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter.is_floating_point() and parameter.ndim > 0
+    ]
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _seen_in(module, dtype):
+        with _seen_in(places, dtype):
             return original(*args, **kwargs)
 
     return replace_forward(module, forward)
 
 
+Places = Sequence[tuple[nn.Module, str]]
+"""Modules with the name of a parameter in each, listed ahead of steps, which may find others in these places."""
+
+
 @contextmanager
-def _seen_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``module.<name>`` give every parameter below ``module`` in ``dtype``, with gradients to the original."""
+def _seen_in(places: Places, dtype: torch.dtype) -> Iterator[None]:
+    """Let ``owner.<name>`` give the parameters in ``places`` in ``dtype``, with gradients to the original."""
     hidden: list[tuple[dict[str, Any], str, Tensor | None]] = []
     try:
-        for owner in module.modules():
-            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-                if parameter.is_floating_point() and parameter.ndim > 0:
-                    hidden.append((owner.__dict__, name, owner.__dict__.get(name)))
-                    # An instance attribute hides the registered parameter; here maybe one that an outer call hid.
-                    owner.__dict__[name] = getattr(owner, name).to(dtype)
+        for owner, name in places:
+            if (seen := getattr(owner, name, None)) is not None:
+                hidden.append((owner.__dict__, name, owner.__dict__.get(name)))
+                # An instance attribute hides the registered parameter; here maybe one that an outer call hid.
+                owner.__dict__[name] = seen.to(dtype)
         yield
     finally:
         for attributes, name, before in reversed(hidden):

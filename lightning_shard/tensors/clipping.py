@@ -44,9 +44,10 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[dist.ProcessGroup, str], ...]:
-    """Process groups over which a gradient is sharded, one per mesh axis, and the device type; none if it is full."""
-    mesh, placements = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (sharded_over, None)
+def _shard_axes(mesh: DeviceMesh | None, placements: Any) -> tuple[tuple[dist.ProcessGroup, str], ...]:
+    """Process groups over which gradients of these placements (None: shards) are sharded over ``mesh``, one per mesh
+    axis, and the device type; none if they are full.
+    """
     if mesh is None:
         return ()
     placements = placements or (Shard(0),) * mesh.ndim
@@ -61,10 +62,14 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
     same parameters': DTensors over any mesh, or plain tensors, full and equal or disjoint shards over ``sharded_over``.
     """
     by_axes: dict[tuple[tuple[tuple[dist.ProcessGroup, str], ...], torch.device], list[Tensor]] = defaultdict(list)
+    placed: Any = None
     for grad in gradients:
+        mesh, placements = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (sharded_over, None)
+        if placed is None or placed[0] is not mesh or placed[1] != placements:  # mostly they are the last one's
+            placed = mesh, placements, _shard_axes(mesh, placements)
         own = local(grad)
         # Beside sharded gradients that are offloaded there may be full ones on the device.
-        by_axes[_shard_axes(grad, sharded_over), own.device].append(own)
+        by_axes[placed[2], own.device].append(own)
     if not by_axes:
         return torch.zeros(())
     total: Tensor | None = None
