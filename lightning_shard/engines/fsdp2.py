@@ -126,7 +126,7 @@ class FSDP2Engine(StepsOwnParameters):
         for optimizer in optimizers:
             if self.needs(optimizer).full:
                 self._whole[id(optimizer)] = _whole_steps(optimizer, self._module, self._run)
-        # One that computes the loss again steps inside of its closure's caller, as torch does.
+        # An optimizer that computes the loss again can't be stepped after backward.
         self._steps_apart = bool(self._ignored) and not any(needs.again for needs in self._needs.values())
         self.steps_itself |= bool(self._whole) or self._steps_apart
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]

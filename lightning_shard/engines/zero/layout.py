@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -161,10 +161,16 @@ def gathered_with(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def gathers_for(module: nn.Module) -> bool:
     """Whether stage 3 gathers parameters of the module's own, or of others that it was seen to use, when it runs."""
+    iter_params, is_leaf = _looks()
+    return next(iter(iter_params(module, recurse=is_leaf(module))), None) is not None
+
+
+@cache
+def _looks() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
 
-    return next(iter(iter_params(module, recurse=z3_leaf_module(module))), None) is not None
+    return iter_params, z3_leaf_module
 
 
 def trace_gathered(offload: Any) -> None:

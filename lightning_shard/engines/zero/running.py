@@ -404,12 +404,15 @@ class _Backward:
 
 
 def _after_forward(hook: Callable[..., None], module: nn.Module, inputs: Any, output: Any) -> None:
+    if isinstance(output, Tensor):  # of most modules, whose host time counts
+        hook(module, inputs, [output])
+        return
     values: Any = [output]  # In containers of these too, where DeepSpeed does not look.
-    if output is not None and not isinstance(output, Tensor | list | tuple):
+    if output is not None and not isinstance(output, list | tuple):
         names = [f.name for f in fields(output)] if is_dataclass(output) else getattr(output, "__dict__", ())
         values = output.values() if isinstance(output, Mapping) else [getattr(output, name, None) for name in names]
     shown = [value for value in tree_leaves([*values]) if isinstance(value, Tensor)]
-    looked_into = isinstance(output, Tensor | list | tuple | dict) or is_dataclass(output)
+    looked_into = isinstance(output, list | tuple | dict) or is_dataclass(output)
     own = not looked_into and any(layout.is_partitioned(p) for p in module.parameters(recurse=False))
     if own and any(value.requires_grad for value in shown):
         raise ConfigurationError(
