@@ -79,7 +79,7 @@ def workload(blocks: int, race: str, processes: int) -> Workload:
 def measure(place: Place, name: str, work: Workload, steps: int) -> tuple[float, Counter[str]]:
     """Median CPU seconds of a steady step, and how often each function is called in one. All ranks call it."""
     plan = Plan(rounds=1, steps=steps + 1, warmup=WARMUP)
-    contestant = build_variant(name, work, place, plan) if "+" in name else _build(name, work, place, plan)
+    contestant = build_variant(name, work, place, plan)
     contestant.run(WARMUP)
     seconds = []
     for _ in range(steps):
@@ -89,12 +89,6 @@ def measure(place: Place, name: str, work: Workload, steps: int) -> tuple[float,
         seconds.append(time.process_time() - begin)
     place.meet()
     return statistics.median(seconds), calls_of_step(contestant)
-
-
-def _build(name: str, work: Workload, place: Place, plan: Plan) -> Contestant:
-    from examples.benchmarks.turns import build
-
-    return build(name, work, place, plan)
 
 
 def calls_of_step(contestant: Contestant) -> Counter[str]:

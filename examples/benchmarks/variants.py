@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from examples.benchmarks.llama import Llama
 from examples.benchmarks.processes import Place
-from examples.benchmarks.python_loops import Loop, replicated, sharded
+from examples.benchmarks.python_loops import LOOPS, Loop, replicated, sharded
 from examples.benchmarks.trainers import Task, TrainerLoop
 from examples.benchmarks.turns import Contestant, Plan
 from examples.benchmarks.workload import Batch, Workload, build_model, build_optimizer, loss_of, stream
@@ -51,6 +51,8 @@ def build_variant(name: str, work: Workload, place: Place, plan: Plan) -> Contes
     """The contestant ``NAME`` or ``NAME+FEATURE``."""
     base, _, key = name.partition("+")
     feature = FEATURES[key]
+    if not key and base in LOOPS:
+        return LOOPS[base](work, place)
     if base in HAND:
         return by_hand(work, place, HAND[base], feature)
     options: dict[str, Any] = {"max_steps": plan.total // feature.accumulate + 1}
