@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -82,6 +83,23 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, dist.get_global_rank(self.group, source), group=self.group)
         return box[0]
+
+    def compare(
+        self, flags: Sequence[bool], digest: bytes = b"", *, timeout: timedelta | None = None
+    ) -> tuple[list[bool], list[bool], bool]:
+        """Which of ``flags`` are set on all ranks, which on any, and whether all ranks gave the same ``digest``, in one
+        collective of a byte each. All ranks call it, with as many. RuntimeError: others did not within ``timeout``.
+        """
+        own = bytes([*flags, *digest])
+        if self.group is None:
+            return list(flags), list(flags), True
+        extremes = torch.frombuffer(bytearray(own + bytes(255 - byte for byte in own)), dtype=torch.uint8)
+        work: Any = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        work.wait(*() if timeout is None else (timeout,))
+        found = bytes(extremes.tolist())
+        most, least = found[: len(own)], bytes(255 - byte for byte in found[len(own) :])
+        n = len(flags)
+        return [*map(bool, least[:n])], [*map(bool, most[:n])], most[n:] == least[n:]
 
     def barrier(self) -> None:
         if self.group is not None:

@@ -238,6 +238,35 @@ def begin_sums(root: nn.Module, wanted: Set[nn.Parameter]) -> None:
         before_2_15.begin_sums(group, wanted)
 
 
+def reduce_always(root: nn.Module, enabled: bool) -> None:
+    """Let units reduce zeros for parameters without a gradient, so that ranks' reductions are of the same ones."""
+    for unit in units_of(root):
+        unit.set_reduce_scatter_unused_params(enabled, recurse=False)
+
+
+def watch_gradients(root: nn.Module, note: Callable[[nn.Parameter], None]) -> Callable[[], None]:
+    """Call ``note`` with the shard of each parameter that has a gradient as its unit's is about to be reduced or kept;
+    returns what ends that.
+    """
+    before = [(group, group.post_backward) for group in _groups_of(root)]
+    for group, post_backward in before:
+        group.post_backward = partial(_note_gradients, group, note, post_backward)
+
+    def undo() -> None:
+        for group, post_backward in before:
+            group.post_backward = post_backward
+
+    return undo
+
+
+def _note_gradients(group: Any, note: Callable[[Any], None], post_backward: Callable[..., Any], *args: Any) -> Any:
+    for parameter in group.fsdp_params:
+        full = _full(parameter)
+        if full is not None and full.grad is not None:
+            note(parameter.sharded_param)
+    return post_backward(*args)
+
+
 def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
     """What ``root``'s units gather their parameters into; without memory while they are not gathered."""
     for parameter in _parameters_below(root):

@@ -7,20 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines import dtensor_refusals, earlier_parameters, forward, refusals
-from lightning_shard.engines._fsdp2 import Units, reduction_dtypes, units_of
+from lightning_shard.engines._fsdp2 import Units, begin_sums, reduce_always, reduction_dtypes, units_of, watch_gradients
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
 from lightning_shard.engines.own_parameters import StepsOwnParameters
+from lightning_shard.engines.parameter_use import TRAINING, ParameterUse
 from lightning_shard.engines.replicated import average_gradients
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions, shard_tree
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import Unit, find_units, ignored_parameters
-from lightning_shard.engines.usage import SameUnits, UnitUsage
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
@@ -49,7 +48,7 @@ class FSDP2Engine(StepsOwnParameters):
         """``units``: of the shard units, where ``options`` are not these."""
         super().__init__(options, forward, at_boundary=at_boundary)
         self._units: UnitOptions = units or options
-        self._usage: UnitUsage | None = None
+        self._compared: dict[nn.Parameter, str] = {}  # What is trained, where ranks compare their use of it.
         self._writes: ExternalWriteCheck | None = None
 
     @abstractmethod
@@ -100,8 +99,9 @@ class FSDP2Engine(StepsOwnParameters):
         if run.fitting:
             self._writes = check_gathered(self.strategy, module, self._shards)
             self._closing.callback(self._writes.close)
-        self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
-        self._closing.callback(self._same_units.close)
+        units = set(units_of(module))
+        self._use = ParameterUse((n, m) for n, m in module.named_modules() if m in units)
+        self._closing.callback(self._use.close)
         if earlier is None:
             forward.patch_methods(module, self._units.forward_methods)
         return module
@@ -131,42 +131,44 @@ class FSDP2Engine(StepsOwnParameters):
         self.steps_itself |= bool(self._whole) or self._steps_apart
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
         self._closing.callback(refusals.refuse_new_groups(full, self.strategy))
-        self._look_at_usage()
+        # In manual optimization each backward pass is over a part of the model.
+        if self._run.automatic:
+            self._closing.callback(watch_gradients(self._module, self._note_use))
+            reduce_always(self._module, True)
+            self._closing.callback(reduce_always, self._module, False)
+            self._compare_use()
         return engaged
 
-    def _look_at_usage(self) -> None:
-        if self._usage is not None:
-            self._usage.close()
-        # In manual optimization each backward pass is over a part of the model.
-        if self._run.fitting and self._run.automatic:
-            always, compiled = self._units.find_unused_parameters, self._forward_options.compile
-            self._usage = UnitUsage(self._module, always=always, compiled=compiled)
-            self._closing.callback(self._usage.close)
+    def _note_use(self, parameter: nn.Parameter) -> None:
+        if (fqn := self._compared.get(parameter)) is not None:
+            self._use.used[fqn] = None
+
+    def _compare_use(self) -> None:
+        self._compared = {p: fqn for p, fqn in parameter_names(self._module).items() if p.requires_grad}
+        self._use.compare(self._compared.values(), always=self._units.find_unused_parameters)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         refusals.refuse_hooks(self._shards, self.strategy, refusals.OF_SHARDS)
         with self._foreign_steps.forward():
-            output = self._run_step(step, *args, **kwargs)
+            output = self._run_step(TRAINING, step, *args, **kwargs)
         if not self._run.automatic or output is None:
             self._made.reshard()  # No backward pass follows, which would do so.
         return output
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = self._run_step(step, *args, **kwargs)
+        output = self._run_step("evaluation", step, *args, **kwargs)
         self._made.reshard()
         return output
 
-    def _run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_step(self, kind: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             # Ranks that run different units learn it before they meet in anything else.
-            with self._same_units.step():
+            with self._use.step(kind):
                 output = step(*args, **kwargs)
             # While what the step gathered is there.
             if self._writes is not None and torch.is_grad_enabled():
                 self._writes.refuse_writes(together=True)
                 self._writes.end_step()
-            if self._usage is not None:
-                self._usage.watch(self._module)
             return output
 
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
@@ -189,8 +191,6 @@ class FSDP2Engine(StepsOwnParameters):
             frozen = [p for p in self._shards if not p.requires_grad and p.grad is None]
         with refusals.explained(self.strategy), forward.gathered_for_gradients(self._module):
             call(loss)
-        if self._usage is not None:
-            self._usage.after_backward()
         if not self._run.automatic:
             self._made.reshard_after_backward(False)
             # `toggle_optimizer` freezes shards in the step, and not what was gathered before.
@@ -200,14 +200,20 @@ class FSDP2Engine(StepsOwnParameters):
     def sync_gradients(self, enabled: bool) -> None:
         if self._at_boundary:
             self._module.set_requires_gradient_sync(enabled)
-            if enabled and self._usage is not None:
-                self._usage.after_micro_batch()
+            if enabled and self._compared:
+                # The last micro-batch may use what those before did not.
+                begin_sums(self._module, self._compared.keys())
 
     def finish_gradients(self) -> None:
+        for parameter in self._unaveraged:
+            self._note_use(parameter)  # type: ignore[arg-type]
         average_gradients(self._averaged, reduce_dtype=self._run.policy.reduce, new=self._unaveraged)
         self._unaveraged.clear()
-        if self._usage is not None:
-            self._usage.finish()
+        if self._compared:
+            unused = self._use.finish()
+            for parameter, fqn in self._compared.items() if unused else ():
+                if fqn in unused:
+                    parameter.grad = None
 
     def reduction_dtypes(self) -> set[torch.dtype]:
         return reduction_dtypes(self._module) | ({self._run.policy.reduce} if self._averaged else set())
@@ -220,7 +226,8 @@ class FSDP2Engine(StepsOwnParameters):
             )
         # FSDP reads `requires_grad` whenever it gathers. What is frozen may have a gradient of this step still.
         self._follow_ignored()
-        self._look_at_usage()
+        if self._compared:
+            self._compare_use()
         return self._module
 
     def before_reading(self) -> None:

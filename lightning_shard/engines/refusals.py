@@ -261,6 +261,18 @@ def different_branches(how: str) -> ConfigurationError:
     )
 
 
+class OtherParameters(ConfigurationError):
+    """A step uses other modules or parameters than the first steps."""
+
+
+def other_parameters(how: str) -> OtherParameters:
+    """What to say of a rank that uses others than before, which no other rank can know."""
+    return OtherParameters(
+        f"{how}. Ranks have to tell each other what they use then: set find_unused_parameters: true "
+        "(ShardFSDPStrategy, ShardDDPStrategy; ZeRO has no such option)."
+    )
+
+
 def not_gathered(strategy: str) -> ConfigurationError:
     """What to say of a step that uses parameters which ``strategy`` has sharded at that time."""
     return ConfigurationError(

@@ -19,9 +19,9 @@ from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignS
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts, plain_settings
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
+from lightning_shard.engines.parameter_use import TRAINING, ParameterUse
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.engines.zero import layout, offload, process, running
 from lightning_shard.engines.zero.config.building import deepspeed_config
@@ -29,8 +29,7 @@ from lightning_shard.engines.zero.config.fields import planned_facts, run_facts
 from lightning_shard.engines.zero.config.settings import ZeroSettings, check_optimizers, check_policy
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.scalars import Scalars
-from lightning_shard.engines.zero.stepping import Carrier, OneOptimizer, SeveralOptimizers, Stepping
-from lightning_shard.engines.zero.unstepped import Unstepped
+from lightning_shard.engines.zero.stepping import Carrier, OneOptimizer, SeveralOptimizers, Stepping, UnusedParameters
 from lightning_shard.engines.zero.values import Values, partition
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD, MeshConfig, resolve_mesh
@@ -74,7 +73,7 @@ class Zero(Engine):
         self._running: Running | None = None
         self._writes: ExternalWriteCheck | None = None
         self._masters_written: list[int] = []  # How often each master was, by the engine.
-        self._unstepped: Unstepped | None = None
+        self._unused: UnusedParameters | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self.upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
@@ -198,20 +197,23 @@ class Zero(Engine):
         return {fqn: p for fqn, p in named.items() if p.requires_grad and p.is_floating_point()}
 
     def _begin_stepping(self, running: Running, step: Callable[..., Any] | None, *, rests: bool) -> Stepping:
-        """``step`` is that of an optimizer on full parameters; ``rests``: see `Unstepped`."""
+        """``step`` is that of an optimizer on full parameters; ``rests``: see `UnusedParameters`."""
         assert running.optimizer is not None
         shards = layout.steps(running.zero, running.groups)
-        several, together = len(self._optimizers) > 1, layout.in_leaf_modules(self._module)
+        several, apart, automatic = len(self._optimizers) > 1, layout.in_leaf_modules(self._module), self._run.automatic
         leaves: Mapping[str, Tensor] = running.scalars.leaves if running.scalars else {}
-        trained = {fqn: leaves.get(fqn, parameter) for fqn, parameter in self._trainable.items()}
-        unstepped = Unstepped(running, trained, rests=rests, together=together, always=several)
-        self._unstepped = unstepped
-        self._closing.callback(unstepped.close)
+        self._use.compare(self._trainable, always=several, apart=apart)
+        for fqn, parameter in self._trainable.items():
+            ordered = self._stage > 1 and automatic
+            self._closing.callback(self._use.watch(fqn, leaves.get(fqn, parameter), ordered=ordered))
+        unused = UnusedParameters(self._use, running, rests=rests, apart=apart, repeats=automatic)
+        self._unused = unused
+        self._closing.callback(unused.close)
         group, device = self._run.mesh[SHARD].get_group(), self._run.device
         if several:
-            of, taken = self._optimizers, unstepped.taken
+            of, taken = self._optimizers, unused.taken
             return SeveralOptimizers(self._module, running, self._values, of, taken=taken, group=group, device=device)
-        shards = [unstepped.with_gradients(shard) for shard in shards]
+        shards = [unused.with_gradients(shard) for shard in shards]
         self._optimizers, own = [running.optimizer], running.optimizer
         whole = None if step is None else WholeSteps(own, shards, step=step, group=group, device=device)
         return OneOptimizer(self._module, running, self._values, whole, device=device)
@@ -257,10 +259,9 @@ class Zero(Engine):
             foresees_steps=self._run.foresees_steps,
         )
         self._closing.callback(self._stop)
-        self._same_units = SameUnits(())
-        if self.gathers_in_forward:
-            self._same_units = SameUnits(layout.gathered_modules(self._module), self._module.named_modules())
-        self._closing.callback(self._same_units.close)
+        units = layout.gathered_modules(self._module) if self.gathers_in_forward else []
+        self._use = ParameterUse(units, self._module.named_modules() if units else ())
+        self._closing.callback(self._use.close)
         self._values.start(self._running, ranks=Ranks.of())
         lasting, groups = self._values.tensors(self._running), self._running.groups
         self._running.scalars = Scalars(self._module, lasting, groups, policy=self._run.policy, device=self._run.device)
@@ -276,7 +277,7 @@ class Zero(Engine):
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._settle_writes(together=True)
         with self._foreign_steps.forward():
-            output = self._inside(step, *args, **kwargs)
+            output = self._inside(TRAINING, step, *args, **kwargs)
         if self._writes is not None and self.gathers_in_forward:
             self._writes.refuse_writes(together=True)
         return output
@@ -306,14 +307,14 @@ class Zero(Engine):
         if self._running is None:
             return step(*args, **kwargs)
         if not self.gathers_in_forward:
-            return self._inside(step, *args, **kwargs)
+            return self._inside("evaluation", step, *args, **kwargs)
         with process.generates_together(self._config):
-            output = self._inside(step, *args, **kwargs)
+            output = self._inside("evaluation", step, *args, **kwargs)
         running.release(self._running)
         return output
 
-    def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with refusals.explained(self._called), self._same_units.step():
+    def _inside(self, kind: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with refusals.explained(self._called), self._use.step(kind):
             return running.run(self._started, step, *args, **kwargs)
 
     @property
@@ -323,10 +324,11 @@ class Zero(Engine):
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         self._stepping.check_backward()
+        self._use.came.clear()
         with refusals.explained(self._called):
             running.backward(self._started, loss, call if overridden else None, **kwargs)
-        if self._unstepped is not None and self._run.automatic:
-            self._unstepped.after_micro_batch()
+        if self._unused is not None and self._run.automatic:
+            self._unused.after_micro_batch()
 
     def sync_gradients(self, enabled: bool) -> None:
         running.set_boundary(self._started, enabled)
@@ -337,8 +339,8 @@ class Zero(Engine):
             self._finish_step()
 
     def _finish_step(self) -> None:
-        if self._unstepped is not None and len(self._optimizers) == 1:
-            self._unstepped.finish(self._started)
+        if self._unused is not None and len(self._optimizers) == 1:
+            self._unused.finish()
 
     def reduction_dtypes(self) -> set[torch.dtype]:
         return layout.reduction_dtypes(self._started.engine)

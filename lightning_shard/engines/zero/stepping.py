@@ -16,14 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_shard.engines.parameter_use import ParameterUse
 from lightning_shard.engines.resident import Resident, buffers, memory_of, optimizer_tensors, tensors_in
-from lightning_shard.engines.whole_steps import WholeSteps
+from lightning_shard.engines.whole_steps import Shard, WholeSteps
 from lightning_shard.engines.zero import layout, running, swapping
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.private_names import wrap
 from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor, LiveTensor
 from lightning_shard.tensors.names import parameter_names
+from lightning_shard.text import listed
 
 
 class Carrier(SGD):
@@ -248,6 +251,115 @@ class SeveralOptimizers(FlatTensors):
         self.collect()
         self._whole[optimizer].step(**kwargs)
         running.refresh(self.running)
+
+
+class UnusedParameters:
+    """Parameters that no rank uses in a step: torch's DDP leaves them, DeepSpeed steps them with gradients of zero.
+    Those that only some ranks use are refused. All ranks make it and call its methods, in one order.
+    """
+
+    def __init__(self, use: ParameterUse, started: Running, *, rests: bool, apart: Set[str], repeats: bool) -> None:
+        """Compare the ``use`` of parameters ahead of each reduction of ``started``. ``rests``: gradients of zero change
+        nothing, or are left out. ``apart``: FQNs that stage 3 reduces in full. ``repeats``: as in `ParameterUse`.
+        """
+        self._use, self._running, self._rests, self._apart, self._repeats = use, started, rests, apart, repeats
+        self._unused: Set[str] = frozenset()
+        self._steps, self._keeps, self._closing = 0, False, ExitStack()
+        self.close = self._closing.close
+        # Sums over micro-batches that lie on the host go into the step with the gradient of the last one, and keep the
+        # last step's where the first has none (``async_accumulate_grad_in_cpu_via_gpu``).
+        self._first: Set[str] | None = None  # What the first micro-batch of this step has used.
+        self._sums_on_host = layout.is_offloaded(started.zero)
+        name = "reduce_gradients" if started.stage == 1 else "independent_gradient_partition_epilogue"
+        # Without it all gradients are reduced, zeros where there is none.
+        self._compares = hasattr(started.zero, name)
+        if self._compares:
+            wrap(started.zero, name, self._reduce_equal)
+
+    def _reduce_equal(self, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._compare(ordered=self._running.stage > 1 or self._running.zero.overlap_comm)
+        return reduce(*args, **kwargs)
+
+    def _compare(self, *, ordered: bool) -> None:
+        use = self._use
+        own = list(use.came) if ordered else sorted(use.used.keys() - self._apart)
+        partly, orders = use.before_reduction(own, repeats=self._repeats)
+        if partly:
+            raise _differ(partly)
+        if orders:
+            rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
+            first, there = next(pair for pair in zip(orders[0], orders[rank], strict=True) if pair[0] != pair[1])
+            raise ConfigurationError(
+                f"Gradients come in different orders: where rank 0 has that of {first}, rank {rank} has that of "
+                f"{there}. Stages 2 and 3, and stage 1 with overlap_comm, reduce them as they come. Run the modules in "
+                "one order on every rank, or use shard_ddp."
+            )
+
+    def after_micro_batch(self) -> None:
+        """ConfigurationError: with the optimizer on the host, micro-batches of a step use different parameters."""
+        came = frozenset(self._use.came)
+        self._first = came if self._first is None else self._first
+        if self._sums_on_host and (other := self._first ^ came):
+            raise ConfigurationError(
+                f"Not all micro-batches of a step use {listed(sorted(other))}, but with the optimizer on the "
+                "host DeepSpeed steps parameters with what the last micro-batch adds to their sums. Use "
+                "shard_fsdp_offload, leave out offload_optimizer, or accumulate no gradients."
+            )
+
+    def finish(self) -> None:
+        """End a step whose gradients are reduced. ConfigurationError: ranks or steps use different parameters."""
+        self._first = None
+        before, unused = self._unused, self._use.finish()
+        if len(unused) == len(self._use.names):  # no backward pass has run: nothing is stepped
+            return
+        varies = self._steps > 0 and before != unused and not self._rests
+        self._unused, self._steps = unused, self._steps + 1
+        if varies or not self._use.partly - unused <= self._apart:
+            raise _differ(self._use.partly | (before ^ unused if varies else frozenset()))
+        if unused and not self._rests and not self._keeps:
+            self._keep()
+
+    def taken(self) -> Set[str]:
+        """What backward passes have used since the last call, the same on all ranks, which compare it."""
+        if not self._compares:
+            self._compare(ordered=False)
+        used = {*self._use.used, *self._apart}
+        self._use.begin_step()
+        return used
+
+    def _keep(self) -> None:
+        """Put the masters of what is never used back after each step, before DeepSpeed copies them."""
+        started = self._running
+        assert started.optimizer is not None
+        if any(group.new_slot is not None for group in started.groups):
+            raise ConfigurationError(
+                f"No step uses {listed(sorted(self._unused))}, but with the optimizer offloaded to NVMe DeepSpeed "
+                "steps them, weight decay and all. Freeze them (requires_grad_(False))."
+            )
+        parts = [part for member, part in layout.shards(started.groups) if member.fqn in self._unused]
+        self._keeps, own = True, started.optimizer.step
+
+        @torch.no_grad()
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before = [part.clone() for part in parts]
+            result = own(*args, **kwargs)
+            for part, value in zip(parts, before, strict=True):
+                part.copy_(value)
+            return result
+
+        self._closing.enter_context(running.replaced_step(started.optimizer, step))
+
+    def with_gradients(self, shard: Shard) -> Shard:
+        """``shard`` without the gradient of zeros where no rank used it."""
+        return replace(shard, gradient=lambda: None if shard.fqn in self._unused else shard.gradient())
+
+
+def _differ(names: Iterable[str]) -> ConfigurationError:
+    return ConfigurationError(
+        "Ranks, or steps, use different parameters, but DeepSpeed steps them together, as flat partitions with one "
+        f"count of steps. In this one not all use: {listed(sorted(names))}. Use shard_fsdp, or shard_ddp with "
+        "find_unused_parameters: true."
+    )
 
 
 Stepping = OneOptimizer | SeveralOptimizers

@@ -1,0 +1,247 @@
+"""Which modules and parameters each step uses: the same as before, or agreed between ranks before they meet elsewhere.
+
+Engines that gather or reduce several parameters at once pair the wrong ones where ranks use different ones, or wait for
+each other forever. Under DDP with ``find_unused_parameters`` a parameter that no rank used has no gradient and is not
+stepped. One that some ranks used has the average with zeros of the others. Every engine steps so, or refuses.
+"""
+
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Set
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.engines.refusals import different_branches, other_parameters
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import Ranks
+from lightning_shard.text import listed
+
+_STEPS = 3
+"""Steps in which ranks compare their parameters. Later ones must use the same, or compare always."""
+
+_WAIT = timedelta(seconds=20)
+"""How long a rank that takes a new branch waits for the others to take it, which may be gathering for another."""
+
+_TIMES = 64
+"""Calls of a module in a step that are told from each other."""
+
+_PLAIN = torch.empty(0)  # Which transforms of torch.func let nobody say of whether it requires a gradient.
+
+TRAINING = "training"
+_END = "the end of the step's forward"
+
+
+class ParameterUse:
+    """The modules that each forward runs, where they gather, and the parameters that each step's backward reaches.
+
+    A steady step communicates nothing: a module that comes as it came before is looked up, and the parameters are
+    compared with those of the first steps. Where modules came in two orders before, ranks compare a digest.
+    """
+
+    def __init__(self, units: Iterable[tuple[str, nn.Module]] = (), once: Iterable[tuple[str, nn.Module]] = ()) -> None:
+        """Look at the calls of ``units``, of which names are given and which all ranks gather together; those of
+        ``once`` stay gathered, and are looked at in the first steps. All ranks make it and call it, in one order.
+        """
+        self._ranks = Ranks.of()
+        self._after: dict[tuple[str, str, int], list[str]] = {}  # What has come after a module, on all ranks.
+        self._at: tuple[str, str, int] | None = None  # The kind of a step, its last module and how often that ran.
+        self._times: dict[str, int] = {}
+        self._forwards = 0
+        self._units = dict(units)
+        # Before the engine's own hooks, which gather.
+        self._hooks = [
+            m.register_forward_pre_hook(partial(self._enter, n), prepend=True) for n, m in self._units.items()
+        ]
+        self._first_hooks = [
+            module.register_forward_pre_hook(lambda *call, fqn=fqn: _refuse_transforms(fqn), prepend=True)
+            for fqn, module in once
+        ]
+        self.compare(())
+
+    def compare(self, names: Iterable[str], *, always: bool = False, apart: Set[str] = frozenset()) -> None:
+        """Begin to compare the steps' use of trainable parameters, whose FQNs are ``names``; ``always``: in every step.
+        ``apart``: those that are reduced whatever a pass uses.
+        """
+        self.names, self._apart, self._steps = dict.fromkeys(names), apart, 0
+        # Whether ranks, or steps, differ in what they use, the same on every rank. One alone has nobody to tell.
+        self._varies = always or self._ranks.size == 1
+        self._unused: tuple[Set[str], Set[str]] | None = None  # By no rank in the last step, and by some.
+        self._passes: list[list[str]] = []  # What the backward passes of the last step used.
+        self.used: dict[str, None] = {}  # By this step, on this rank.
+        self.came: dict[str, None] = {}  # By this backward pass, in order, but for those apart.
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what backward passes have used so far."""
+        self.used.clear()
+        self._now: list[list[str]] = []  # What this step's backward passes used so far.
+        self._same = True  # Whether all of them used the same on all ranks.
+
+    # Modules
+
+    @contextmanager
+    def step(self, kind: str) -> Generator[None, None, None]:
+        """A forward pass, of training or of another ``kind``. All ranks run it."""
+        if not self._units:
+            yield
+            return
+        self._at = kind, "", 1
+        self._times.clear()
+        try:
+            yield
+            self._follow(_END)
+        finally:
+            self._at = None
+        self._forwards += 1
+        while self._forwards >= _STEPS and self._first_hooks:
+            self._first_hooks.pop().remove()
+
+    def _enter(self, called: str, *call: Any) -> None:
+        _refuse_transforms(called)
+        if self._at is not None and not torch.compiler.is_compiling():
+            self._follow(called)
+
+    def _follow(self, called: str) -> None:
+        assert self._at is not None
+        known = self._after.setdefault(self._at, [])
+        if known != [called] and self._ranks.size > 1:
+            self._agree(called, known)
+        times = self._times[called] = self._times.get(called, 0) + 1
+        self._at = self._at[0], called, min(times, _TIMES)
+
+    def _agree(self, called: str, known: list[str]) -> None:
+        """Compare the module that comes next with other ranks', where it is not the only one that came before. The
+        others are not there if that is what they run.
+        """
+        lone = len(known) == 1
+        if lone and (late := self._late(called, known[0])) is not None:
+            raise other_parameters(
+                f"This step {_runs(called)} where each step before {_runs(known[0])}: other parameters than the first "
+                f"{_STEPS}, in {late or 'the module itself'}"
+            )
+        try:
+            same = self._ranks.compare(
+                [], _digest([*map(str, self._at or ()), called]), timeout=_WAIT if lone else None
+            )[2]
+        except RuntimeError as error:
+            if not lone:
+                raise
+            raise different_branches(
+                f"rank {self._ranks.rank} {_runs(called)}, where each step before {_runs(known[0])}, and other ranks "
+                f"do not in {_WAIT.seconds} s"
+            ) from error
+        if not same:
+            there = self._ranks.gather(_runs(called))
+            other = next(rank for rank, each in enumerate(there) if each != there[0])
+            raise different_branches(f"rank 0 {there[0]}, rank {other} {there[other]}")
+        if called not in known:
+            known.append(called)
+
+    def _late(self, called: str, expected: str) -> str | None:
+        """The module that a step takes first, or leaves out first, if its parameters' use must not change by then."""
+        if not (self.settled and self._at is not None and self._at[0] == TRAINING):
+            return None
+        before = any(called in known for known in self._after.values())
+        unit = expected if before else called
+        trained = any(p.requires_grad for p in self._units[unit].parameters()) if unit in self._units else False
+        return unit if trained else None
+
+    # Parameters
+
+    def watch(self, fqn: str, parameter: Tensor, *, ordered: bool) -> Callable[[], None]:
+        """Note the backward passes that reach ``parameter``; returns what ends that. ``ordered``: gradients are reduced
+        as they come, and in a steady step must come as before (ConfigurationError in backward).
+        """
+
+        def note(gradient: Tensor) -> None:
+            self.used[fqn] = None
+            if fqn in self._apart or fqn in self.came:
+                return
+            self.came[fqn] = None
+            if ordered and self.settled and len(self._now) < len(self._passes):
+                before = self._passes[len(self._now)]
+                if len(self.came) > len(before) or before[len(self.came) - 1] != fqn:
+                    raise self._changed(set(before[: len(self.came)]).symmetric_difference(self.came))
+
+        handle: Any = parameter.register_hook(note)
+        return lambda: handle.remove()
+
+    @property
+    def settled(self) -> bool:
+        """Whether all ranks are known to use the same parameters in each step."""
+        return self._steps >= _STEPS and not self._varies
+
+    @property
+    def partly(self) -> Set[str]:
+        """What some rank did not use in the last step that ranks told of."""
+        return self._unused[1] if self._unused else frozenset()
+
+    def before_reduction(self, own: list[str], *, repeats: bool) -> tuple[Set[str], list[list[str]]]:
+        """Compare this rank's gradients, in its order, ahead of a reduction that pairs them by place. Returns the FQNs
+        of which only some ranks have one and, where these are none and orders differ, each rank's order. ``repeats``:
+        each step has the same passes (ConfigurationError in a steady step: it has not).
+        """
+        index = len(self._now)
+        self._now.append(own)
+        if self.settled:
+            if repeats and index < len(self._passes) and own != self._passes[index]:
+                raise self._changed(set(own).symmetric_difference(self._passes[index]))
+            return frozenset(), []
+        here = set(own)
+        everywhere, anywhere, same = self._ranks.compare([fqn in here for fqn in self.names], _digest(own))
+        partly = {fqn for fqn, all_, any_ in zip(self.names, everywhere, anywhere, strict=True) if all_ != any_}
+        return partly, [] if same or partly else self._ranks.gather(own)
+
+    def finish(self) -> Set[str]:
+        """End a step; returns the names that no rank used. All ranks call it, and communicate in the first steps and
+        where steps vary. ConfigurationError: it used others than the first ones, which were the same.
+        """
+        here, passes = self.names.keys() - self.used.keys(), self._now
+        self.begin_step()
+        if self.settled:
+            assert self._unused is not None
+            # One without a backward pass steps nothing.
+            if here != self._unused[0] and len(here) < len(self.names):
+                raise self._changed(here ^ self._unused[0])
+            return here
+        everywhere, anywhere, _ = self._ranks.compare([fqn in here for fqn in self.names])
+        unused = frozenset(compress(self.names, everywhere)), frozenset(compress(self.names, anywhere))
+        steady = passes[: len(self._passes)] == self._passes[: len(passes)]
+        self._varies |= unused[0] != unused[1] or (self._unused is not None and (unused != self._unused or not steady))
+        self._unused, self._passes = unused, max(self._passes, passes, key=len)
+        self._steps += 1
+        return unused[0]
+
+    def _changed(self, fqns: Set[str]) -> ConfigurationError:
+        which = listed(sorted(fqns)) if fqns else "the same ones in another order"
+        return other_parameters(f"This step uses other parameters than the first {_STEPS}: {which}")
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+        for hooks in (self._hooks, self._first_hooks):
+            while hooks:
+                hooks.pop().remove()
+
+
+def _digest(words: Iterable[str]) -> bytes:
+    return hashlib.sha256("\0".join(words).encode()).digest()[:16]
+
+
+def _runs(called: str) -> str:
+    return f"is at {_END}" if called == _END else f"runs {called or 'the module itself'}"
+
+
+def _refuse_transforms(called: str) -> None:
+    try:
+        _PLAIN.requires_grad_(False)
+    except RuntimeError:  # What is gathered in a transform belongs to it, and is gone after it.
+        raise ConfigurationError(
+            f"A transform of torch.func (vmap, grad, jacrev, jvp, ...) {_runs(called)}, whose parameters have to be "
+            "gathered first, which can't be done inside. Use torch.autograd.grad or torch.autograd.functional, or "
+            "shard_ddp in '32-true' or shard_deepspeed_stage_2, which gather nothing."
+        ) from None
