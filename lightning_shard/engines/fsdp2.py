@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines import dtensor_refusals, earlier_parameters, forward, refusals
+from lightning_shard.engines import dtensor_refusals, earlier_parameters, forward, refusals, unsharding
 from lightning_shard.engines._fsdp2 import Units, begin_sums, reduce_always, reduction_dtypes, units_of, watch_gradients
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
@@ -66,6 +66,7 @@ class FSDP2Engine(StepsOwnParameters):
         # One process alone has nothing to wait for, and there the batch at a boundary may have no loss.
         self._at_boundary &= run.planned.ranks > 1
         earlier = module.__dict__.get(_STATE)
+        unsharding.unguard(module)
         earlier_parameters.remember(module)
         refusals.refuse_sharded(module, self.strategy, by_fsdp=False)
         if run.fitting:
@@ -80,14 +81,15 @@ class FSDP2Engine(StepsOwnParameters):
         own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
         made_for = (run.mesh, run.policy, own)
         # It stays sharded, so that it can be evaluated or fitted again.
+        self._closing.callback(unsharding.guard, module)
         self._closing.callback(lambda: Units(units_of(module)).reshard())
         self._closing.enter_context(assigned_in_place())
         self._closing.callback(dtensor_refusals.install())
         if earlier is not None and earlier[0] != made_for:
             raise ConfigurationError(
                 "The module was sharded by an earlier run of another strategy, precision or set of options, and its "
-                "parameters can't be put together in place. Build a new module, and load the earlier one's checkpoint "
-                "with ckpt_path."
+                "parameters stay so. Make it plain with lightning_shard.unshard(module), or build a new one and load "
+                "the earlier one's checkpoint with ckpt_path."
             )
         self._ignored: list[nn.Parameter] = self._shard() if earlier is None else earlier[1]
         self._averaged, self._unaveraged = dict[nn.Parameter, None](), set[Tensor]()

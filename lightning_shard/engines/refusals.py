@@ -27,7 +27,8 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
     if by_fsdp and units_of(module):
         raise ConfigurationError(
             f"{strategy} needs a module with full parameters, but this one was sharded with FSDP2, by an earlier run "
-            "or in configure_model. Build a new module, or use shard_fsdp."
+            "or in configure_model. Make it plain with lightning_shard.unshard(module), build a new one, or use "
+            "shard_fsdp."
         )
     inside = {p for unit in units_of(module) for p in unit.parameters()}
     if found := [n for n, p in module.named_parameters() if isinstance(p, DTensor) and p not in inside]:
@@ -39,8 +40,8 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
     if by_zero and any(hasattr(p, "ds_tensor") for p in module.parameters()):
         raise ConfigurationError(
             f"{strategy} needs a module with full parameters, but those of this one were sharded by ZeRO-3, in an "
-            "earlier run or by deepspeed.zero.Init. Build a new module, and load the earlier run's checkpoint with "
-            "ckpt_path; or use shard_deepspeed_stage_3."
+            "earlier run or by deepspeed.zero.Init. Make it plain with lightning_shard.unshard(module), or build a new "
+            "one and load the earlier run's checkpoint with ckpt_path, or use shard_deepspeed_stage_3."
         )
 
 
@@ -251,9 +252,13 @@ _DISAGREE = "Detected a disagreement on list"
 """What DeepSpeed's stage 3 says where ranks have run different modules."""
 
 
-def different_branches(how: str) -> ConfigurationError:
+class DifferentUse(ConfigurationError):
+    """Ranks or steps use different modules or parameters."""
+
+
+def different_branches(how: str) -> DifferentUse:
     """What to say of ranks that run different modules in a step."""
-    return ConfigurationError(
+    return DifferentUse(
         f"Ranks take different branches: {how}. Sharded parameters are gathered by all ranks together, in one order. "
         "Seed what chooses at random (seed_everything), put the branches into one shard unit (units, with shard_fsdp), "
         "run all of them on every rank (generate of transformers: synced_gpus=True), or use shard_ddp with "
@@ -261,13 +266,9 @@ def different_branches(how: str) -> ConfigurationError:
     )
 
 
-class OtherParameters(ConfigurationError):
-    """A step uses other modules or parameters than the first steps."""
-
-
-def other_parameters(how: str) -> OtherParameters:
+def other_parameters(how: str) -> DifferentUse:
     """What to say of a rank that uses others than before, which no other rank can know."""
-    return OtherParameters(
+    return DifferentUse(
         f"{how}. Ranks have to tell each other what they use then: set find_unused_parameters: true "
         "(ShardFSDPStrategy, ShardDDPStrategy; ZeRO has no such option)."
     )

@@ -21,10 +21,40 @@ from lightning_shard.tensors.names import named_parameters, own_class
 require(nn.Module, "_parameters")
 require(_composable_state, "_module_state_mapping")
 
+_GUARDS = "_shard_guards"
 _MASTERS = "_shard_zero_masters"
 _MARKS = ("_shard", "__composable_api", "ds_")
 _MARKED = {"_external_params", "_fsdp_use_orig_params", "_is_fsdp_managed_module", "_original_parameters"}
 """Attributes that FSDP2, DeepSpeed and this package set on modules, by their beginning and by name."""
+
+
+def guard(root: nn.Module) -> None:
+    """Refuse calls and ``state_dict`` of the modules under ``root`` with sharded parameters, until `unguard`."""
+    unguard(root)
+    hooks: list[Any] = []
+    for module in root.modules():
+        if any(_is_sharded(parameter) for parameter in module.parameters()):
+            hooks.append(module.register_forward_pre_hook(partial(_refuse, "called"), prepend=True))
+            hooks.append(module.register_state_dict_pre_hook(partial(_refuse, "asked for its state_dict")))
+    vars(root)[_GUARDS] = hooks
+
+
+def unguard(root: nn.Module) -> None:
+    """Let a run have the modules under ``root``."""
+    for hook in vars(root).pop(_GUARDS, ()):
+        hook.remove()
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
+
+
+def _refuse(what: str, module: nn.Module, *arguments: Any) -> None:
+    raise ConfigurationError(
+        f"{type(module).__name__} is {what} outside of a run, but its parameters are sharded over the ranks since the "
+        "last one. Call lightning_shard.unshard(module) on all ranks first, or set unshard_after_fit: true on the "
+        "strategy. The Trainer's fit, validate, test, predict and save_checkpoint need neither."
+    )
 
 
 def make_plain(root: nn.Module, *, device: torch.device, keep: bool = True) -> None:

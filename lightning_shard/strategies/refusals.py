@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.files.location import location
 from lightning_shard.cluster.traces import leave_users_frames
 from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.refusals import MIXED, RELEASED
+from lightning_shard.engines.refusals import MIXED, RELEASED, DifferentUse
 from lightning_shard.errors import ConfigurationError, PrecisionError, ShardError
 from lightning_shard.meters.memory import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
@@ -300,10 +300,13 @@ def warn_of_unsaved(trainer: Trainer, path: Any) -> None:
         )
 
 
-def explain(error: BaseException, memory: Memory | None, *, all_frames: bool) -> None:
-    """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do, and
-    leave the user's frames alone in the traceback of this package's errors.
+def explain(error: BaseException, memory: Memory | None, saved: Sequence[str] = (), *, all_frames: bool) -> None:
+    """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do; where
+    ranks part, which of the checkpoints ``saved`` by this fit is the newest. Leave the user's frames alone in the
+    traceback of this package's errors.
     """
+    if isinstance(error, DifferentUse) and saved:
+        append_to_message(error, f"The newest checkpoint of this fit is {saved[0]}.")
     explain_out_of_memory(error, memory)
     told = [more for said, more in _MORE.items() if said in str(error)]
     if told and isinstance(error, RuntimeError | AssertionError):

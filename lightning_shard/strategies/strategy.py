@@ -391,7 +391,7 @@ class ShardStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True  # nothing communicates: other ranks may be anywhere; told, they end, and a save with them
         self.checkpoints.end()
-        refusals.explain(exception, self.memory, all_frames=self.all_frames)
+        refusals.explain(exception, self.memory, self.checkpoints.saved, all_frames=self.all_frames)
         self._watch.failed(exception)
         self._ledger.stop()
         self.checkpoints.remove_converted()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard import load_from_checkpoint, unshard
+from lightning_shard import full_parameters, load_from_checkpoint, unshard
 from tests.harness import run_distributed
 from tests.models import all_parameters, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, differences
@@ -106,6 +106,28 @@ def test_a_fitted_module_becomes_plain(precision: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_fitted_module_becomes_plain_elsewhere(ranks: int) -> None:
     run_distributed(use, ranks, ["ddp", "grad_op", "offload", "zero_1", "zero_3_offload"], "bf16-mixed")
+
+
+def refused_after_the_fit(engine: str) -> None:
+    module, trainer, masters = fitted(engine, "bf16-mixed")
+    trainer.save_checkpoint("after.ckpt")
+    for use in (lambda: module(TOKENS), module.state_dict, module.student.state_dict):
+        kind, text = refusal(use)
+        assert kind == "ConfigurationError"
+        assert "outside of a run" in text
+        assert "lightning_shard.unshard(module)" in text
+    with full_parameters(trainer) as tensors:
+        assert differences(masters, dict(tensors)) == {}
+    trainer.validate(module, loader(), verbose=False)
+    # A stock Trainer.
+    kind, _ = refusal(pl.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False).fit, module, loader())
+    assert kind
+    assert refusal(module.state_dict)[0] == "ConfigurationError"
+
+
+@pytest.mark.parametrize("engine", ["full", "zero_3"])
+def test_a_sharded_module_is_for_runs_alone(engine: str) -> None:
+    run_distributed(refused_after_the_fit, 2, engine)
 
 
 def use_at_once(engines: list[str], precision: str) -> None:

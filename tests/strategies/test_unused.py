@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError, full_tensor
+from lightning_shard.engines import parameter_use
+from lightning_shard.ranks import Ranks
 from lightning_shard.registry import build
-from tests.harness import run_distributed
+from tests.harness import DistributedError, run_distributed
 from tests.models import quiet_trainer
 
 FSDP = "shard_fsdp_aligned"
@@ -169,6 +172,112 @@ def _refused(name: str, kind: str, **settings: Any) -> str:
 def test_what_can_not_be_followed_is_refused(name: str, kind: str, settings: dict[str, Any], said: str) -> None:
     for told in run_distributed(_refused, 2, name, kind, **settings):
         assert said in told
+
+
+class Late(Branches):
+    """Two branches of one shape around a stem and a head, of which one is taken otherwise from the fifth step on."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(case)
+        self.unused = nn.Linear(4, 4)
+        self.batches = 0
+        self.exchanges: list[int] = []
+
+    def takes(self) -> tuple[bool, bool]:
+        late, mine, odd = self.global_step >= 4, self.global_rank == 0, self.batches % 2 == 1
+        return {
+            "steady": (True, True),
+            "one leaves": (True, not (late and mine)),
+            "all leave": (True, not late),
+            "one uses": (True, late and mine),
+            "one leaves in a second micro-batch": (True, not (late and mine and odd)),
+            "by step": (self.global_step % 2 == 0, self.global_step % 2 == 1),
+            "one evaluates": (True, True),
+        }[self.kind]
+
+    def run(self, x: Tensor, one: bool, other: bool) -> Tensor:
+        x = self.unused(x)
+        hidden = self.one(x) if one else torch.zeros(len(x), 8)
+        hidden = hidden + self.other(x) if other else hidden
+        return self.head(hidden.tanh()).square().mean()
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        one, other = self.takes()
+        self.batches += 1
+        return self.run(x, one, other)
+
+    def validation_step(self, x: Tensor, batch_idx: int) -> None:
+        self.run(x, True, not (self.global_step >= 4 and self.global_rank == 0))
+
+
+def _fit_late(name: str, case: str, **settings: Any) -> dict[str, Tensor | None]:
+    parameter_use._WAIT = timedelta(seconds=2)
+    pl.seed_everything(1, verbose=False)
+    module, data = Late(case), DataLoader(torch.randn(64, 4), 4)
+    accumulate = 2 if "micro" in case else 1
+    validation = {"val_dataloaders": data} if case == "one evaluates" else {}
+    trainer = quiet_trainer(
+        strategy=name if name.startswith("ddp") else build(name, **settings),
+        max_steps=6,
+        accumulate_grad_batches=accumulate,
+        limit_val_batches=1,
+        val_check_interval=2 if validation else None,
+    )
+    counted = Ranks.compare
+    calls: list[int] = []
+
+    def compare(*args: Any, **kwargs: Any) -> Any:
+        calls.append(trainer.global_step)
+        return counted(*args, **kwargs)
+
+    Ranks.compare = compare  # type: ignore[method-assign]
+    try:
+        trainer.fit(module, data, **validation)
+    finally:
+        Ranks.compare = counted  # type: ignore[method-assign]
+    module.exchanges = calls
+    return module.found if not name.startswith("ddp") else {n: p.detach() for n, p in module.named_parameters()}
+
+
+UNITS = {"units": ["Linear"]}
+GATHERED = {"stage3": {"param_persistence_threshold": 0}}
+MATRIX = pytest.mark.matrix
+LATE = [
+    ("shard_fsdp", "one leaves", UNITS, "This step runs head where each step before runs other"),
+    ("shard_fsdp", "one leaves", {}, "This step uses other parameters than the first 3: other.bias, other.weight"),
+    ("shard_deepspeed_stage_1", "one leaves", {}, "other parameters than the first 3: other.bias, other.weight"),
+    ("shard_deepspeed_stage_2", "one uses", {}, "other parameters than the first 3: o"),
+    ("shard_deepspeed_stage_3", "one leaves", GATHERED, "This step runs head where each step before runs other"),
+    ("shard_fsdp", "one evaluates", UNITS, "Ranks take different branches: rank 0 runs head, where each"),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "settings", "said"), LATE)
+def test_a_rank_that_changes_late_ends_all(name: str, case: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(DistributedError) as raised:
+        run_distributed(_fit_late, 2, name, case, timeout=60, **settings)
+    assert raised.value.failed[0] == "DifferentUse"
+    assert said in str(raised.value).replace("\n", " ")
+    assert "find_unused_parameters: true" in str(raised.value)
+
+
+def _refused_late(name: str, **settings: Any) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        _fit_late(name, "all leave", **settings)
+    return str(raised.value)
+
+
+def test_ranks_that_change_late_together_are_told() -> None:
+    for settings in (UNITS, {}):
+        for told in run_distributed(_refused_late, 2, FSDP, **settings):
+            assert "other" in told
+
+
+def test_branches_in_turn_are_equal_to_stock_ddp() -> None:
+    stock = run_distributed(_fit_late, 2, "ddp_find_unused_parameters_true", "by step")
+    for case in ({}, UNITS):
+        found = run_distributed(_fit_late, 2, FSDP, "by step", find_unused_parameters=True, **case)
+        assert all(torch.equal(found[0][fqn], value) for fqn, value in stock[0].items())
 
 
 def test_rare_branches_are_found_on_request() -> None:

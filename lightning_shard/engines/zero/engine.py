@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard import devices
-from lightning_shard.engines import earlier_parameters, refusals
+from lightning_shard.engines import earlier_parameters, refusals, unsharding
 from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignStepCheck
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts, plain_settings
@@ -109,6 +109,7 @@ class Zero(Engine):
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
+        unsharding.unguard(module)
         earlier_parameters.remember(module)
         refusals.refuse_sharded(module, self._called, by_zero=self._stage < 3)
         if run.fitting:
@@ -119,6 +120,7 @@ class Zero(Engine):
         else:
             refusals.refuse_compiled(module, self._called)
             refusals.refuse_lists(module, self._called)
+            self._closing.callback(unsharding.guard, module)
         self._closing.callback(self._to_host)
         if run.fitting:
             offload.warn_of_lock()
