@@ -80,7 +80,6 @@ class ParameterUse:
         """Forget what backward passes have used so far."""
         self.used.clear()
         self._now: list[list[str]] = []  # What this step's backward passes used so far.
-        self._same = True  # Whether all of them used the same on all ranks.
 
     # Modules
 
@@ -164,9 +163,9 @@ class ParameterUse:
                 return
             self.came[fqn] = None
             if ordered and self.settled and len(self._now) < len(self._passes):
-                before = self._passes[len(self._now)]
-                if len(self.came) > len(before) or before[len(self.came) - 1] != fqn:
-                    raise self._changed(set(before[: len(self.came)]).symmetric_difference(self.came))
+                before, place = self._passes[len(self._now)], len(self.came) - 1
+                if before[place : place + 1] != [fqn]:
+                    raise self._changed({fqn} if fqn not in before else set(before[place : place + 1]))
 
         handle: Any = parameter.register_hook(note)
         return lambda: handle.remove()
@@ -209,8 +208,11 @@ class ParameterUse:
             if here != self._unused[0] and len(here) < len(self.names):
                 raise self._changed(here ^ self._unused[0])
             return here
-        everywhere, anywhere, _ = self._ranks.compare([fqn in here for fqn in self.names])
-        unused = frozenset(compress(self.names, everywhere)), frozenset(compress(self.names, anywhere))
+        if passes and not self._apart:  # whose parameters were found the same on all ranks
+            unused = frozenset(here), frozenset(here)
+        else:
+            everywhere, anywhere, _ = self._ranks.compare([fqn in here for fqn in self.names])
+            unused = frozenset(compress(self.names, everywhere)), frozenset(compress(self.names, anywhere))
         steady = passes[: len(self._passes)] == self._passes[: len(passes)]
         self._varies |= unused[0] != unused[1] or (self._unused is not None and (unused != self._unused or not steady))
         self._unused, self._passes = unused, max(self._passes, passes, key=len)

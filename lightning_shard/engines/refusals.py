@@ -269,8 +269,8 @@ def different_branches(how: str) -> DifferentUse:
 def other_parameters(how: str) -> DifferentUse:
     """What to say of a rank that uses others than before, which no other rank can know."""
     return DifferentUse(
-        f"{how}. Ranks have to tell each other what they use then: set find_unused_parameters: true "
-        "(ShardFSDPStrategy, ShardDDPStrategy; ZeRO has no such option)."
+        f"{how}. Ranks have to tell each other what they use then: set find_unused_parameters: true, which shard_fsdp "
+        "and shard_ddp have, and ZeRO has not."
     )
 
 

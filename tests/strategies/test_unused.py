@@ -181,7 +181,10 @@ class Late(Branches):
         super().__init__(case)
         self.unused = nn.Linear(4, 4)
         self.batches = 0
-        self.exchanges: list[int] = []
+
+    def on_train_end(self) -> None:
+        if not isinstance(self.trainer.strategy, pl.strategies.DDPStrategy):
+            super().on_train_end()
 
     def takes(self) -> tuple[bool, bool]:
         late, mine, odd = self.global_step >= 4, self.global_rank == 0, self.batches % 2 == 1
@@ -210,7 +213,8 @@ class Late(Branches):
         self.run(x, True, not (self.global_step >= 4 and self.global_rank == 0))
 
 
-def _fit_late(name: str, case: str, **settings: Any) -> dict[str, Tensor | None]:
+def _fit_late(name: str, case: str, **settings: Any) -> tuple[dict[str, Tensor | None], list[int]]:
+    """The parameters, and the steps in which ranks compared what they use."""
     parameter_use._WAIT = timedelta(seconds=2)
     pl.seed_everything(1, verbose=False)
     module, data = Late(case), DataLoader(torch.randn(64, 4), 4)
@@ -235,8 +239,7 @@ def _fit_late(name: str, case: str, **settings: Any) -> dict[str, Tensor | None]
         trainer.fit(module, data, **validation)
     finally:
         Ranks.compare = counted  # type: ignore[method-assign]
-    module.exchanges = calls
-    return module.found if not name.startswith("ddp") else {n: p.detach() for n, p in module.named_parameters()}
+    return (module.found or {n: p.detach() for n, p in module.named_parameters()}), calls
 
 
 UNITS = {"units": ["Linear"]}
@@ -246,7 +249,7 @@ LATE = [
     ("shard_fsdp", "one leaves", UNITS, "This step runs head where each step before runs other"),
     ("shard_fsdp", "one leaves", {}, "This step uses other parameters than the first 3: other.bias, other.weight"),
     ("shard_deepspeed_stage_1", "one leaves", {}, "other parameters than the first 3: other.bias, other.weight"),
-    ("shard_deepspeed_stage_2", "one uses", {}, "other parameters than the first 3: o"),
+    ("shard_deepspeed_stage_2", "one uses", {}, "other parameters than the first 3: other."),
     ("shard_deepspeed_stage_3", "one leaves", GATHERED, "This step runs head where each step before runs other"),
     ("shard_fsdp", "one evaluates", UNITS, "Ranks take different branches: rank 0 runs head, where each"),
 ]
@@ -277,7 +280,17 @@ def test_branches_in_turn_are_equal_to_stock_ddp() -> None:
     stock = run_distributed(_fit_late, 2, "ddp_find_unused_parameters_true", "by step")
     for case in ({}, UNITS):
         found = run_distributed(_fit_late, 2, FSDP, "by step", find_unused_parameters=True, **case)
-        assert all(torch.equal(found[0][fqn], value) for fqn, value in stock[0].items())
+        assert all(torch.equal(found[0][0][fqn], value) for fqn, value in stock[0][0].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("shard_fsdp", UNITS), ("shard_deepspeed_stage_2", {}), ("shard_deepspeed_stage_3", GATHERED)],
+)
+def test_a_steady_step_compares_nothing(name: str, settings: dict[str, Any]) -> None:
+    for _, steps in run_distributed(_fit_late, 2, name, "steady", **settings):
+        assert max(steps) == 2  # of 0 to 5
+        assert steps.count(1) == steps.count(2) == 1
 
 
 def test_rare_branches_are_found_on_request() -> None:
