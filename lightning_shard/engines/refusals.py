@@ -123,9 +123,10 @@ def refuse_lists(module: nn.Module, strategy: str) -> None:
     for owner, part in module.named_modules():
         # torch keeps those of recurrent modules up to date.
         for attribute, value in {} if isinstance(part, nn.RNNBase) else vars(part).items():
-            # DeepSpeed keeps a module's dictionary of parameters under the second name.
+            # DeepSpeed keeps a module's dictionary of parameters under the second name, and FSDP2Engine those that it
+            # leaves alone under the third.
             if (
-                attribute not in ("_parameters", "_original_parameters")
+                attribute not in ("_parameters", "_original_parameters", "_shard_state")
                 and not isinstance(value, nn.Parameter)
                 and (found := held(value))
             ):

@@ -29,19 +29,23 @@ _MARKED = {"_external_params", "_fsdp_use_orig_params", "_is_fsdp_managed_module
 
 
 def guard(root: nn.Module) -> None:
-    """Refuse calls and ``state_dict`` of the modules under ``root`` with sharded parameters, until `unguard`."""
+    """Refuse calls and ``state_dict`` of the modules under ``root`` with sharded parameters, and moves of ``root``, as
+    by another Trainer, until `unguard`.
+    """
     unguard(root)
     hooks: list[Any] = []
     for module in root.modules():
         if any(_is_sharded(parameter) for parameter in module.parameters()):
             hooks.append(module.register_forward_pre_hook(partial(_refuse, "called"), prepend=True))
-            hooks.append(module.register_state_dict_pre_hook(partial(_refuse, "asked for its state_dict")))
-    vars(root)[_GUARDS] = hooks
+            hooks.append(module.register_state_dict_pre_hook(_refuse_values))
+    if hooks:
+        vars(root).update({_GUARDS: hooks, "to": partial(_refuse, "moved", root)})
 
 
 def unguard(root: nn.Module) -> None:
     """Let a run have the modules under ``root``."""
     for hook in vars(root).pop(_GUARDS, ()):
+        vars(root).pop("to", None)
         hook.remove()
 
 
@@ -49,7 +53,13 @@ def _is_sharded(parameter: Any) -> bool:
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
 
 
-def _refuse(what: str, module: nn.Module, *arguments: Any) -> None:
+def _refuse_values(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    # A checkpoint asks for the live tensors.
+    if not keep_vars:
+        _refuse("asked for its state_dict", module)
+
+
+def _refuse(what: str, module: nn.Module, *arguments: Any, **options: Any) -> None:
     raise ConfigurationError(
         f"{type(module).__name__} is {what} outside of a run, but its parameters are sharded over the ranks since the "
         "last one. Call lightning_shard.unshard(module) on all ranks first, or set unshard_after_fit: true on the "

@@ -120,8 +120,9 @@ def refused_after_the_fit(engine: str) -> None:
         assert differences(masters, dict(tensors)) == {}
     trainer.validate(module, loader(), verbose=False)
     # A stock Trainer.
-    kind, _ = refusal(pl.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False).fit, module, loader())
-    assert kind
+    stock = pl.Trainer(accelerator="cpu", devices=1, strategy="auto", max_steps=1, logger=False, barebones=True)
+    kind, text = refusal(stock.fit, module, loader())
+    assert (kind, "lightning_shard.unshard(module)" in text) == ("ConfigurationError", True), text
     assert refusal(module.state_dict)[0] == "ConfigurationError"
 
 
