@@ -22,6 +22,7 @@ require(nn.Module, "_parameters")
 require(_composable_state, "_module_state_mapping")
 
 _GUARDS = "_shard_guards"
+_MOVES = ("to", "cpu", "cuda")  # Another Trainer calls them as it begins and ends.
 _MASTERS = "_shard_zero_masters"
 _MARKS = ("_shard", "__composable_api", "ds_")
 _MARKED = {"_external_params", "_fsdp_use_orig_params", "_is_fsdp_managed_module", "_original_parameters"}
@@ -39,14 +40,15 @@ def guard(root: nn.Module) -> None:
             hooks.append(module.register_forward_pre_hook(partial(_refuse, "called"), prepend=True))
             hooks.append(module.register_state_dict_pre_hook(_refuse_values))
     if hooks:
-        vars(root).update({_GUARDS: hooks, "to": partial(_refuse, "moved", root)})
+        vars(root).update({_GUARDS: hooks, **dict.fromkeys(_MOVES, partial(_refuse, "moved", root))})
 
 
 def unguard(root: nn.Module) -> None:
     """Let a run have the modules under ``root``."""
     for hook in vars(root).pop(_GUARDS, ()):
-        vars(root).pop("to", None)
         hook.remove()
+    for name in [name for name in _MOVES if _is_engines(vars(root).get(name))]:
+        del vars(root)[name]
 
 
 def _is_sharded(parameter: Any) -> bool:
