@@ -52,7 +52,6 @@ USES = {
         "_callback_metrics _first_loop_iter _log_graph _logger_connector _results",
     ),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
-    "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset"),
     "checkpoint/files/boxes.py": ("records of torch's checkpoints", "_StorageInfo"),
     "cluster/traces.py": ("what a rank that hangs is in", "_C _current_frames _distributed_c10d"),
     "commands/options.py": ("the arguments of a parser", "_actions"),

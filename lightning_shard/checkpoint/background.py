@@ -67,7 +67,7 @@ class Saver:
         if writing is None:
             # torch's own checksums of each record cost as much as ours. The setting is the process's, so that the
             # thread of a background save, beside which other code may call torch.save, leaves it.
-            with serialization.patch("save.compute_crc32", False):
+            with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 begun.finish(ranks, live)
             self._note(started)
             return

@@ -91,6 +91,7 @@ def _ours(trainer: pl.Trainer) -> list[str]:
         f"{type(thing).__name__}.{name}"
         for thing in _live(trainer)
         for name, value in vars(thing).items()
+        if name not in ("to", "cpu", "cuda")  # of a sharded module, refused until `lightning_shard.unshard`
         for value in [value.func if isinstance(value, partial) else value]
         if (getattr(value, "__module__", None) or type(value).__module__).startswith("lightning_shard")
     ]

@@ -359,10 +359,6 @@ def test_a_module_that_shards_itself_in_configure_model() -> None:
     run_distributed(_check_shards_itself, 2)
 
 
-def _sizes(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    return tuple(len(group["params"]) for group in optimizer.param_groups)
-
-
 class OverLists(WithAdapter):
     """Has kernels over lists of tensors, or not, and notes the groups that a hook sees, with the sizes of steps."""
 

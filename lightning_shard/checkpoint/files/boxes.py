@@ -278,7 +278,7 @@ def _parse(
 ) -> tuple[dict[str, Any], dict[str, StoredBoxes], dict[str, StorageInfo]]:
     """The root's fields, key to boxes of each tensor, and key to place of each item that is no tensor."""
     # pickle takes memory for as many objects as the largest number that one is given.
-    if any(op.name in ("PUT", "LONG_BINPUT") and arg > len(data) for op, arg, _ in pickletools.genops(data)):
+    if any(op.name in ("PUT", "LONG_BINPUT") and (arg or 0) > len(data) for op, arg, _ in pickletools.genops(data)):
         raise CheckpointCorruptError(f"it numbers more objects than its {len(data)} bytes can hold")
     root = _fields(_Unpickler(data, records).load(), "Metadata")
     names, sizes = data_files(files)
