@@ -84,22 +84,18 @@ class Ranks:
         dist.broadcast_object_list(box, dist.get_global_rank(self.group, source), group=self.group)
         return box[0]
 
-    def compare(
-        self, flags: Sequence[bool], digest: bytes = b"", *, timeout: timedelta | None = None
-    ) -> tuple[list[bool], list[bool], bool]:
-        """Which of ``flags`` are set on all ranks, which on any, and whether all ranks gave the same ``digest``, in one
-        collective of a byte each. All ranks call it, with as many. RuntimeError: others did not within ``timeout``.
+    def same(self, digest: bytes, timeout: timedelta | None = None) -> bool:
+        """Whether all ranks give the same ``digest``, in one collective of twice its size. All ranks call it, with one
+        of that size. RuntimeError: others did not within ``timeout``.
         """
-        own = bytes([*flags, *digest])
         if self.group is None:
-            return list(flags), list(flags), True
-        extremes = torch.frombuffer(bytearray(own + bytes(255 - byte for byte in own)), dtype=torch.uint8)
+            return True
+        # The greatest byte is the least one too.
+        extremes = torch.frombuffer(bytearray(digest + bytes(255 - byte for byte in digest)), dtype=torch.uint8)
         work: Any = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         work.wait(*() if timeout is None else (timeout,))
-        found = bytes(extremes.tolist())
-        most, least = found[: len(own)], bytes(255 - byte for byte in found[len(own) :])
-        n = len(flags)
-        return [*map(bool, least[:n])], [*map(bool, most[:n])], most[n:] == least[n:]
+        most, least = extremes.chunk(2)
+        return bool((most == 255 - least).all())
 
     def barrier(self) -> None:
         if self.group is not None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,8 @@ from lightning_shard.engines.refusals import different_branches, other_parameter
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.text import listed
+
+T = TypeVar("T")
 
 _STEPS = 3
 """Steps in which ranks compare their parameters. Later ones must use the same, or compare always."""
@@ -124,22 +125,26 @@ class ParameterUse:
                 f"{_STEPS}, in {late or 'the module itself'}"
             )
         try:
-            same = self._ranks.compare(
-                [], _digest([*map(str, self._at or ()), called]), timeout=_WAIT if lone else None
-            )[2]
+            self._meet(_runs(called), called, _WAIT if lone else None)
         except RuntimeError as error:
-            if not lone:
+            if not lone or isinstance(error, ConfigurationError):
                 raise
             raise different_branches(
                 f"rank {self._ranks.rank} {_runs(called)}, where each step before {_runs(known[0])}, and other ranks "
                 f"do not in {_WAIT.seconds} s"
             ) from error
-        if not same:
-            there = self._ranks.gather(_runs(called))
-            other = next(rank for rank, each in enumerate(there) if each != there[0])
-            raise different_branches(f"rank 0 {there[0]}, rank {other} {there[other]}")
         if called not in known:
             known.append(called)
+
+    def _meet(self, where: str, own: T, timeout: timedelta | None = None) -> list[T]:
+        """Every rank's ``own`` value, of which a digest is compared first. DifferentUse: not all ranks are there."""
+        digest = hashlib.sha256(repr((where, own)).encode()).digest()[:16]
+        if self._ranks.same(digest, timeout):
+            return [own]
+        there = self._ranks.gather((where, own))
+        if rank := next((rank for rank, (other, _) in enumerate(there) if other != there[0][0]), 0):
+            raise different_branches(f"rank 0 {there[0][0]}, rank {rank} {there[rank][0]}")
+        return [value for _, value in there]
 
     def _late(self, called: str, expected: str) -> str | None:
         """The module that a step takes first, or leaves out first, if its parameters' use must not change by then."""
@@ -191,10 +196,9 @@ class ParameterUse:
             if repeats and index < len(self._passes) and own != self._passes[index]:
                 raise self._changed(set(own).symmetric_difference(self._passes[index]))
             return frozenset(), []
-        here = set(own)
-        everywhere, anywhere, same = self._ranks.compare([fqn in here for fqn in self.names], _digest(own))
-        partly = {fqn for fqn, all_, any_ in zip(self.names, everywhere, anywhere, strict=True) if all_ != any_}
-        return partly, [] if same or partly else self._ranks.gather(own)
+        orders = self._meet("reduces gradients", own)
+        partly = set[str]().union(*orders) - set(orders[0]).intersection(*orders)
+        return partly, [] if len(orders) == 1 or partly else orders
 
     def finish(self) -> Set[str]:
         """End a step; returns the names that no rank used. All ranks call it, and communicate in the first steps and
@@ -211,8 +215,8 @@ class ParameterUse:
         if passes and not self._apart:  # whose parameters were found the same on all ranks
             unused = frozenset(here), frozenset(here)
         else:
-            everywhere, anywhere, _ = self._ranks.compare([fqn in here for fqn in self.names])
-            unused = frozenset(compress(self.names, everywhere)), frozenset(compress(self.names, anywhere))
+            everywhere = [frozenset(each) for each in self._meet("is at the end of the step", sorted(here))]
+            unused = frozenset.intersection(*everywhere), frozenset[str]().union(*everywhere)
         steady = passes[: len(self._passes)] == self._passes[: len(passes)]
         self._varies |= unused[0] != unused[1] or (self._unused is not None and (unused != self._unused or not steady))
         self._unused, self._passes = unused, max(self._passes, passes, key=len)
@@ -228,10 +232,6 @@ class ParameterUse:
         for hooks in (self._hooks, self._first_hooks):
             while hooks:
                 hooks.pop().remove()
-
-
-def _digest(words: Iterable[str]) -> bytes:
-    return hashlib.sha256("\0".join(words).encode()).digest()[:16]
 
 
 def _runs(called: str) -> str:

@@ -227,18 +227,18 @@ def _fit_late(name: str, case: str, **settings: Any) -> tuple[dict[str, Tensor |
         limit_val_batches=1,
         val_check_interval=2 if validation else None,
     )
-    counted = Ranks.compare
+    counted = Ranks.same
     calls: list[int] = []
 
-    def compare(*args: Any, **kwargs: Any) -> Any:
+    def same(*args: Any, **kwargs: Any) -> Any:
         calls.append(trainer.global_step)
         return counted(*args, **kwargs)
 
-    Ranks.compare = compare  # type: ignore[method-assign]
+    Ranks.same = same  # type: ignore[method-assign]
     try:
         trainer.fit(module, data, **validation)
     finally:
-        Ranks.compare = counted  # type: ignore[method-assign]
+        Ranks.same = counted  # type: ignore[method-assign]
     return (module.found or {n: p.detach() for n, p in module.named_parameters()}), calls
 
 
