@@ -12,13 +12,29 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
 C = TypeVar("C", bound=Callable[..., Any])
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    Given: TypeAlias = T | Mapping[str, Any]
+else:
+
+    class Given:
+        """``Given[T]``: for type checkers ``T`` or a mapping of its fields, and else ``T``, as `checked` makes it."""
+
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return kind
+
+
+def made(value: "T | Mapping[str, Any]") -> T:
+    """A `Given` argument inside of a constructor that `checked` has read it for."""
+    return cast(T, value)
+
 
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 

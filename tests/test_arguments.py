@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +34,8 @@ from lightning_shard import (
 from lightning_shard.arguments import read
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, ParameterOffload, ZeroBuckets
+from tests import typed_user
+from tests.harness import ROOT
 
 
 def settings(strategy: Any) -> dict[str, Any]:
@@ -177,3 +182,19 @@ def test_checked_dataclasses_stay_dataclasses() -> None:
     mesh = replace(MeshConfig(replicate="2"), shard="auto")
     assert mesh == MeshConfig(replicate=2)
     assert pickle.loads(pickle.dumps(mesh)) == mesh
+
+
+def test_a_script_with_types_gives_what_is_taken() -> None:
+    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    assert "tests/typed_user.py" in files, "mypy checks it with the package"
+    assert len(typed_user.strategies()) == 9
+    assert typed_user.precisions()[0].sets_loss_scale
+
+
+@pytest.mark.matrix
+def test_types_say_what_is_taken(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("import lightning_shard\nlightning_shard.ShardFSDPStrategy(mesh=2)\n")
+    for file, code in ((Path(typed_user.__file__), 0), (wrong, 1)):
+        ended = subprocess.run([sys.executable, "-m", "mypy", str(file)], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == code, ended.stdout

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from typing_extensions import override
 
+from lightning_shard.arguments import Given, made
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.zero import process
@@ -30,14 +31,14 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self,
         *,
         stage: Literal[0, 1, 2, 3] | None = None,
-        offload_optimizer: fields.OptimizerOffload | None = None,
-        offload_parameters: fields.ParameterOffload | None = None,
-        buckets: fields.ZeroBuckets | None = None,
-        stage3: fields.Stage3Options | None = None,
-        zero_plus_plus: fields.ZeroPlusPlus | None = None,
+        offload_optimizer: Given[fields.OptimizerOffload] | None = None,
+        offload_parameters: Given[fields.ParameterOffload] | None = None,
+        buckets: Given[fields.ZeroBuckets] | None = None,
+        stage3: Given[fields.Stage3Options] | None = None,
+        zero_plus_plus: Given[fields.ZeroPlusPlus] | None = None,
         communication_data_type: DType | None = None,
         config: str | dict[str, Any] | None = None,
-        mesh: MeshConfig | None = None,
+        mesh: Given[MeshConfig] | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
         """Set up DeepSpeed.
@@ -61,16 +62,16 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         process.refuse_older_version()
         given = fields.DeepSpeedFields(
             stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_parameters=offload_parameters,
-            buckets=buckets or fields.ZeroBuckets(),
-            stage3=stage3 or fields.Stage3Options(),
-            zero_plus_plus=zero_plus_plus or fields.ZeroPlusPlus(),
+            offload_optimizer=made(offload_optimizer),
+            offload_parameters=made(offload_parameters),
+            buckets=made(buckets) or fields.ZeroBuckets(),
+            stage3=made(stage3) or fields.Stage3Options(),
+            zero_plus_plus=made(zero_plus_plus) or fields.ZeroPlusPlus(),
             communication_data_type=communication_data_type,
             # Read once: a file that is edited or deleted during the run changes nothing.
             config=read_config(config),
         )
-        settings = CommonSettings(mesh=mesh or MeshConfig(), **common)
+        settings = CommonSettings(mesh=made(mesh) or MeshConfig(), **common)
         problems: list[str] = []
         self._asked = read_settings(given, aligned=settings.aligned, problems=problems)
         raise_problems(problems, RULE)

@@ -6,6 +6,7 @@ from typing import Any, Literal, Unpack
 from torch import nn
 from typing_extensions import override
 
+from lightning_shard.arguments import Given, made
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.sharding import FORWARD_METHODS
@@ -24,8 +25,8 @@ class ShardFSDPStrategy(ShardStrategy):
     def __init__(
         self,
         *,
-        mesh: MeshConfig | None = None,
-        units: Literal["auto"] | int | list[str | type[nn.Module] | UnitRule] = "auto",
+        mesh: Given[MeshConfig] | None = None,
+        units: Literal["auto"] | int | list[str | type[nn.Module] | Given[UnitRule]] = "auto",
         reshard_after_forward: bool | int = True,
         cpu_offload: bool = False,
         forward_prefetch: int = 0,
@@ -75,7 +76,7 @@ class ShardFSDPStrategy(ShardStrategy):
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
         """
-        super().__init__(CommonSettings(mesh=mesh or MeshConfig(), **common))
+        super().__init__(CommonSettings(mesh=made(mesh) or MeshConfig(), **common))
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth < 0:
                 raise ConfigurationError(f"{name} is {depth}, but must be 0 or the number of units to gather ahead.")
@@ -86,12 +87,13 @@ class ShardFSDPStrategy(ShardStrategy):
                 f"custom_all_gather is {custom_all_gather!r}, but must be an object that can be called and has "
                 "`allocate`, as torch's set_custom_all_gather takes it, without symmetric_memory."
             )
+        named: Any = units
         if not isinstance(units, str | int):
-            units = [entry if isinstance(entry, UnitRule) else class_names([entry])[0] for entry in units]
-        unit_rules(units)  # raises
+            named = [entry if isinstance(entry, UnitRule) else class_names([entry])[0] for entry in [*named]]
+        unit_rules(named)  # raises
         self._options = FSDPOptions(
             mesh=self._settings.mesh,
-            units=units,
+            units=named,
             reshard_after_forward=reshard_after_forward,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,

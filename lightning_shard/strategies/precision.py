@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard._lightning import loops
-from lightning_shard.arguments import checked
+from lightning_shard.arguments import Given, checked
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.refusals import refuse_second_pass
 from lightning_shard.errors import ConfigurationError, PrecisionError
@@ -55,8 +55,8 @@ class ShardPrecision(Precision):
         reduce: DType | None = None,
         output: DType | None = None,
         autocast: bool = False,
-        loss_scale: LossScaling | None = None,
-        float8: Float8 | None = None,
+        loss_scale: Given[LossScaling] | None = None,
+        float8: Given[Float8] | None = None,
     ) -> None:
         """Store the precision.
 

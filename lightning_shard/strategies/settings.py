@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 from lightning.pytorch import Trainer
 from torch.distributed import Backend
 
-from lightning_shard.arguments import checked
+from lightning_shard.arguments import Given, checked
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import ClassNames, class_names
@@ -36,13 +36,13 @@ class CommonArguments(TypedDict, total=False):
     log_grad_norm: bool
     error_if_nonfinite: bool
     loss_weight_key: str | None
-    nonfinite: NonFinite | Action | None
+    nonfinite: Given[NonFinite] | Action | None
     timeout_seconds: float
     init_timeout_seconds: float
     lost_rank_seconds: float | None
     stuck_seconds: float | None
     process_group_backend: str | None
-    preemption: PreemptionConfig | None
+    preemption: Given[PreemptionConfig] | None
     async_save: bool | Literal["continuous"]
     save_frozen: bool
     sample_seeds: bool | None
@@ -113,13 +113,13 @@ class CommonSettings:
     log_grad_norm: bool = False
     error_if_nonfinite: bool = False
     loss_weight_key: str | None = None
-    nonfinite: NonFinite | Action | None = None
+    nonfinite: Given[NonFinite] | Action | None = None
     timeout_seconds: float = 1800.0
     init_timeout_seconds: float = 300.0
     lost_rank_seconds: float | None = 120.0
     stuck_seconds: float | None = 600.0
     process_group_backend: str | None = None
-    preemption: PreemptionConfig | None = None
+    preemption: Given[PreemptionConfig] | None = None
     async_save: bool | Literal["continuous"] = False
     save_frozen: bool = True
     sample_seeds: bool | None = None
