@@ -6,6 +6,7 @@ import atexit
 import os
 import subprocess
 import time
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -144,6 +145,9 @@ def set_rank(rank: int) -> None:
     """Tell Lightning's ``rank_zero_*`` helpers which rank this process is."""
     for only in (rank_zero_only, fabric_rank_zero_only):
         vars(only)["rank"] = rank
+    if rank:
+        # Of ModelCheckpoint, which says so on every rank.
+        warnings.filterwarnings("ignore", message="The dirpath has changed from")
 
 
 def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:

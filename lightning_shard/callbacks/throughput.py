@@ -18,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_shard._lightning import Replacements, processes
 from lightning_shard._lightning.loops import follow_actions
+from lightning_shard._lightning.messages import say
 from lightning_shard.arguments import checked
 from lightning_shard.devices import name_of
 from lightning_shard.engines.resident import is_sharded
@@ -223,7 +224,7 @@ class ThroughputCallback(Callback):
                     self._nodes[rank] = Ranks.of().broadcast(socket.gethostname(), rank)
                 window = replace(window, slowest_node=self._nodes[rank])
                 if first:
-                    rank_zero_info(f"Slowest: {throughput.slowest_line(window)}.")
+                    say(trainer, f"Slowest: {throughput.slowest_line(window)}.")
             self.windows.append(window)
         return window
 
