@@ -360,8 +360,6 @@ def test_a_module_that_shards_itself_in_configure_model() -> None:
 
 
 class OverLists(WithAdapter):
-    """Has kernels over lists of tensors, or not, and notes the groups that a hook sees, with the sizes of steps."""
-
     def __init__(self, **kernel: bool) -> None:
         super().__init__()
         self.kernel, self.shown, self.stepped = kernel, set[int](), set[tuple[int, ...]]()
@@ -379,7 +377,6 @@ class OverLists(WithAdapter):
 
 
 def _mixed_group() -> list[Any]:
-    """Of a fit with each kernel: the groups in hooks, in steps, and left; its values."""
     found: list[Any] = []
     for kernel in ({"foreach": False}, {"foreach": True}, {"fused": True}):
         module = fit(partial(OverLists, **kernel), ShardFSDPStrategy(aligned=True, ignored_modules=["Adapter"]))
