@@ -33,7 +33,8 @@ def leave_out_noise() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
     # Lightning 2.6 says this of itself on every rank.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    # DeepSpeed calls functions that torch has deprecated.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\.")
+    # DeepSpeed calls these two, and torch's decorator is where the warning says it is from.
+    deprecated = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
     # Lightning says so wherever there is a SLURM; `check_launch` looks at what a job asked for.
     warnings.filterwarnings("ignore", message=r"The `srun` command is available on your system but is not used")
