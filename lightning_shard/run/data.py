@@ -145,6 +145,9 @@ class Data:
 
     def loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
         """The loops' state was loaded: give loaders theirs, let an epoch end that ends next, settle a validation."""
+        if not trainer.fit_loop.restarting:  # a checkpoint that code loads in mid-fit, without the loops
+            self._forget()
+            return
         loaders.forget_loaders(trainer)
         if self._resumed is not None and self._resumed.get("epoch_ends"):
             loops.end_epoch(replacements, trainer)
