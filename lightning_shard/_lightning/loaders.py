@@ -24,8 +24,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from lightning_shard._lightning import Replacements
 from lightning_shard._lightning.loops import data_fetcher, loader_states_to_load, settle_progress
 from lightning_shard.resume.loader import ResumableLoader
+from lightning_shard.resume.rng import generators_in
 from lightning_shard.resume.shape import KINDS, has_state, stock_type
-from lightning_shard.resume.unsaved import generators_in
 from lightning_shard.resume.wrap import resumable
 
 

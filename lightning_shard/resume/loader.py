@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
+from lightning_shard.resume.rng import generators_in
 from lightning_shard.resume.sample_seeds import SeededSamples
 from lightning_shard.resume.samplers import Epoch, Generators, IndexSource, given, kept
 from lightning_shard.resume.shape import DelegatingLoader, has_state
-from lightning_shard.resume.unsaved import Unsaved
 from lightning_shard.text import listed
 
 Draws = Callable[[], tuple[int, int]]
@@ -50,7 +50,7 @@ class ResumableLoader(DelegatingLoader):
     """
 
     _own = frozenset(
-        {"lookahead", "_source", "_generators", "_draws", "_seeded", "_samples", "_unsaved"}
+        {"lookahead", "_source", "_generators", "_draws", "_seeded", "_samples", "_owners"}
         | {"_world_size", "_rank", "_pending", "_run"}
     )
 
@@ -70,7 +70,7 @@ class ResumableLoader(DelegatingLoader):
         self._seeded = SeededSamples(samples, workers=inner.num_workers > 0) if draws is not None else None
         if self._seeded is not None:
             inner.__dict__["dataset"] = self._seeded
-        self._generators, self._unsaved = Generators(inner, samplers), Unsaved([*samplers, samples])
+        self._generators, self._owners = Generators(inner, samplers), [*samplers, samples]
         self.lookahead = int(shapes.length_of(inner) is None)
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
@@ -125,7 +125,6 @@ class ResumableLoader(DelegatingLoader):
             "ahead": ahead,
             "order": self._source.order,
             "dataset": kept(self._samples.state_dict()) if self._saves_samples else None,
-            "unsaved": self._unsaved.names(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,8 +172,8 @@ class ResumableLoader(DelegatingLoader):
                 " numbers that samples draw, or a sampler without a length from the global generators, are others after"
                 " resuming. Give it a length to go on as if the run had not been interrupted."
             )
-        older = state.get("attributes_now", {})  # what earlier versions saved of attributes
-        unsaved = [*state.get("unsaved", ()), *older.get("lost", ()), *(older.keys() - {"lost"})]
+        stateless = [owner for owner in self._owners if not has_state(owner)]
+        unsaved = [name for owner in stateless for name in generators_in(owner, "generator")]
         if has_state(self._samples) and not self._saves_samples:
             unsaved.append(f"{type(self._samples).__name__}.state_dict() in worker processes")
         if unsaved:

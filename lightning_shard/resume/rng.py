@@ -12,6 +12,9 @@ from torch import Tensor
 
 from lightning_shard.devices import accelerator, fork_rng, in_use
 
+_LIBRARIES = ("torch", "torchdata", "lightning", "lightning_fabric")
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+
 
 def rng_state(*, device: bool = True) -> dict[str, Any]:
     """The generators of this process as plain values and tensors: python's, numpy's, torch's on the CPU and, if
@@ -78,3 +81,16 @@ def seed_rng(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def of_library(cls: type) -> bool:
+    """Whether a class is torch's or Lightning's own."""
+    return cls.__module__.partition(".")[0] in _LIBRARIES
+
+
+def generators_in(owner: Any, saved: str = "") -> list[str]:
+    """Names of the random number generators among the attributes of a user's object, but for torch's one ``saved``."""
+    held = {} if of_library(type(owner)) else getattr(owner, "__dict__", {})
+    found = [name for name, value in held.items() if isinstance(value, _GENERATORS)]
+    left = [name for name in found if name != saved or not isinstance(held[name], torch.Generator)]
+    return [f"{type(owner).__name__}.{name}" for name in left]

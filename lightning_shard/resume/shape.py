@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_shard.errors import DataError
+from lightning_shard.resume.rng import of_library
 
 
 def share_size(length: int, start: int, world_size: int, *, drop_last: bool) -> int:
@@ -35,10 +36,6 @@ def is_distributed(sampler: Any) -> bool:
     """Whether it deals out one order to all ranks as DistributedSampler does, which a user's own may do otherwise."""
     dealing = next((cls for cls in type(sampler).__mro__ if "__iter__" in vars(cls)), object)
     return isinstance(sampler, DistributedSampler) and of_library(dealing)
-
-
-def of_library(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("torch", "torchdata", "lightning", "lightning_fabric")
 
 
 def of_all_ranks(sampler: DistributedSampler[Any], seed: int, shuffle: bool) -> DistributedSampler[Any]:

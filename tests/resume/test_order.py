@@ -7,15 +7,12 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.fabric.utilities.data import _replace_dunder_methods
 from torch.utils.data import (
     DistributedSampler,
-    Sampler,
 )
 
 from lightning_shard.resume.shape import rank_share, share_size
-from lightning_shard.resume.unsaved import Unsaved
-from tests.resume.support import SIZES, WORLDS, Numbers, Own, distributed_loader, flat, ids, through_file
+from tests.resume.support import SIZES, WORLDS, Numbers, distributed_loader, flat, ids, through_file
 
 
 @given(SIZES, WORLDS, st.booleans(), st.integers(0, 5), st.booleans())
@@ -114,22 +111,3 @@ def test_worlds_in_turn_cover_the_epoch_once(
     else:
         assert set(counts) == set(range(length))
         assert len(seen) - length < world_size
-
-
-def test_what_lightning_notes_on_a_sampler_is_not_its_state() -> None:
-    """It notes what samplers made in a hook were made with, another sampler with an epoch among that."""
-
-    class Told(Own):
-        def __init__(self, size: int) -> None:
-            self.epoch = 0
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-    with _replace_dunder_methods(Sampler):
-        sampler = Told(2)
-    unsaved = Unsaved([sampler])
-    assert "__pl_saved_args" in vars(sampler)
-    vars(sampler)["__pl_saved_kind"] = "other"
-    sampler.set_epoch(3)
-    assert unsaved.names() == []
