@@ -131,8 +131,8 @@ class ShardPrecision(Precision):
         if run.fitting and isinstance(settings.nonfinite, NonFinite):
             self._watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
-    def step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A ``step`` of the LightningModule in `autocasting`, inside of what an engine does around it."""
+    def call_in_autocast(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``step(*args, **kwargs)`` of the LightningModule under the policy's autocast, if any."""
         with autocasting(self._run.policy, self._run.device.type, cache=self._engine.replicates):
             return step(*args, **kwargs)
 

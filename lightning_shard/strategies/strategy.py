@@ -299,10 +299,12 @@ class ShardStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         parts.fit.begin_batch(self._module.trainer, self.engine, self._buffers)
-        with self.precision_plugin.train_step_context():
-            output = self.engine.forward(self.precision_plugin.step, self._module.training_step, *args, **kwargs)
+        plugin = self.precision_plugin
+        step = partial(plugin.call_in_autocast, self._module.training_step)  # inside of what an engine does around it
+        with plugin.train_step_context():
+            output = self.engine.forward(step, *args, **kwargs)
         self._freezing.after_forward()
-        return self.precision_plugin.weighed(output, args)
+        return plugin.weighed(output, args)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +323,7 @@ class ShardStrategy(ParallelStrategy):
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # No inference mode, whatever the loop entered; without gradients inside of it, as leaving it turns them on.
         with self.precision_plugin.forward_context(), torch.inference_mode(mode=False), torch.no_grad():
-            return self.engine.evaluate(self.precision_plugin.step, step, *args, **kwargs)
+            return self.engine.evaluate(partial(self.precision_plugin.call_in_autocast, step), *args, **kwargs)
 
     @override
     def block_backward_sync(self) -> Any:
