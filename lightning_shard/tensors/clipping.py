@@ -24,7 +24,7 @@ from lightning_shard.private_names import require
 from lightning_shard.tensors.flat import local
 
 # torch.nn.utils has nothing public for the norm of gradients in fp64.
-require(torch, "_amp_foreach_non_finite_check_and_unscale_ _foreach_norm")
+require(torch, "_foreach_norm")
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -124,13 +124,11 @@ def multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
 @torch.no_grad()
 def unscale(gradients: Iterable[Tensor], scale: float, *, device: torch.device) -> Tensor:
     """Divide the gradients by ``scale`` in place; a scalar on ``device``: 1 if any is inf or NaN here, else 0."""
-    found = torch.zeros((), device=device)
+    gradients = list(gradients)
+    found = (~all_finite(gradients, device=device)).to(torch.float32)
     for locals_ in _by_device_and_dtype(gradients):
-        here = torch.zeros((), device=locals_[0].device)
-        inverse = torch.full((), 1.0 / scale, device=here.device)
-        # The kernel of torch.amp.GradScaler, on every device.
-        torch._amp_foreach_non_finite_check_and_unscale_(locals_, here, inverse)
-        found = torch.maximum(found, here.to(device, non_blocking=device.type != "cpu"))
+        for gradient in locals_:
+            gradient.mul_(1.0 / scale)
     return found
 
 
