@@ -79,7 +79,7 @@ def check_same(found: TinyLM, expected: TinyLM, what: object) -> None:
     assert list(parameters) == list(whole_parameters(expected)), what
     wrong = [n for n, p in whole_parameters(expected).items() if not torch.equal(p, parameters[n])]
     assert not wrong, what
-    assert list(found.state_dict()) == list(expected.state_dict()), what
+    assert list(found.state_dict(keep_vars=True)) == list(expected.state_dict(keep_vars=True)), what
 
 
 def check_ranks_read_different_data(module: TinyLM) -> None:
