@@ -30,6 +30,7 @@ from lightning_shard.checkpoint.schedules import settle_schedules
 from lightning_shard.checkpoint.state_dict import OfferedState, follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
+from lightning_shard.engines.unsharding import allowed
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
@@ -118,7 +119,8 @@ class Checkpoints(CheckpointIO):
         """FQN, tied ones too, to this rank's live tensor: full, a DTensor or shards of flat memory; of those alone that
         the module's ``state_dict()`` has and ``on_save_checkpoint`` leaves in.
         """
-        return self._offered.offer(self._engine.tensors.masters())
+        with allowed(self.module):
+            return self._offered.offer(self._engine.tensors.masters())
 
     def save_checkpoint(
         self,
@@ -166,22 +168,23 @@ class Checkpoints(CheckpointIO):
                     f"{target} gets no optimizer state: under this strategy the fit's is gone once a validation or "
                     "test of its own has begun. Save before it, to go on training from the checkpoint."
                 )
-            return training_state(
-                module=self.module,
-                optimizers=optimizers,
-                masters=tensors.masters(),
-                averages=None if averaging is None else averaging.tensors(),
-                trainer_state=checkpoint,
-                own_state=own and {_VALUES: self._changed_values(), **own},
-                facts=Facts(
-                    engine=self._engine.name,
-                    policy=self._policy.text(),
-                    ledger=measured.to_json() if measured else {},
-                    run=dict(run or {}) if with_optimizers else {},
-                    frozen=left,
-                ),
-                leave_out=leave_out | left.keys(),
-            )
+            with allowed(self.module):
+                return training_state(
+                    module=self.module,
+                    optimizers=optimizers,
+                    masters=tensors.masters(),
+                    averages=None if averaging is None else averaging.tensors(),
+                    trainer_state=checkpoint,
+                    own_state=own and {_VALUES: self._changed_values(), **own},
+                    facts=Facts(
+                        engine=self._engine.name,
+                        policy=self._policy.text(),
+                        ledger=measured.to_json() if measured else {},
+                        run=dict(run or {}) if with_optimizers else {},
+                        frozen=left,
+                    ),
+                    leave_out=leave_out | left.keys(),
+                )
 
         if with_optimizers:
             self.saved = [target, *(path for path in self.saved if path != target)]

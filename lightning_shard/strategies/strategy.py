@@ -29,7 +29,7 @@ from lightning_shard.engines import self_check
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.facts import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.engines.unsharding import allowed, make_plain
+from lightning_shard.engines.unsharding import make_plain
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger import Ledger
@@ -420,8 +420,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with allowed(self._module):  # after a fit, where others may not ask a sharded module for it
-            return {} if self._is_interrupted else self.checkpoints.state_dict()
+        return {} if self._is_interrupted else self.checkpoints.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -263,9 +263,7 @@ def test_stage_3_refuses_outputs_that_hide_tensors_of_own_parameters() -> None:
         assert "Boxes has parameters of its own and returns a Plain" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("fully_shard", Decayed), ("zero_3", Decayed), ("zero_3", PenaltyFirst)]
-)
+@pytest.mark.parametrize(("name", "kind"), [("fully_shard", Decayed), ("zero_3", Decayed), ("zero_3", PenaltyFirst)])
 def test_a_step_that_reads_parameters_which_are_not_gathered_is_told(name: str, kind: type[Net]) -> None:
     for said in run_distributed(_refused, 2, name, kind):
         assert "The step uses parameters that Shard" in said

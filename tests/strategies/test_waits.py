@@ -30,6 +30,8 @@ EVERYWHERE = {
     "deepspeed/runtime/zero/stage3.py:step_with_gradscaler",
     # A zero on the host in place of the norm; ZeRO-1 in bf16 alone moves it to the device and back.
     "deepspeed/runtime/utils.py:is_invalid_grad_norm",
+    # A digest on the host, in the first three steps that fp16 does not skip.
+    "lightning_shard/ranks.py:same",
 }
 # Whether a step overflowed, in fp16: once in a step.
 SCALER = "lightning_shard/precision/loss_scale.py:unscale"

@@ -72,7 +72,8 @@ def require_internals() -> None:
 
     # Set on parameters and their shards.
     require(Init, "_convert_to_deepspeed_param all_gather ds_id ds_numel ds_persist ds_process_group")
-    require(Init, "ds_secondary_tensor ds_shape ds_status ds_tensor param_swapper partition partition_numel")
+    require(Init, "ds_secondary_tensor ds_shape ds_status ds_tensor param_swapper partition_numel")
+    require(Init, assigned="partition")
     require(Init, assigned="final_location nvme_swapper status")
     require(ZeroParamStatus, "AVAILABLE")
     require(DeepSpeedZeRoOffload, "backward_hooks ds_inflight_param_registry forward_hooks partition_all_parameters")
