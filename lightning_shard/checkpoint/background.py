@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,8 +66,8 @@ class Saver:
         begun = begin_any(ranks, path, collect, self._plans, wanted)
         live = live_values(begun.state.tensors)
         if writing is None:
-            # torch's own checksums of each record cost as much as ours. The setting is the process's, so that the
-            # thread of a background save, beside which other code may call torch.save, leaves it.
+            # torch's own checksums of each record cost as much as ours. The setting holds for the whole process, so
+            # that a background save leaves it: other code may call torch.save meanwhile.
             with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 begun.finish(ranks, live)
             self._note(started)
@@ -81,8 +82,8 @@ class Saver:
 
         def work(write: BackgroundWrite) -> None:
             begun.finish(writing, values)
-            self._buffers.pin()
             writing.first(f"removing what {begun.target} replaces", write.completed)
+            self._buffers.pin()
             self._note(started)
 
         self._ongoing = _Ongoing(path=path, write=BackgroundWrite(work), outcome=Agreement(ranks.group))
@@ -186,7 +187,8 @@ class HostBuffers:
             like = [torch.empty_like(self.kept[index], device="meta") for index in self._on_device]
             for index in self._on_device:  # Free before more is taken.
                 del self.kept[index]
-            self.kept.update(zip(self._on_device, pinned_like(like), strict=True))
+            with suppress(RuntimeError):  # Without memory to pin the next save makes pageable copies again.
+                self.kept.update(zip(self._on_device, pinned_like(like), strict=True))
 
 
 _SLAB, _ALIGNMENT = 2**28, 512  # bytes

@@ -228,7 +228,7 @@ class Directory:
                 raise CheckpointCorruptError(f"{where} has {size} bytes, {MANIFEST} says {entry.size}")
             stream.seek(0)
             try:
-                # While threads hash what was read, more is read.
+                # Threads hash one block while the next one is read.
                 hashed: list[Future[None]] = []
                 while block := stream.read(_BLOCK):
                     hashed, before = digest.begin_update(block), hashed
