@@ -2,10 +2,10 @@
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
-required = Path("pyproject.toml").read_text().partition("[project.optional")[0]
-for requirement in re.findall(r'^    "([^"]+)",$', required, re.MULTILINE):
+for requirement in tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]:
     found = re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", requirement)
     if found is None:
         sys.exit(f"pyproject.toml: {requirement!r} has no lower bound")

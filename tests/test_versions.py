@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,14 @@ def test_pyproject_requires_the_lowest_and_caps_none(library: str) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     form = r'^requires-python = "(.*)"$' if library == "python" else rf'^    "{library}([<>=!~].*?)(?:;.*)?",$'
     assert re.findall(form, project, re.MULTILINE) == [f">={TESTED[library][0]}"]
+
+
+def test_the_lowest_versions_as_constraints() -> None:
+    printed = subprocess.run([sys.executable, ".ci/lowest.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = [line.partition("==")[0] for line in printed.stdout.splitlines()]
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert names == [re.split(r"[\[>]", requirement)[0] for requirement in required]
+    assert {f"{name}=={TESTED[name][0]}" for name in ("torch", "lightning")} <= set(printed.stdout.split())
 
 
 @pytest.mark.parametrize("name", ["Python", "torch", "Lightning", "DeepSpeed"])
