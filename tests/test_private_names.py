@@ -99,7 +99,7 @@ USES = {
         "optimizer state in files",
         "_get_param_swap_info _offload_grad_partition_at_boundary _prepare_sub_group",
     ),
-    "meters/throughput.py": ("the end of a rank's own backward pass", "_execution_engine"),
+    "meters/throughput_windows.py": ("the end of a rank's own backward pass", "_execution_engine"),
     "precision/casting.py": (
         "whether a backward pass runs; a named tuple's documented method",
         "_C _current_graph_task_id _make",
@@ -127,7 +127,7 @@ ELSEWHERE = {
     "callbacks/profiler.py": "documented names, used nowhere else",
     "cluster/traces.py": "below the layer of tensors",
     "commands/options.py": "argparse's",
-    "meters/throughput.py": "for a meter alone",
+    "meters/throughput_windows.py": "for a meter alone",
     "precision/casting.py": "a function that torch has under no public name",
     "resume/loader.py": "DataLoader's",
     "resume/metrics.py": "torchmetrics'",

@@ -19,8 +19,8 @@ from examples.benchmarks.published_tables import FMS_FSDP, LLM_FOUNDRY, TORCHTIT
 from lightning_shard.engines.units import find_units
 from lightning_shard.meters.peaks import find_peaks
 from lightning_shard.planning.device_memory import device_memory, replay, verdict
-from lightning_shard.planning.facts import OptimizerFacts, Training, model_facts
 from lightning_shard.planning.memory_trace import Step, Trace, trace_step
+from lightning_shard.planning.model_facts import OptimizerFacts, Training, model_facts
 from lightning_shard.planning.operators import Device
 from lightning_shard.planning.planner import Run, confirmed_batch
 from lightning_shard.planning.predict import start_points, step_points

@@ -11,10 +11,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard._lightning.loaders import first_batch, forget_loaders, makes_loaders, trials
 from lightning_shard.arguments import checked
-from lightning_shard.callbacks.memory import MetersStep
+from lightning_shard.callbacks.memory_report import MetersStep
 from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
+from lightning_shard.meters.throughput_windows import gather_rows, peak_bytes, size_text
 from lightning_shard.planning.memory_trace import Step
 from lightning_shard.tensors.fake import meta_copy
 from lightning_shard.text import first_line

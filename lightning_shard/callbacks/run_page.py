@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard.arguments import checked
-from lightning_shard.callbacks.memory import MemoryCallback
+from lightning_shard.callbacks.memory_report import MemoryCallback
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.memory import memory_table
+from lightning_shard.meters.memory_account import memory_table
 from lightning_shard.tensors.names import class_name
 from lightning_shard.text import first_line, show_seconds
 

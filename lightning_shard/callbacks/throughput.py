@@ -23,7 +23,7 @@ from lightning_shard.arguments import checked
 from lightning_shard.devices import name_of
 from lightning_shard.engines.resident import is_sharded
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters import throughput
+from lightning_shard.meters import throughput_windows as windows
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.precision.policy import BITS
@@ -91,7 +91,7 @@ class ThroughputCallback(Callback):
             raise ConfigurationError(f"peak_tflops is {peak_tflops}, but must be greater than 0.")
         self.every_n_steps, self.tokens_key, self.mask_key = every_n_steps, tokens_key, mask_key
         self.peak_tflops, self.mfu, self.summary, self.csv = peak_tflops, mfu, summary, csv
-        self.windows: list[throughput.Window] = []
+        self.windows: list[windows.Window] = []
         self.flops, self._actions = StepFlops(), ActionClock()
         self._peak: float | None = None
 
@@ -135,7 +135,7 @@ class ThroughputCallback(Callback):
 
     def _begin(self, trainer: Trainer) -> None:
         self._first_step = trainer.global_step
-        self._window = throughput.RankWindow()
+        self._window = windows.RankWindow()
         self._padding: list[Tensor] = []
         self._blocked = self._actions.seconds[CHECKPOINT]
 
@@ -175,10 +175,10 @@ class ThroughputCallback(Callback):
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
                 # A loss with a weight may be a sum.
                 loss = trainer.callback_metrics.get("weighted_loss", loss)
-                rank_zero_info(throughput.window_line(window, None if loss is None else float(loss)))
+                rank_zero_info(windows.window_line(window, None if loss is None else float(loss)))
 
     def _add(self, batch: Any) -> None:
-        samples, tokens, real = throughput.batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
+        samples, tokens, real = windows.batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
         items = samples if tokens is None else tokens
         self._window.samples += samples
         self._window.tokens += tokens or 0
@@ -200,7 +200,7 @@ class ThroughputCallback(Callback):
             self._window.peer_seconds += peers
         self._mark = now
 
-    def _finish(self, trainer: Trainer) -> throughput.Window | None:
+    def _finish(self, trainer: Trainer) -> windows.Window | None:
         """Exchange the window over all ranks, which all call it, and begin the next one."""
         device = trainer.strategy.root_device
         if device.type != "cpu":
@@ -211,11 +211,11 @@ class ThroughputCallback(Callback):
             self._window.real_tokens += float(torch.stack(self._padding).sum())
         self._tick()
         self._window.checkpoint_seconds = self._actions.seconds[CHECKPOINT] - self._blocked
-        self._window.allocated, self._window.reserved = throughput.peak_bytes(device)
-        rows = throughput.gather_rows(astuple(self._window), dtype=torch.float64, device=device)
+        self._window.allocated, self._window.reserved = windows.peak_bytes(device)
+        rows = windows.gather_rows(astuple(self._window), dtype=torch.float64, device=device)
         found, step = trainer.callback_metrics.get("grad_norm"), trainer.global_step
-        ranks, norm = [throughput.RankWindow(*row) for row in rows], None if found is None else float(found)
-        window = throughput.combine(ranks, step=step, steps=step - self._first_step, peak=self._peak, grad_norm=norm)
+        ranks, norm = [windows.RankWindow(*row) for row in rows], None if found is None else float(found)
+        window = windows.combine(ranks, step=step, steps=step - self._first_step, peak=self._peak, grad_norm=norm)
         self._begin(trainer)
         if window is not None:
             if window.stands_out:  # on all ranks, which have the same numbers
@@ -224,7 +224,7 @@ class ThroughputCallback(Callback):
                     self._nodes[rank] = Ranks.of().broadcast(socket.gethostname(), rank)
                 window = replace(window, slowest_node=self._nodes[rank])
                 if first:
-                    say(trainer, f"Slowest: {throughput.slowest_line(window)}.")
+                    say(trainer, f"Slowest: {windows.slowest_line(window)}.")
             self.windows.append(window)
         return window
 
@@ -246,11 +246,11 @@ class ThroughputCallback(Callback):
         if not self.windows or not trainer.is_global_zero:
             return
         if self._path is not None:
-            throughput.write_csv(self.windows, self._path)
+            windows.write_csv(self.windows, self._path)
         if self.summary:
             on_cpu = trainer.strategy.root_device.type == "cpu"
             where = f"\nwindows: {self._path}" if self._path is not None else ""
-            rank_zero_info(throughput.summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
+            rank_zero_info(windows.summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._actions.detach()
@@ -266,7 +266,7 @@ class ActionClock:
 
     def __init__(self) -> None:
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
-        self.waiting = throughput.Waiting()
+        self.waiting = windows.Waiting()
         self._replacements = Replacements()
         self._leave: Callable[[], None] = lambda: None
 
@@ -289,7 +289,7 @@ class ActionClock:
         self.waiting.detach()
 
 
-def log_window(module: LightningModule, window: throughput.Window, *, on_cpu: bool) -> None:
+def log_window(module: LightningModule, window: windows.Window, *, on_cpu: bool) -> None:
     """Log a window's values; on all ranks, which have the same."""
     tokens, each = window.tokens_per_second, window.tokens_per_second_per_device
     values = {

@@ -25,7 +25,7 @@ from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.engines.optimizer_probe import probe
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning.facts import OptimizerFacts, trace_optimizer
+from lightning_shard.planning.model_facts import OptimizerFacts, trace_optimizer
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.precision.policy import SHORT_FORMS
 from lightning_shard.strategies.precision import ShardPrecision

@@ -15,9 +15,9 @@ from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.device_memory import DeviceMemory, Range, device_memory, verdict
-from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
-from lightning_shard.planning.fully_shard import padding_note
+from lightning_shard.planning.fsdp_memory import padding_note
 from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, batch_size_of, trace_step
+from lightning_shard.planning.model_facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.predict import collectives, start_points, step_points
 from lightning_shard.planning.report import FORMS, LARGEST_BATCH, Row, show_range
 from lightning_shard.planning.step_memory import Point, peak, with_averages

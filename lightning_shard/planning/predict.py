@@ -9,14 +9,18 @@ from typing import Any
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning import fully_shard, torch_ddp, zero
-from lightning_shard.planning.facts import Training
+from lightning_shard.planning import ddp_memory, fsdp_memory, zero_memory
 from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.model_facts import Training
 from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_point, without_activations
 from lightning_shard.planning.traffic import Collective
 
 # An engine's facts to the module that has its ``step_memory``, ``step_points``, ``start_of_fit`` and ``collectives``.
-ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFacts: fully_shard, DeepSpeedFacts: zero}
+ARITHMETIC: Mapping[type[EngineFacts], Any] = {
+    TorchDDPFacts: ddp_memory,
+    FSDPFacts: fsdp_memory,
+    DeepSpeedFacts: zero_memory,
+}
 
 
 def step_memory(training: Training, engine: EngineFacts) -> StepMemory:

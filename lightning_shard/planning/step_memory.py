@@ -7,8 +7,8 @@ import torch
 
 from lightning_shard.engines.whole_steps import BUCKET
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
+from lightning_shard.planning.model_facts import ModelFacts, ParameterFacts, Training
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.peaks import Peaks
-from lightning_shard.planning.facts import ModelFacts, Training
 from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.model_facts import ModelFacts, Training
 from lightning_shard.planning.operators import Device, Work
 from lightning_shard.planning.predict import collectives, step_memory
 from lightning_shard.planning.traffic import Collective, Nodes

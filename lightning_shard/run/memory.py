@@ -12,9 +12,9 @@ from lightning_shard._lightning import processes
 from lightning_shard.engines.engine import Engine, PlannedRun
 from lightning_shard.engines.resident import Resident, is_sharded
 from lightning_shard.memory import MemoryAccount, most
-from lightning_shard.meters.memory import StepMeter, account, advice, append_to_message, is_out_of_memory
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training, facts_of, optimizer_facts
+from lightning_shard.meters.memory_account import StepMeter, account, advice, append_to_message, is_out_of_memory
 from lightning_shard.planning.memory_trace import Step, batch_size_of, trace_step
+from lightning_shard.planning.model_facts import ModelFacts, OptimizerFacts, Training, facts_of, optimizer_facts
 from lightning_shard.planning.planner import Run, largest_batch
 from lightning_shard.planning.predict import step_points
 from lightning_shard.planning.step_memory import with_averages

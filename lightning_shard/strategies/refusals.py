@@ -32,7 +32,7 @@ from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED, RELEASED, DifferentUse
 from lightning_shard.errors import ConfigurationError, PrecisionError, ShardError
-from lightning_shard.meters.memory import append_to_message
+from lightning_shard.meters.memory_account import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.memory import Memory, explain_out_of_memory

@@ -18,7 +18,7 @@ from lightning_shard import ConfigurationError
 from lightning_shard.callbacks import BatchSizeCallback, MemoryCallback, ProfilerCallback, RunPageCallback
 from lightning_shard.callbacks.profiler import communication
 from lightning_shard.callbacks.throughput import ThroughputCallback
-from lightning_shard.meters.memory import StepMeter
+from lightning_shard.meters.memory_account import StepMeter
 from tests.models import TinyLM, loader
 
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
-from lightning_shard.callbacks.memory import MemoryCallback
+from lightning_shard.callbacks.memory_report import MemoryCallback
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.flops import FlopCount
-from lightning_shard.meters.memory import (
+from lightning_shard.meters.memory_account import (
     append_to_message,
     is_out_of_memory,
     largest,
     memory_table,
     suggestions,
 )
-from lightning_shard.meters.throughput import RankWindow, combine
-from lightning_shard.planning.facts import optimizer_facts
+from lightning_shard.meters.throughput_windows import RankWindow, combine
+from lightning_shard.planning.model_facts import optimizer_facts
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer

@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
 from lightning_shard.callbacks.throughput import ActionClock, ThroughputCallback
-from lightning_shard.meters.throughput import RankWindow, Window, batch_size, combine, summary_table, window_line
+from lightning_shard.meters.throughput_windows import (
+    RankWindow,
+    Window,
+    batch_size,
+    combine,
+    summary_table,
+    window_line,
+)
 from tests.harness import run_distributed
 
 TOKENS = torch.zeros(4, 8, dtype=torch.int64)

@@ -24,7 +24,7 @@ from lightning_shard.cluster.traces import words_of
 from lightning_shard.commands import cli, failures
 from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import chain
-from lightning_shard.meters.memory import is_out_of_memory
+from lightning_shard.meters.memory_account import is_out_of_memory
 from tests.harness import ROOT
 
 DEMO = "lightning.pytorch.demos.boring_classes"

@@ -19,7 +19,7 @@ from lightning_shard.commands import plan as plan_command
 from lightning_shard.commands import plan_inputs
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.hugging_face import HuggingFace, HuggingFaceData, read_config
-from lightning_shard.planning.facts import OptimizerFacts
+from lightning_shard.planning.model_facts import OptimizerFacts
 from tests.groups import sampled
 
 transformers = pytest.importorskip("transformers")

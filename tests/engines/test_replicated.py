@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
-from lightning_shard.meters.throughput import gather_rows
+from lightning_shard.meters.throughput_windows import gather_rows
 from lightning_shard.run.checkpoints import restore_buffers
 from tests.harness import run_distributed
 

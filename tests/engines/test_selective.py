@@ -27,7 +27,7 @@ from lightning_shard.engines.transforms import (
     compile_forward,
     is_kept,
 )
-from lightning_shard.meters.memory import StepMeter
+from lightning_shard.meters.memory_account import StepMeter
 from lightning_shard.precision.casting import install_casts
 
 aten = torch.ops.aten

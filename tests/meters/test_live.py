@@ -21,7 +21,7 @@ from lightning_shard import ShardDeepSpeedStrategy
 from lightning_shard.engines.resident import Resident, module_tensors
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.meters.memory import StepMeter, account
+from lightning_shard.meters.memory_account import StepMeter, account
 from lightning_shard.registry import build
 from tests.compiled import NVME, need
 from tests.groups import sampled

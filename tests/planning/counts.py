@@ -14,7 +14,7 @@ from torch.nn import functional
 from lightning_shard.engines.zero.stepping import FlatTensors
 from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
+from lightning_shard.planning.model_facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.predict import step_memory
 from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_shard.commands.plan_inputs import configured, facts_of_several, loss_of
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.planning.facts import Training, facts_of, trace_optimizer
 from lightning_shard.planning.memory_trace import Step, trace_step
+from lightning_shard.planning.model_facts import Training, facts_of, trace_optimizer
 from lightning_shard.planning.predict import step_points
 from lightning_shard.planning.step_memory import peak
 from lightning_shard.registry import build

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_shard.planning.facts import ModelFacts, ParameterFacts
+from lightning_shard.planning.model_facts import ModelFacts, ParameterFacts
 from lightning_shard.precision.policy import policy_from
 
 FP32 = policy_from("32-true", aligned=False)

@@ -13,8 +13,8 @@ from lightning_shard.engines.units import find_units
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.device_memory import BLOCKS, CONTEXT, CUBLAS, NCCL, Allocator, DeviceMemory, MiB, replay
 from lightning_shard.planning.device_memory import device_memory as all_of
-from lightning_shard.planning.facts import Training, model_facts
 from lightning_shard.planning.memory_trace import Segment, Step, Trace, trace_step
+from lightning_shard.planning.model_facts import Training, model_facts
 from lightning_shard.planning.predict import step_points
 from lightning_shard.planning.step_memory import Point
 from lightning_shard.tensors import fake

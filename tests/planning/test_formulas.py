@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount, most
 from lightning_shard.planning import predict
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training
-from lightning_shard.planning.fully_shard import padding_note
+from lightning_shard.planning.fsdp_memory import padding_note
+from lightning_shard.planning.model_facts import ModelFacts, OptimizerFacts, Training
 from lightning_shard.planning.predict import collectives, start_points, step_memory, step_points
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.tensors import fake

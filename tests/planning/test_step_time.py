@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
-from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Segment, Trace
+from lightning_shard.planning.model_facts import Training
 from lightning_shard.planning.operators import Device, OperatorTimes, Work, product_seconds
 from lightning_shard.planning.planner import Run
 from lightning_shard.planning.step_time import (

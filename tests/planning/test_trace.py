@@ -14,8 +14,8 @@ from torch.nn import functional
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.units import find_units
-from lightning_shard.planning.facts import Training, model_facts
 from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step
+from lightning_shard.planning.model_facts import Training, model_facts
 from lightning_shard.planning.planner import MOST_TRACES, Run, confirmed_batch, largest_batch
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors import fake

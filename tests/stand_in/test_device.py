@@ -18,7 +18,7 @@ from lightning_shard.devices import fork_rng
 from lightning_shard.engines.optimizer_probe import Needs, probe
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.engines.zero import engine, layout
-from lightning_shard.planning.facts import Training, facts_of
+from lightning_shard.planning.model_facts import Training, facts_of
 from lightning_shard.planning.predict import start_points
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import autocasting, policy_from

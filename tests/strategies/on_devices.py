@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from examples.benchmarks.processes import Place
 from lightning_shard import registry, tools
-from lightning_shard.callbacks.memory import MemoryCallback
+from lightning_shard.callbacks.memory_report import MemoryCallback
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.precision import ShardPrecision

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
-from lightning_shard.callbacks.memory import MemoryCallback
+from lightning_shard.callbacks.memory_report import MemoryCallback
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters

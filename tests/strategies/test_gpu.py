@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from examples.benchmarks.processes import run_processes
-from lightning_shard.callbacks.memory import MemoryCallback
+from lightning_shard.callbacks.memory_report import MemoryCallback
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
 from lightning_shard.checkpoint.background import HostBuffers

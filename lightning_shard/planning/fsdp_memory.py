@@ -12,9 +12,9 @@ import torch
 
 from lightning_shard.engines.facts import EngineFacts, FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning import torch_ddp
-from lightning_shard.planning.facts import ParameterFacts, Training
+from lightning_shard.planning import ddp_memory
 from lightning_shard.planning.memory_trace import Segment, Trace
+from lightning_shard.planning.model_facts import ParameterFacts, Training
 from lightning_shard.planning.step_memory import START, Point, StepMemory, gradient_elements
 from lightning_shard.planning.traffic import Collective
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -210,7 +210,7 @@ class _TracedUnits:
 
 def collectives(training: Training, engine: FSDPFacts) -> list[Collective]:
     if engine.shard == 1:
-        return torch_ddp.collectives(training, engine)
+        return ddp_memory.collectives(training, engine)
     shards, policy, micro_batches = engine.shard, training.policy, training.micro_batches
     units = {name: _gathered_bytes(members, shards, policy.compute) for name, members in training.model.units.items()}
     gathered = sum(units.values()) * micro_batches

@@ -13,8 +13,8 @@ import torch
 
 from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.model_facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.step_memory import START, Point, ZeroMemory, compute_bytes, gradient_elements, on_device
 from lightning_shard.planning.traffic import Collective
 

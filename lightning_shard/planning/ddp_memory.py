@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from lightning_shard.engines.facts import FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.model_facts import Training
 from lightning_shard.planning.step_memory import Point, StepMemory, gradient_elements, on_device
 from lightning_shard.planning.traffic import Collective
 

@@ -13,9 +13,9 @@ from lightning_shard._lightning.messages import say
 from lightning_shard.arguments import checked
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount, most
-from lightning_shard.meters import memory as tables
-from lightning_shard.meters.memory import StepMeter
-from lightning_shard.meters.throughput import peak_bytes, size_text
+from lightning_shard.meters import memory_account as tables
+from lightning_shard.meters.memory_account import StepMeter
+from lightning_shard.meters.throughput_windows import peak_bytes, size_text
 from lightning_shard.ranks import Ranks
 
 

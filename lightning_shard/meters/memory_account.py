@@ -18,7 +18,7 @@ from lightning_shard.engines.resident import Resident, is_sharded, unsharded
 from lightning_shard.engines.transforms import SAVED_OBSERVERS
 from lightning_shard.errors import chain
 from lightning_shard.memory import KINDS, PLACES, KindBytes, MemoryAccount, most
-from lightning_shard.meters.throughput import size_text
+from lightning_shard.meters.throughput_windows import size_text
 from lightning_shard.tensors.tracing import tree_leaves
 from lightning_shard.text import columns
 
