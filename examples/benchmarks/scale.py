@@ -31,8 +31,8 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from lightning_shard.cluster import preflight
-from lightning_shard.cluster.preflight import Rendezvous, compare, connect
-from lightning_shard.cluster.watch import Watch
+from lightning_shard.cluster.preflight import Rendezvous, compare_ranks, connect_store
+from lightning_shard.cluster.watch import RankWatch
 
 BARS = {"preflight, CPU s": 60.0, "beats, s": None, "lost rank, s": 120.0, "lost connection, s": 30.0}
 LOST_SECONDS = 120.0
@@ -66,14 +66,14 @@ def _each(ranks: Sequence[Any], call: Callable[[Any], Any], threads: int = 8) ->
         return list(pool.map(call, ranks))
 
 
-def exchange(watch: Watch) -> None:
+def exchange(watch: RankWatch) -> None:
     """What a rank says and asks in an interval; like a rank, without an answer in time it goes on with the next."""
     with contextlib.suppress(DistStoreError):
-        watch._exchange()
+        watch._exchange_words()
 
 
 def _compare(stores: Sequence[Any], places: Sequence[Rendezvous]) -> None:
-    _each(range(len(places)), lambda i: compare(stores[i], places[i], FACTS, 300), threads=len(places))
+    _each(range(len(places)), lambda i: compare_ranks(stores[i], places[i], FACTS, 300), threads=len(places))
 
 
 def made_up(connection: Connection, port: int, first: int, count: int, size: int) -> None:
@@ -83,18 +83,18 @@ def made_up(connection: Connection, port: int, first: int, count: int, size: int
     address = f"127.0.0.{1 + first // PER_PROCESS}"
     places = [Rendezvous(address=address, port=port, rank=first + i, world_size=size) for i in range(count)]
     stores: list[Any] = []
-    watches: list[Watch] = []
+    watches: list[RankWatch] = []
     clock = Clock()
     for order in iter(connection.recv, "end"):
         clock()
         if order == "connect":
             # A connection waits a few times for the other end, and costs little.
-            stores = _each(places, lambda place: connect(place, 300), threads=128)
+            stores = _each(places, lambda place: connect_store(place, 300), threads=128)
         elif order == "compare":
             _compare(stores, places)
             stores.clear()
         elif order == "watch":
-            watches = _each(places, lambda place: Watch(place, LOST_SECONDS), threads=128)
+            watches = _each(places, lambda place: RankWatch(place, LOST_SECONDS), threads=128)
         elif order == "suspect":
             for watch in watches:
                 watch._suspects = True
@@ -112,7 +112,7 @@ class Ranks:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         self.zero = Rendezvous(address="127.0.0.1", port=port, rank=0, world_size=size)
-        self.store = connect(self.zero, 300)
+        self.store = connect_store(self.zero, 300)
         self.pipes: list[Connection] = []
         context = get_context("forkserver")
         context.set_forkserver_preload(["lightning_shard.cluster.watch"])
@@ -131,7 +131,7 @@ class Ranks:
         answers = [pipe.recv() for pipe in self.pipes]
         return time.monotonic() - start, clock() + sum(cpu for cpu, _ in answers), all(known for _, known in answers)
 
-    def rounds(self, watch: Watch) -> float:
+    def rounds(self, watch: RankWatch) -> float:
         """Beats at their intervals until all know of a failure; the seconds that took."""
         start, known = time.monotonic(), False
         while not known:
@@ -150,10 +150,10 @@ def measure(size: int, *, lost_rank: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"ranks": size}
     ranks = Ranks(size)
     ranks.do("connect")
-    took = ranks.do("compare", lambda: compare(ranks.store, ranks.zero, FACTS, 300))
+    took = ranks.do("compare", lambda: compare_ranks(ranks.store, ranks.zero, FACTS, 300))
     row |= {"preflight, s": took[0], "preflight, CPU s": took[1]}
     print(f"{size} ranks compared: {took[0]:.1f} s, {took[1]:.1f} CPU s", file=sys.stderr, flush=True)
-    watch = Watch(ranks.zero, LOST_SECONDS)
+    watch = RankWatch(ranks.zero, LOST_SECONDS)
     ranks.do("watch")
     ranks.do("beat", lambda: exchange(watch))
     took = ranks.do("beat", lambda: exchange(watch))

@@ -28,7 +28,7 @@ from lightning_shard.checkpoint.files.tensor_files import Values
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton
 from lightning_shard.checkpoint.plan import Plans, live_values
 from lightning_shard.checkpoint.save import begin_any
-from lightning_shard.cluster.preemption import Agreement
+from lightning_shard.cluster.preemption import DelayedMax
 from lightning_shard.ranks import Ranks
 
 Collect = Callable[[], Contents]
@@ -41,7 +41,7 @@ _ENDED, _GOES_ON = 1, 2
 class _Ongoing:
     path: AnyPath  # As it was given, the same on every rank.
     write: BackgroundWrite
-    outcome: Agreement
+    outcome: DelayedMax
     links: set[str] = field(default_factory=set)  # Names that become links to it.
 
 
@@ -86,7 +86,7 @@ class Saver:
             self._buffers.pin()
             self._note(started)
 
-        self._ongoing = _Ongoing(path=path, write=BackgroundWrite(work), outcome=Agreement(ranks.group))
+        self._ongoing = _Ongoing(path=path, write=BackgroundWrite(work), outcome=DelayedMax(ranks.group))
 
     def _note(self, started: float) -> None:
         self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
@@ -117,7 +117,7 @@ class Saver:
     def finish(self) -> None:
         """Wait for the save in the background; CheckpointError, the same on every rank: it has failed."""
         if self._ongoing is not None:
-            self._ongoing.outcome.finish()
+            self._ongoing.outcome.wait_for_largest()
         failure = self.wait()
         if failure is not None:
             raise failure

@@ -1,9 +1,8 @@
-"""The network that gloo uses, which every run on GPUs needs beside NCCL, and forks beside its threads.
+"""The network interface of gloo, which runs on GPUs need as well as NCCL, and forks while gloo's threads run.
 
 Before Python 3.12 a forked child, such as a worker of a DataLoader, waits forever if another thread is about to enter
-the interpreter at that moment, since it begins with a lock of the runtime taken (seen in
-``_PyThreadState_DeleteExcept``). gloo's threads enter it when they let go of a tensor whose Python object has gone,
-right after a collective, which is where loaders are started.
+the interpreter at that moment: it begins with a lock of the runtime taken (seen in ``_PyThreadState_DeleteExcept``).
+gloo's threads enter it to release a tensor whose Python object has gone, right after a collective. Loaders start then.
 """
 
 import os
@@ -20,10 +19,9 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def prepare_gloo(address: str, environ: MutableMapping[str, str], *, gpu: bool) -> None:
-    """Have gloo listen where the other nodes are: it takes the interface of this host's name, loopback where
-    ``/etc/hosts`` says 127.0.1.1, as on Debian, and the other nodes wait without an end. ``address`` is the main
-    process's; what ``environ`` has stays. With ``gpu`` gloo connects ranks, for control messages, when they first speak
-    to each other.
+    """Have gloo listen on the interface towards ``address``, the main process's. By itself gloo takes the one of this
+    host's name: loopback if ``/etc/hosts`` says 127.0.1.1, as on Debian, and other nodes wait for ever. Entries of
+    ``environ`` stay. With ``gpu``, gloo carries control messages and connects two ranks when they first use it.
     """
     if "GLOO_SOCKET_IFNAME" not in environ and (name := interface_towards(address)) is not None:
         environ["GLOO_SOCKET_IFNAME"] = name
@@ -33,7 +31,7 @@ def prepare_gloo(address: str, environ: MutableMapping[str, str], *, gpu: bool) 
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface by which this host reaches ``address``, or others where that is its own name; None: not known."""
+    """The interface by which this host reaches ``address``, or any host if that is its own. None if unknown."""
     own = _source(address)
     if own is not None and own.startswith("127.") and address not in _HERE:
         own = _source(_ELSEWHERE)
@@ -45,7 +43,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def _source(address: str) -> str | None:
-    """The address from which this host would send to ``address``; nothing is sent."""
+    """The address from which this host would send to ``address``. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -54,12 +52,12 @@ def _source(address: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-_SECONDS = 0.01  # far more than a thread needs to let go of a tensor
+_SECONDS = 0.01  # far more than a thread needs to release a tensor
 _registered = False
 
 
 def let_threads_finish_before_forks() -> None:
-    """Have each later fork of this process wait a moment, without the interpreter's lock, where it is needed."""
+    """Have later forks of this process wait a moment without the interpreter's lock, before Python 3.12."""
     global _registered
     if not _registered and sys.version_info < (3, 12):
         _registered = True

@@ -1,6 +1,7 @@
-"""The processes meet and compare themselves before there is a process group, so that what differs has a name: at the
-store over which the group is made next, with a timeout of its own. Rank 0 reads what each says and writes one verdict,
-which every rank raises.
+"""The comparison of all processes before there is a process group, so that an error names the difference.
+
+They meet at the store over which the group is made next, with a timeout of its own. Rank 0 reads each rank's versions
+and settings and writes one verdict, which every rank raises.
 """
 
 import json
@@ -22,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import listed
 
-_KEYS = 512  # of one request: one with 16,384 is never answered (torch 2.13)
+_KEYS = 512  # in one request. One with 16,384 is never answered (torch 2.13).
 
 
 def multi_get(store: Store, keys: Sequence[str]) -> list[bytes]:
@@ -35,7 +36,7 @@ def multi_set(store: Store, keys: Sequence[str], value: str) -> None:
 
 
 def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
-    """Wait for all keys to be there; those that are not in time."""
+    """Wait ``seconds`` for all keys. Returns the missing ones."""
     deadline = time.monotonic() + seconds
     try:
         for part in _parts(keys):
@@ -49,34 +50,31 @@ def _parts(keys: Sequence[str]) -> list[list[str]]:
     return [list(keys[first : first + _KEYS]) for first in range(0, len(keys), _KEYS)]
 
 
-CLOCK_SECONDS = 30.0  # How far clocks may be apart before it is said: the newest of two checkpoints is told by them.
-_CONNECTIONS = 2  # of each rank to the store: the process group's, and that of the ranks' watch
+CLOCK_SECONDS = 30.0  # Tolerance between clocks, by which the newer of two checkpoints is found.
+_CONNECTIONS = 2  # of each rank to the store, for the process group and for `RankWatch`
 _OWN_FILES = 1000  # of rank 0 itself
-
-_FOLDER_SECONDS = 5.0  # how long a network file system may take to show a new file on another node
+_FOLDER_SECONDS = 5.0  # for a network file system to show a new file on another node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where and as whom a process meets the others."""
+    """The store's address and this process' rank."""
 
     address: str
     port: int
     rank: int
     world_size: int
-    # Of a torchrun that keeps the store in its own process: the attempt, which keeps restarts apart.
-    agent: str | None = None
+    agent: str | None = None  # The attempt, if a torchrun keeps the store in its own process over restarts.
 
 
 def attempt_of(environ: Mapping[str, str], world_size: int) -> str | None:
-    """`Rendezvous.agent`: torchrun keeps the store, and counts no restart, where nodes come or go."""
+    """`Rendezvous.agent`. The world size is part of it: torchrun counts no restart if nodes come or go."""
     keeps = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{world_size}" if keeps else None
 
 
-def connect(at: Rendezvous, seconds: float) -> Store:
+def connect_store(at: Rendezvous, seconds: float) -> Store:
     """The store that rank 0 (or torchrun) keeps. ConfigurationError: no such host, a taken port, or no answer."""
-    where = f"{at.address}:{at.port}"
     if not 0 < at.port < 65536:
         raise ConfigurationError(f"MASTER_PORT is {at.port}, but must be from 1 to 65535.")
     try:
@@ -93,7 +91,7 @@ def connect(at: Rendezvous, seconds: float) -> Store:
     found: list[Store | RuntimeError] = []
 
     def make() -> None:
-        # torch tries twice. A thread that is still at it when the interpreter ends would abort the process.
+        # torch tries twice. A thread that still tries when the interpreter ends would abort the process.
         timeout = timedelta(seconds=max(1.0, (deadline - time.monotonic()) / 3))
         try:
             store = TCPStore(
@@ -102,7 +100,7 @@ def connect(at: Rendezvous, seconds: float) -> Store:
                 at.world_size,
                 is_master=keeps,
                 timeout=timeout,
-                wait_for_workers=False,  # who is missing could not be said
+                wait_for_workers=False,  # its error would not name the missing ranks
             )
         except RuntimeError as error:
             found.append(error)
@@ -111,7 +109,7 @@ def connect(at: Rendezvous, seconds: float) -> Store:
             found.append(store)
 
     if keeps or _listens(at, deadline):
-        # Where something else listens there torch waits for ever.
+        # torch waits for ever if another program listens there.
         thread = threading.Thread(target=make, daemon=True)
         thread.start()
         thread.join(max(1.0, deadline - time.monotonic()))
@@ -119,19 +117,19 @@ def connect(at: Rendezvous, seconds: float) -> Store:
     if isinstance(store, RuntimeError) and keeps:
         raise ConfigurationError(
             f"[rank 0 on {socket.gethostname()}] port {at.port} can't be listened on, most likely since another "
-            f"process does: set MASTER_PORT to a free one. ({str(store).splitlines()[0]})"
+            f"process does. Set MASTER_PORT to a free one. ({str(store).splitlines()[0]})"
         ) from store
     if isinstance(store, RuntimeError):
         raise ConfigurationError(
-            f"[rank {at.rank} on {socket.gethostname()}] rank 0 did not answer at {where} in {seconds:g} s "
-            "(init_timeout_seconds): it has not started or has failed, which its own log says, or a firewall is "
-            "between the nodes, or MASTER_ADDR is another host."
+            f"[rank {at.rank} on {socket.gethostname()}] rank 0 did not answer at {at.address}:{at.port} in "
+            f"{seconds:g} s (init_timeout_seconds): it has not started or has failed (see its own log), or a firewall "
+            "is between the nodes, or MASTER_ADDR is another host."
         ) from store
     return store if at.agent is None else PrefixStore(f"/worker/attempt_{at.agent}", store)
 
 
 def _listens(at: Rendezvous, deadline: float) -> bool:
-    """Wait for who keeps the store; False: nobody in time. torch's attempts print C++ frames and abort."""
+    """Whether the store's keeper listens before the deadline. torch's own attempts print C++ frames and abort."""
     pause = 0.05
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -145,27 +143,26 @@ def _listens(at: Rendezvous, deadline: float) -> bool:
 
 
 def _allow_connections(ranks: int) -> None:
-    """Raise this process' limit of open files, if that is needed and may be done."""
+    """Raise this process' limit of open files if needed. ConfigurationError: the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _CONNECTIONS * ranks + _OWN_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigurationError(
-            f"rank 0 on {socket.gethostname()} keeps connections of {ranks} ranks, {_CONNECTIONS} of each, and may "
+            f"rank 0 on {socket.gethostname()} keeps {_CONNECTIONS} connections of each of {ranks} ranks, but may "
             f"have {hard} files open. Raise the limit to {needed} (ulimit -n, or LimitNOFILE of the service that "
             "starts processes)."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def compare(
+def compare_ranks(
     store: Store, at: Rendezvous, facts: dict[str, Any], seconds: float, folder: Path | None = None
 ) -> list[str]:
-    """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0. ``facts``: the
-    "node", "versions" and "settings" that must not differ, in words. ``seconds``: how long a rank may be late.
-    ``folder``: where checkpoints go, seen by all nodes. The same ConfigurationError on every rank says what differs
-    first.
+    """Compare ``facts`` of all ranks, which all call it: the "node" and, in words, "versions" and "settings" that must
+    be equal. A rank may be ``seconds`` late. ``folder`` of checkpoints has to be visible on all nodes. Returns warnings
+    on rank 0. Every rank raises the same ConfigurationError, which names the first difference.
     """
     store = PrefixStore("preflight", store)
     # One text for all nodes, so that equal ones are read once.
@@ -179,7 +176,7 @@ def compare(
             raise
         store.set("verdict", verdict)
     else:
-        # Rank 0 waits for the late for as long as this, and its answer takes a moment.
+        # Rank 0 waits this long for late ranks, and its answer takes a moment.
         if not wait_for(store, ["question"], 2 * seconds + 2 * _FOLDER_SECONDS):
             probe = json.loads(store.get("question")).get("probe")
             answer = {"time": time.time(), "sees": probe is None or _sees(Path(probe))}
@@ -188,14 +185,14 @@ def compare(
     if verdict:
         store.set(f"read/{at.rank}", "")
         if at.rank == 0:
-            # It keeps the store: the others have to read the verdict before it ends.
+            # It keeps the store. The others have to read the verdict before it ends.
             wait_for(store, [f"read/{rank}" for rank in range(at.world_size)], 5.0)
         raise ConfigurationError(verdict)
     return warnings
 
 
 def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) -> tuple[str, list[str]]:
-    """On rank 0: what is wrong, "" for nothing, and what is only worth a warning."""
+    """On rank 0: the error of all ranks, or "", and warnings."""
     world = range(at.world_size)
     missing = wait_for(store, [f"facts/{rank}" for rank in world], seconds)
     question: dict[str, Any] = {}
@@ -205,8 +202,8 @@ def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) ->
     if missing:
         return (
             f"{len(missing)} of {at.world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): "
-            f"{_numbers(missing)}. They have not been started, or failed before, which their own logs say; slow "
-            "imports need a longer timeout."
+            f"{_numbers(missing)}. They have not been started, or failed before (see their own logs). Slow imports "
+            "need a longer timeout."
         ), []
     told = [one.partition(b"\n") for one in multi_get(store, [f"facts/{rank}" for rank in world])]
     read = {text: json.loads(text) for text in {text for _, _, text in told}}
@@ -228,7 +225,7 @@ def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) ->
     blind = [rank for rank, answer in answers.items() if not answer["sees"]]
     if blind:
         return (
-            f"{folder} is not one folder for all nodes: what rank 0 writes there on {facts[0]['node']} is not seen by "
+            f"{folder} is not one folder for all nodes: a file of rank 0 on {facts[0]['node']} is not seen by "
             f"{_ranks(blind, facts)}. Set default_root_dir to a folder on a file system that all nodes share."
         ), []
     off = {rank: answer["time"] - start for rank, answer in answers.items()}
@@ -263,7 +260,7 @@ def _ranks(ranks: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _make_probe(folder: Path) -> str | None:
-    """A file in the folder, which is made if it is missing; None where rank 0 can't write."""
+    """Create a file in ``folder``, which is created too. None if rank 0 can't write."""
     path = folder / f".preflight-{secrets.token_hex(6)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -277,7 +274,7 @@ def _sees(path: Path) -> bool:
     deadline = time.monotonic() + _FOLDER_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError):
-            # A name that was never looked up is asked of the server, once; after that, listing asks it again.
+            # A client asks the server once for a new name. Listing the folder asks it again.
             if path.exists() or path.name in os.listdir(path.parent):
                 return True
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Where a rank is: whose code raised an error, its last collectives and stacks, and which rank the others wait for."""
+"""Traces of a rank: the user's line that raised an error, its last collectives and stacks, and the rank to blame."""
 
 import contextlib
 import faulthandler
@@ -19,7 +19,7 @@ from typing import Any
 from torch import distributed as dist
 from torch._C import _distributed_c10d
 
-# Packages whose frames are not the user's code; of a record's frames, which are named by files, torch comes first.
+# Packages whose frames are not the user's code. torch comes first, see `_user_call`.
 _PACKAGES = ("torch", "lightning", "pytorch_lightning", "deepspeed", "torchmetrics", "lightning_shard")
 _LIBRARIES = sys.stdlib_module_names - {"__main__"}
 _LIBRARIES |= {*_PACKAGES, "fsspec", "jsonargparse", "lightning_utilities", "transformers"}
@@ -28,16 +28,16 @@ _LIBRARIES |= {*_PACKAGES, "fsspec", "jsonargparse", "lightning_utilities", "tra
 def user_frame(error: BaseException) -> str | None:
     """``file:line, in function`` of the innermost frame in the user's own code, of a worker process too, or None."""
     in_worker = [{"filename": f, "line": n, "name": name} for f, n, name in _FRAME.findall(_worker_trace(error)[1])]
-    if found := _innermost(in_worker[::-1], _folders()):
+    if found := _innermost(in_worker[::-1], _library_folders()):
         return f"{found['filename']}:{found['line']}, in {found['name']}"
     walked = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__) if package_of(f) not in _LIBRARIES]
-    # What is installed may be the user's, but is another library more often.
+    # An installed package may be the user's, but is another library more often.
     walked.sort(key=lambda place: "site-packages" not in place[0].co_filename)
     return f"{walked[-1][0].co_filename}:{walked[-1][1]}, in {walked[-1][0].co_name}" if walked else None
 
 
-def leave_users_frames(error: BaseException) -> None:
-    """Cut from the traceback of ``error``, which this package raises, the frames that are not the user's code."""
+def keep_user_frames(error: BaseException) -> None:
+    """Cut all frames but the user's from the traceback of ``error``, which this package raises."""
     kept, walked = None, []
     trace = error.__traceback__
     while trace is not None:
@@ -54,13 +54,13 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n(?:    .*\n)*', re.MU
 
 
 def _worker_trace(error: BaseException) -> tuple[str, str]:
-    """Of an error that torch's DataLoader has passed on from a worker process: which one, and the traceback there."""
+    """Name and traceback of the DataLoader's worker process that raised ``error``, or two empty strings."""
     caught, marked, trace = str(error).partition(".\nOriginal Traceback (most recent call last):\n")
     return (caught.partition(" in ")[2], trace) if marked else ("", "")
 
 
 def words_of(error: BaseException) -> str:
-    """What ``error`` says; without its frames, which the text of one from a DataLoader's worker process has."""
+    """The message of ``error``, without the frames that torch adds to one from a DataLoader's worker process."""
     worker, trace = _worker_trace(error)
     if not worker:
         return str(error)
@@ -73,18 +73,18 @@ def package_of(frame: FrameType) -> str:
 
 
 PREFIX = "collectives_"
-"""Of the files' names, before the rank; with NCCL ``torchfrtrace --prefix collectives_ FOLDER`` compares them."""
+"""File names' part before the rank. With NCCL ``torchfrtrace --prefix collectives_ FOLDER`` compares the files."""
 
 
 def dump_stacks() -> None:
-    """Write the stacks of all threads to the process' stderr, whatever Python's may have been replaced by."""
+    """Write the stacks of all threads to the process' own stderr, even if ``sys.stderr`` was replaced."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
 def recorded_collectives(**options: bool) -> list[bytes]:
-    """This rank's last collectives, as torch's Flight Recorders have them, pickled: NCCL's first, where it is used;
-    ``options`` are torch's. ``TORCH_FR_BUFFER_SIZE`` of the environment says how many are kept.
+    """This rank's last collectives from torch's Flight Recorders, pickled, NCCL's first if it is used. ``options`` are
+    torch's. The environment's ``TORCH_FR_BUFFER_SIZE`` sets their number.
     """
     # Private. A torch that lacks one writes nothing of it.
     names = ["_dump_fr_trace"]
@@ -102,7 +102,7 @@ def _entries(recorded: Sequence[bytes]) -> list[dict[str, Any]]:
     return [entry for record in recorded for entry in pickle.loads(record).get("entries", [])]
 
 
-def overdue(part: float) -> bool:
+def has_overdue_collective(part: float) -> bool:
     """Whether a collective of this process has waited for more than ``part`` of its timeout."""
     now = time.time_ns()
     return any(
@@ -111,10 +111,10 @@ def overdue(part: float) -> bool:
     )
 
 
-def position(recorded: Sequence[bytes], count: int = 8) -> dict[str, Any]:
-    """Where a rank is among the collectives, as plain values. ``waits``: the first that has not ended, or None;
-    ``recent``: the last ``count``; both as group, number in it, what it is and who called it. ``last``: the last number
-    by group. What two ranks send each other is left out.
+def collective_position(recorded: Sequence[bytes], count: int = 8) -> dict[str, Any]:
+    """Fields of `Report` from a rank's record, point-to-point operations left out. ``waits``: the first collective that
+    has not ended, or None. ``recent``: the last ``count``. Each is group, number in the group, operation and caller.
+    ``last``: the last number by group.
     """
     entries = [entry for entry in _entries(recorded) if not entry["is_p2p"]]
     waits = next((entry for entry in entries if not entry["retired"]), None)
@@ -126,36 +126,36 @@ def position(recorded: Sequence[bytes], count: int = 8) -> dict[str, Any]:
 
 
 def _called(entry: Mapping[str, Any]) -> tuple[str, int, str, str]:
-    what = f"{entry['profiling_name']} {entry['input_sizes']}"
-    return entry["process_group"][0], entry["collective_seq_id"], what, _caller(entry.get("frames", []))
+    operation = f"{entry['profiling_name']} {entry['input_sizes']}"
+    return entry["process_group"][0], entry["collective_seq_id"], operation, _user_call(entry.get("frames", []))
 
 
 def main_thread_line() -> str:
     walked = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
-    return _caller([{"name": f.f_code.co_name, "filename": f.f_code.co_filename, "line": n} for f, n in walked])
+    return _user_call([{"name": f.f_code.co_name, "filename": f.f_code.co_filename, "line": n} for f, n in walked])
 
 
-def _caller(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The innermost frame in code of the user's, or else outside of torch."""
-    folders = _folders()
+def _user_call(frames: Sequence[Mapping[str, Any]]) -> str:
+    """The innermost frame in the user's code, or else outside of torch, in words that follow others."""
+    folders = _library_folders()
     frame = _innermost(frames, folders) or _innermost(frames, folders[:1])
     return f", from {frame['name']} at {frame['filename']}:{frame['line']}" if frame else ""
 
 
-def _folders() -> list[Path]:
-    """Where code lies that is not the user's; torch's first."""
+def _library_folders() -> list[Path]:
+    """Folders of libraries' code, torch's first."""
     modules = [sys.modules[name].__file__ for name in _PACKAGES if name in sys.modules]
     return [*(Path(file).parent for file in modules if file is not None), Path(os.__file__).parent]
 
 
 def _innermost(frames: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> Mapping[str, Any] | None:
-    """The first frame of a file outside of ``folders``; the innermost one is the first."""
+    """The first frame of ``frames``, innermost first, whose file lies outside of ``folders``."""
     paths = ((frame, Path(frame["filename"])) for frame in frames)
     return next((frame for frame, path in paths if path.is_absolute() and not {*folders} & {*path.parents}), None)
 
 
-def write(folder: Path, rank: int) -> Path:
-    """Write stacks into ``folder``/``rank_<rank>.txt``, which is returned, and torch's record beside it. OSError."""
+def write_traces(folder: Path, rank: int) -> Path:
+    """Write stacks into ``folder``/``rank_<rank>.txt``, which is returned, and torch's record next to it. OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     collectives = recorded_collectives()[:1]
     text = folder / f"rank_{rank}.txt"
@@ -164,7 +164,7 @@ def write(folder: Path, rank: int) -> Path:
             print("The last collectives:", file=file)
             for entry in _entries([recorded])[-20:]:
                 group, name = entry["process_group"][1] or entry["process_group"][0], entry["profiling_name"]
-                tensors, caller = f"{entry['input_sizes']} {entry['input_dtypes']}", _caller(entry.get("frames", []))
+                tensors, caller = f"{entry['input_sizes']} {entry['input_dtypes']}", _user_call(entry.get("frames", []))
                 print(f"{entry['collective_seq_id']} of {group}: {name} {tensors}, {entry['state']}{caller}", file=file)
             print(file=file, flush=True)
         faulthandler.dump_traceback(file=file, all_threads=True)
@@ -174,32 +174,32 @@ def write(folder: Path, rank: int) -> Path:
 
 
 _BATCH = ("data", "forward", "backward", "step", "validation")
-"""Phases in which a rank that keeps the others waiting has no good reason to; a save or a callback may have one."""
+"""Phases in which a rank has no good reason to keep the others waiting. A save or a callback may have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Where a rank stands still, as it says by itself."""
+    """A rank's own account of its standstill."""
 
     name: str  # Of the rank.
-    seconds: float  # For which it has not moved.
-    phase: str  # data, forward, backward, step, save or validation; the name of a hook.
+    seconds: float  # Since it moved.
+    phase: str  # data, forward, backward, step, save or validation, or the name of a hook.
     step: int  # Optimizer steps so far.
     line: str  # Of its main thread, in words that follow others.
-    waits: Sequence[Any] | None  # See `position`, as are the next two.
+    waits: Sequence[Any] | None  # See `collective_position`, as for the next two.
     recent: Sequence[Sequence[Any]]
     last: Mapping[str, int]
 
-    def place(self) -> str:
-        where = f"in {self.phase} after step {self.step}"
+    def describe_place(self) -> str:
+        place = f"in {self.phase} after step {self.step}"
         if self.waits is None:
-            return where + self.line
-        group, number, what, caller = self.waits
-        return f"{where}, where it waits in {what}, number {number} of group {group}{caller or self.line}"
+            return place + self.line
+        group, number, operation, caller = self.waits
+        return f"{place}, where it waits in {operation}, number {number} of group {group}{caller or self.line}"
 
 
 class Progress:
-    """What the main thread does: it tells of every action's beginning and end; another thread asks."""
+    """The main thread's actions, which it reports at their beginning and end. Another thread reads them."""
 
     def __init__(self, step: Callable[[], int] = lambda: 0) -> None:
         """``step`` gives the optimizer steps so far, in any thread."""
@@ -207,26 +207,26 @@ class Progress:
         self._actions: list[str] = []
         self._moved = time.monotonic()
 
-    def begin(self, action: str) -> None:
+    def begin_action(self, action: str) -> None:
         self._actions.append(action)
         self._moved = time.monotonic()
 
-    def end(self, action: str) -> None:
-        """It ends, and with it those inside of it that an error left."""
+    def end_action(self, action: str) -> None:
+        """End ``action`` and those inside it that an error left."""
         while self._actions and self._actions.pop() != action:
             pass
         self._moved = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Since an action began or ended; 0 before the first."""
+        """Seconds since an action began or ended, 0 before the first."""
         return time.monotonic() - self._moved if self._actions else 0.0
 
-    def report(self, name: str, **where: Any) -> Report:
-        """Where this rank stands; ``where``: further fields of `Report`."""
+    def report(self, name: str, **place: Any) -> Report:
+        """The report of this rank, with further fields of `Report` in ``place``."""
         action = next(iter(self._actions[-1:]), "")
         phase = next((phase for ending, phase in _PHASES.items() if action.endswith(ending)), action)
-        return Report(name=name, seconds=self.seconds, phase=phase, step=self._step(), **where)
+        return Report(name=name, seconds=self.seconds, phase=phase, step=self._step(), **place)
 
 
 _PHASES = {
@@ -238,19 +238,20 @@ _PHASES = {
     "validation_step": "validation",
     "run_training_epoch": "the epoch's loop",
 }
-"""How the Trainer's names of actions end, and what they are."""
+"""Phase by the end of the Trainer's name for an action."""
 
 
-def blame(reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that the others wait for, if any: whoever is in no collective while others are; else whoever has not
-    called one in which others wait; and where that is said of all, or of none, those that are in another one than most.
+def ranks_to_blame(reports: Mapping[int, Report]) -> list[int]:
+    """The ranks that the others wait for, if any. First those in no collective while others are in one. Else those that
+    have not called a collective in which others wait. If that is true of all or of none, those in another collective
+    than most.
     """
     waiting = {rank: report.waits for rank, report in reports.items() if report.waits is not None}
     if not waiting:
         return []
     if len(waiting) < len(reports):
         return sorted(set(reports) - set(waiting))
-    first: dict[str, int] = {}  # the farthest that a rank waits in, by group
+    first: dict[str, int] = {}  # the highest number that a rank waits in, by group
     for group, number, *_ in waiting.values():
         first[group] = max(number, first.get(group, number))
     behind = [rank for rank, report in reports.items() if any(report.last.get(g, n) < n for g, n in first.items())]
@@ -265,22 +266,22 @@ def blame(reports: Mapping[int, Report]) -> list[int]:
     return sorted(rank for rank in places if places[rank] != most)
 
 
-def describe(reports: Mapping[int, Report], culprits: Sequence[int]) -> str:
+def describe_hang(reports: Mapping[int, Report], culprits: Sequence[int]) -> str:
     first = reports[culprits[0]]
     more = f" (as {len(culprits) - 1} others)" if len(culprits) > 1 else ""
-    text = f"{first.name} has not moved for {first.seconds:.0f} s{more}: it is {first.place()}"
-    others = [report for rank, report in reports.items() if rank not in culprits]  # of whom `blame` leaves some
-    # One that waits for it, rather than for whoever does.
+    text = f"{first.name} has not moved for {first.seconds:.0f} s{more}: it is {first.describe_place()}"
+    others = [report for rank, report in reports.items() if rank not in culprits]  # never empty, see `ranks_to_blame`
+    # One that waits for this rank, rather than for one that itself waits.
     other = min(others, key=lambda report: report.waits is None or report.waits[0] not in first.last)
     waits = [] if first.waits is None else list(first.waits)
     called = [entry for entry in other.recent if list(entry[:2]) == waits[:2] and entry[2] != waits[2]]
     if not called:
-        return f"{text}. {other.name} is {other.place()}"
+        return f"{text}. {other.name} is {other.describe_place()}"
     # On some backends it went on from there.
     on = "" if list(called[0]) == list(other.waits or ()) else f" called {called[0][2]}{called[0][3]}; it"
-    return f"{text}. In its place {other.name}{on} is {other.place()}"
+    return f"{text}. In its place {other.name}{on} is {other.describe_place()}"
 
 
 def is_certain(reports: Mapping[int, Report], culprits: Sequence[int]) -> bool:
-    """Whether it can't come to an end by itself, or should have long ago."""
+    """Whether the hang can't end by itself, or should have ended long ago."""
     return all(reports[rank].waits is not None or reports[rank].phase in _BATCH for rank in culprits)

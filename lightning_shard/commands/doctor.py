@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
-from lightning_shard.cluster.preflight import Rendezvous, attempt_of, compare, connect
-from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
+from lightning_shard.cluster.preflight import Rendezvous, attempt_of, compare_ranks, connect_store
+from lightning_shard.cluster.slurm_job import Launch, meeting_point, read_job
 from lightning_shard.commands.options import add_output, count, options_parser, refuse_to_replace, write_output
 from lightning_shard.devices import accelerator, name_of, visible
 from lightning_shard.errors import ConfigurationError
@@ -93,8 +93,8 @@ def examine(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tup
     own = Rank(node=socket.gethostname(), device=name_of(device), versions=library_versions())
     if at.world_size == 1:
         return [replace(own, sums=True, reached=_reached(device))], []
-    store = connect(at, seconds)
-    warnings = compare(store, at, {"node": own.node, "versions": own.versions}, seconds, options.folder)
+    store = connect_store(at, seconds)
+    warnings = compare_ranks(store, at, {"node": own.node, "versions": own.versions}, seconds, options.folder)
     store.set_timeout(timedelta(seconds=seconds))
     prepare_gloo(at.address, os.environ, gpu=gpu)
     if gpu:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import registry
 from lightning_shard._lightning.messages import leave_out_noise
-from lightning_shard.cluster.slurm import read_job
+from lightning_shard.cluster.slurm_job import read_job
 from lightning_shard.commands.failures import global_rank
 from lightning_shard.devices import visible
 from lightning_shard.errors import ShardError

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.cluster.slurm import parse_time
+from lightning_shard.cluster.slurm_job import parse_time
 from lightning_shard.commands import config_files, given
 from lightning_shard.commands import options as common
 from lightning_shard.errors import ConfigurationError, raise_problems

@@ -25,9 +25,9 @@ from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.layout import checkpoint_names
 from lightning_shard.checkpoint.files.location import Location, StorePath, location
 from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
-from lightning_shard.cluster import preemption, slurm
+from lightning_shard.cluster import preemption, slurm_job
 from lightning_shard.cluster.preemption import NAMELESS, PreemptionConfig, run_name
-from lightning_shard.cluster.slurm import SlurmJob, read_job
+from lightning_shard.cluster.slurm_job import SlurmJob, read_job
 from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_shard.ranks import Ranks
@@ -149,9 +149,9 @@ class Preemption:
         self._config, self._checkpoints, self.signals = config, checkpoints, config.signals
         self._identity = RunIdentity()
         self._flag = preemption.SignalFlag()
-        self.give_signals_back = self._flag.restore
+        self.give_signals_back = self._flag.restore_handlers
         self._limit: preemption.TimeLimit | None = None
-        self._agreement: preemption.Agreement | None = None
+        self._stop_number: preemption.DelayedMax | None = None
         self._agreed, self._stoppable = 0, False
         self._folders: list[Location] = []  # of this run's checkpoints, during the save before it stops
         self._killed_after: float | None = None
@@ -161,8 +161,8 @@ class Preemption:
     # Beginning and end
 
     def take_over_signals(self) -> None:
-        self._agreement = None
-        self._flag.take_over(self.signals)
+        self._stop_number = None
+        self._flag.install_handlers(self.signals)
         preemption.release_signals()
 
     def start(self, identity: RunIdentity) -> None:
@@ -174,7 +174,7 @@ class Preemption:
         self._last_look: float | None = None
         self._stoppable = False
         ranks = Ranks.of()
-        self._agreement = preemption.Agreement(ranks.group)
+        self._stop_number = preemption.DelayedMax(ranks.group)
         # It is asked how much time the job has.
         self._limit = self._read_limit() if ranks.is_first else None
         # How long torchrun leaves its processes after SIGTERM (torch/distributed/launcher/api.py).
@@ -183,9 +183,9 @@ class Preemption:
 
     def finish(self) -> None:
         """At the end of training: leave no reduction running, and no checkpoint of a run that has ended."""
-        if self._agreement is not None:
-            self._agreement.finish()
-            self._agreement = None
+        if self._stop_number is not None:
+            self._stop_number.wait_for_largest()
+            self._stop_number = None
         path = self._identity.own_path
         if Ranks.of().is_first and path.exists():
             commit.remove(path)
@@ -194,7 +194,7 @@ class Preemption:
         job, before = self._identity.job, self._config.seconds_before_limit
         if job is None or before is None or shutil.which("squeue") is None:
             return None
-        limit = preemption.TimeLimit(lambda: slurm.time_left(job), before)
+        limit = preemption.TimeLimit(lambda: slurm_job.time_left(job), before)
         if limit.seconds_left is not None:
             rank_zero_info(
                 f"SLURM job {job.label} has {limit.seconds_left:.0f} s left; the run is saved a step, a save and "
@@ -225,11 +225,11 @@ class Preemption:
 
     def in_validation(self, trainer: Trainer) -> None:
         """Ahead of each batch of a validation inside a fit, of which all ranks have equally many; raises Preempted."""
-        if self._agreement is not None and self._stoppable and self._should_stop():
+        if self._stop_number is not None and self._stoppable and self._should_stop():
             self._save_and_leave(trainer)
 
     def _should_stop(self) -> bool:
-        assert self._agreement is not None
+        assert self._stop_number is not None
         now = time.monotonic()
         if self._last_look is not None:
             self._gaps.append(now - self._last_look)
@@ -249,7 +249,7 @@ class Preemption:
                 self._killed_after = None
             if not own and self._limit is not None and self._limit.is_near(reserve):
                 own = preemption.TIME_LIMIT
-            self._agreed = self._agreement(own)
+            self._agreed = self._stop_number(own)
         return bool(self._agreed)
 
     def saved(self) -> None:
@@ -271,7 +271,7 @@ class Preemption:
         raise preemption.Preempted(self._config.exit_code)
 
     def _save(self, trainer: Trainer) -> None:
-        path, reason = self._identity.own_path, preemption.describe(self._agreed)
+        path, reason = self._identity.own_path, preemption.describe_reason(self._agreed)
         try:
             self._checkpoints.saver.finish()
         except CheckpointError as error:
@@ -308,12 +308,12 @@ class Preemption:
         if self._identity.job is None or self._config.requeue == "never":
             return
         job = f"SLURM job {self._identity.job.label}"
-        if self._config.requeue == "auto" and slurm.is_cancelled(self._identity.job):
+        if self._config.requeue == "auto" and slurm_job.is_cancelled(self._identity.job):
             print(f"{job} is being ended by SLURM, and is not put back into the queue", file=sys.stderr, flush=True)
             return
         # Said before: SLURM may end this process faster than the command returns.
         print(f"{job} goes back into the queue", file=sys.stderr, flush=True)
-        if (refused := slurm.requeue(self._identity.job)) is not None:
+        if (refused := slurm_job.requeue(self._identity.job)) is not None:
             print(f"{job} could not be requeued: {refused}", file=sys.stderr, flush=True)
 
     def _give_up(self) -> None:

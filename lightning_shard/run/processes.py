@@ -24,10 +24,10 @@ from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.network import let_threads_finish_before_forks, prepare_gloo
 from lightning_shard.cluster.preemption import Preempted
-from lightning_shard.cluster.preflight import Rendezvous, attempt_of, compare, connect
-from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
+from lightning_shard.cluster.preflight import Rendezvous, attempt_of, compare_ranks, connect_store
+from lightning_shard.cluster.slurm_job import Launch, meeting_point, read_job
 from lightning_shard.cluster.traces import Progress
-from lightning_shard.cluster.watch import Watch
+from lightning_shard.cluster.watch import RankWatch
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.ranks import beside_default, forget_made_groups, set_timeout
@@ -81,11 +81,11 @@ class Processes:
                 world_size=world,
                 agent=attempt_of(os.environ, world) if launch.launcher == "torchrun" else None,
             )
-            store = connect(at, self._init_timeout_seconds)
+            store = connect_store(at, self._init_timeout_seconds)
             writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
             facts = {"node": socket.gethostname(), "versions": library_versions(), "settings": dict(settings)}
             folder = Path(str(root)) if writes else None
-            for warning in compare(store, at, facts, self._init_timeout_seconds, folder):
+            for warning in compare_ranks(store, at, facts, self._init_timeout_seconds, folder):
                 rank_zero_warn(warning)
             prepare_gloo(at.address, os.environ, gpu=device.type != "cpu")
             store.set_timeout(self.timeout)
@@ -175,15 +175,15 @@ class RunWatch:
     def __init__(
         self, lost_rank_seconds: float | None, stuck_seconds: float | None, exit_process: Callable[[int], None]
     ) -> None:
-        """Nobody watches yet; see `Watch` for the seconds, of which None means that nobody does."""
+        """Nobody watches yet; see `RankWatch` for the seconds, of which None means that nobody does."""
         self._lost_rank_seconds, self._stuck_seconds = lost_rank_seconds, stuck_seconds
         self._exit_process = exit_process
-        self._watch: Watch | None = None
-        self._failed: Watch | None = None  # has its last words to say
+        self._watch: RankWatch | None = None
+        self._failed: RankWatch | None = None  # has its last words to say
 
     def record_into(self, folder: Path | None) -> None:
         """Have torch write its own record of collectives there, should NCCL end this process, beside those of
-        `traces.write`; ahead of the process group.
+        `traces.write_traces`; ahead of the process group.
         """
         if folder is not None and self._lost_rank_seconds is not None:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / traces.PREFIX))
@@ -196,13 +196,13 @@ class RunWatch:
         its main thread is watched too.
         """
         if self._failed is not None:
-            self._failed.close()
+            self._failed.stop_threads()
         self._watch = self._failed = None
         if self._lost_rank_seconds is None or met is None:
             return
         progress, (at, run) = Progress(lambda: trainer.global_step), met
-        loops.follow_actions(replacements, trainer, (progress.begin, progress.end))
-        self._watch = Watch(
+        loops.follow_actions(replacements, trainer, (progress.begin_action, progress.end_action))
+        self._watch = RankWatch(
             at,
             self._lost_rank_seconds,
             run=run,
@@ -211,7 +211,7 @@ class RunWatch:
             stuck_seconds=self._stuck_seconds,
             exit_process=self._exit_process,
         )
-        self._watch.start()
+        self._watch.start_threads()
 
     def failed(self, exception: BaseException) -> None:
         """Tell the other ranks, or say in one line which rank's failure this is the outcome of."""
@@ -219,10 +219,10 @@ class RunWatch:
         if watch is None or isinstance(exception, Preempted):
             return
         self._watch, self._failed = None, watch
-        if watch.failed(exception) is not None:
+        if watch.report_failure(exception) is not None:
             exception.said = True  # type: ignore[attr-defined] # by the rank that owns the failure
 
     def end(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.end()
+            watch.end_run()

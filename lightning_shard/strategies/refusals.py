@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
 from lightning_shard.checkpoint.files.location import location
-from lightning_shard.cluster.traces import leave_users_frames
+from lightning_shard.cluster.traces import keep_user_frames
 from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED, RELEASED, DifferentUse
@@ -314,4 +314,4 @@ def explain(error: BaseException, memory: Memory | None, saved: Sequence[str] = 
     if isinstance(error, RuntimeError | ValueError) and _SIXTEEN_BITS.search(str(error)):
         append_to_message(error, _CAST)
     if isinstance(error, ShardError) and not all_frames:
-        leave_users_frames(error)
+        keep_user_frames(error)

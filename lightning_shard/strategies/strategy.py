@@ -24,7 +24,7 @@ from lightning_shard._lightning import Replacements, callbacks, loops, messages,
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, settle_wrappers, step_scheduler
 from lightning_shard.callbacks.ema import evaluates_average
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.cluster.slurm import check_launch, read_job
+from lightning_shard.cluster.slurm_job import check_launch, read_job
 from lightning_shard.engines import self_check
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.facts import plain_settings

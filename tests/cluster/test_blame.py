@@ -11,13 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.cluster import watch
-from lightning_shard.cluster.traces import Progress, Report, blame, describe
+from lightning_shard.cluster.traces import Progress, Report, describe_hang, ranks_to_blame
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_hangs.json").read_text())
 """By failure, for each of 16 ranks: the collective that it waits in, and its last number by group.
 
-Read with `traces.position` from the Flight Recorder dumps of NVIDIA/nvidia-resiliency-ext (Apache 2.0), commit d8686d9,
-tests/attribution/unit/fr_traces: tensor, pipeline and expert parallelism, where faults were injected into two ranks.
+Read with `traces.collective_position` from the Flight Recorder dumps of NVIDIA/nvidia-resiliency-ext (Apache 2.0),
+commit d8686d9, tests/attribution/unit/fr_traces: tensor, pipeline and expert parallelism, where faults were injected
+into two ranks.
 """
 
 # As its reference_outputs have them. In the first, rank 14 (a fault too) waits for rank 12, in which the other was.
@@ -34,7 +35,7 @@ def test_the_ranks_that_were_made_to_fail_are_named(failure: str) -> None:
             ([*waits, ""] if waits else None, last) for waits, last in RECORDED[failure]
         )
     }
-    assert blame(reports) == CULPRITS[failure]
+    assert ranks_to_blame(reports) == CULPRITS[failure]
 
 
 def _reports(*waits: Any, recent: Any = (), last: int = 5) -> dict[int, Report]:
@@ -59,7 +60,7 @@ SUM, GATHER = ("0", 5, "sum [[2]]", ", from f at a.py:2"), ("0", 5, "gather [[2]
     ],
 )
 def test_who_is_to_blame(reports: dict[int, Report], culprits: list[int]) -> None:
-    assert blame(reports) == culprits
+    assert ranks_to_blame(reports) == culprits
 
 
 def test_what_others_called_in_its_place() -> None:
@@ -68,24 +69,24 @@ def test_what_others_called_in_its_place() -> None:
     )
     there = f"{head}, from f at a.py:2. In its place rank 1"
     waits = "is in forward after step 1, where it waits in gather [[2]], number 5 of group 0, from f at a.py:3"
-    assert describe(_reports(SUM, GATHER, recent=[GATHER]), [0]) == f"{there} {waits}"
+    assert describe_hang(_reports(SUM, GATHER, recent=[GATHER]), [0]) == f"{there} {waits}"
     later = ("0", 6, "sum [[9]]", ", from f at a.py:4")
-    found = describe(_reports(SUM, later, recent=[GATHER, later]), [0])
+    found = describe_hang(_reports(SUM, later, recent=[GATHER, later]), [0])
     assert found.startswith(f"{there} called gather [[2]], from f at a.py:3; it is in forward")
 
 
 def test_an_action_that_an_error_left_ends_with_the_one_around_it() -> None:
     progress = Progress()
     for action in ("run_training_epoch", "backward"):
-        progress.begin(action)
-    progress.end("run_training_epoch")
+        progress.begin_action(action)
+    progress.end_action("run_training_epoch")
     assert progress.seconds == 0
 
 
 def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, store = [0.0], dist.HashStore()
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    counter = watch._Counter(store, 0, 3, 1.0, 20.0)
+    counter = watch.SilenceCounter(store, 0, 3, 1.0, 20.0)
 
     def looks(seconds: int, *alive: int, every: float = 1.0) -> list[int]:
         found = []
@@ -93,7 +94,7 @@ def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
             clock[0] += every
             for rank in alive:
                 store.set(f"beat/{rank}", f"{clock[0]} 0")
-            found = counter.silent()
+            found = counter.silent_ranks()
         return found
 
     assert looks(30, 1, 2) == []

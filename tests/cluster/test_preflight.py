@@ -15,8 +15,8 @@ from torch.distributed import PrefixStore
 
 from lightning_shard import ConfigurationError
 from lightning_shard.cluster import preflight
-from lightning_shard.cluster.preflight import Rendezvous, compare, connect
-from lightning_shard.cluster.slurm import Launch, check_launch, meeting_point, read_job
+from lightning_shard.cluster.preflight import Rendezvous, compare_ranks, connect_store
+from lightning_shard.cluster.slurm_job import Launch, check_launch, meeting_point, read_job
 from tests.cluster.test_slurm import BATCH, STEP
 from tests.harness import free_port, run_distributed
 
@@ -106,7 +106,7 @@ def _compare(facts: dict[int, dict[str, Any]], folders: dict[int, str] | None = 
     box = [free_port()]
     torch.distributed.broadcast_object_list(box)
     place = _place(box[0], rank, size)
-    store = connect(place, 20)
+    store = connect_store(place, 20)
     # Connecting takes one rank longer than another, which is not what is waited for below.
     torch.distributed.barrier()
     if rank == silent:
@@ -116,7 +116,7 @@ def _compare(facts: dict[int, dict[str, Any]], folders: dict[int, str] | None = 
     told = ""
     try:
         seconds = 20 if silent < 0 else 3
-        compare(store, place, {"node": f"node{rank}", **facts.get(rank, {})}, seconds, folder)
+        compare_ranks(store, place, {"node": f"node{rank}", **facts.get(rank, {})}, seconds, folder)
         PrefixStore("default_pg", store).set(f"{rank}", "")  # it is usable afterwards
     except ConfigurationError as error:
         told = str(error)
@@ -163,7 +163,7 @@ def _badly(how: str) -> str:
     box, rank = [free_port()], torch.distributed.get_rank()
     torch.distributed.broadcast_object_list(box)
     place = _place(box[0], rank, 2)
-    store, told = connect(place, 20), "silent"
+    store, told = connect_store(place, 20), "silent"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preflight, "_FOLDER_SECONDS", 0.2)
         if how == "folder" and rank == 1:
@@ -178,7 +178,7 @@ def _badly(how: str) -> str:
             PrefixStore("preflight", store).set("facts/1", 'node1\n{"node": ""}')
         else:
             try:
-                compare(store, place, {"node": f"node{rank}"}, 20, Path("shared"))
+                compare_ranks(store, place, {"node": f"node{rank}"}, 20, Path("shared"))
             except (ConfigurationError, TypeError) as error:
                 told = str(error)
     torch.distributed.barrier()
@@ -190,7 +190,7 @@ def _badly(how: str) -> str:
     [
         (
             "folder",
-            ["shared is not one folder for all nodes: what rank 0 writes there on node0 is not seen by rank 1"] * 2,
+            ["shared is not one folder for all nodes: a file of rank 0 on node0 is not seen by rank 1"] * 2,
         ),
         ("lost", ["1 of 2 ranks were lost while they compared themselves: 1. Their own logs say why.", "silent"]),
         ("error", ["dict.__getitem__", "rank 0 failed in comparing the ranks: TypeError: dict.__getitem__"]),
@@ -207,7 +207,7 @@ def test_a_folder_that_rank_0_can_not_write_is_left_to_the_save() -> None:
 
 def _alone(place: Rendezvous, seconds: float) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        connect(place, seconds)
+        connect_store(place, seconds)
     return str(caught.value)
 
 
@@ -250,16 +250,16 @@ def test_what_listens_is_no_store() -> None:
 
 def test_a_port_that_is_none_is_said() -> None:
     with pytest.raises(ConfigurationError, match="MASTER_PORT is 70000, but must be from 1 to 65535"):
-        connect(_place(70000, 1, 2), 1)
+        connect_store(_place(70000, 1, 2), 1)
 
 
 def test_the_limit_of_open_files_is_raised_or_said() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1500, hard))
     try:
-        connect(_place(free_port(), 0, 500), 1)
+        connect_store(_place(free_port(), 0, 500), 1)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2000, hard)
         with pytest.raises(ConfigurationError, match=rf"may have {hard} files open.*ulimit -n"):
-            connect(_place(free_port(), 0, hard), 1)
+            connect_store(_place(free_port(), 0, hard), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

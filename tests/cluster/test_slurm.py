@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.cluster.slurm import (
+from lightning_shard.cluster.slurm_job import (
     expand_counts,
     first_node,
     is_cancelled,

@@ -22,7 +22,7 @@ from lightning_shard import (
     ConfigurationError,
     PreemptionConfig,
 )
-from lightning_shard.cluster.slurm import Launch
+from lightning_shard.cluster.slurm_job import Launch
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.transforms import ForwardOptions

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_shard import ConfigurationError, EMACallback, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.cluster.preemption import Agreement, Preempted, SignalFlag, TimeLimit, run_name
+from lightning_shard.cluster.preemption import DelayedMax, Preempted, SignalFlag, TimeLimit, run_name
 from tests.harness import ROOT, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 
@@ -191,10 +191,10 @@ def test_no_step_waits_to_hear_of_a_signal_that_is_noted_here() -> None:
 
 
 def _agree(told: dict[int, tuple[int, int]]) -> list[int]:
-    agreement = Agreement(torch.distributed.group.WORLD)
+    agreement = DelayedMax(torch.distributed.group.WORLD)
     call, number = told.get(torch.distributed.get_rank(), (-1, 0))
     answers = [agreement(number if i == call else 0) for i in range(4)]
-    return [*answers, agreement.finish()]
+    return [*answers, agreement.wait_for_largest()]
 
 
 def test_all_ranks_learn_in_the_same_call() -> None:
@@ -204,24 +204,24 @@ def test_all_ranks_learn_in_the_same_call() -> None:
 
 
 def test_a_process_alone_knows_at_once() -> None:
-    agreement = Agreement(None)
-    assert [agreement(0), agreement(15), agreement.finish()] == [0, 15, 0]
+    agreement = DelayedMax(None)
+    assert [agreement(0), agreement(15), agreement.wait_for_largest()] == [0, 15, 0]
 
 
 def test_a_signal_is_noted_and_nothing_more() -> None:
     flag, calls = SignalFlag(), []
     before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
     try:
-        assert flag.take_over(("SIGUSR1",))
+        assert flag.install_handlers(("SIGUSR1",))
         os.kill(os.getpid(), signal.SIGUSR1)
         assert (flag.received, calls) == (signal.SIGUSR1, [])
-        flag.restore()
-        flag.restore()
+        flag.restore_handlers()
+        flag.restore_handlers()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert calls == [1]
-        flag.take_over(("SIGUSR1",))
+        flag.install_handlers(("SIGUSR1",))
         assert flag.received == 0, "the next fit would stop at once"
-        flag.restore()
+        flag.restore_handlers()
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -229,7 +229,7 @@ def test_a_signal_is_noted_and_nothing_more() -> None:
 def test_only_the_main_thread_has_handlers() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(SignalFlag().take_over(("SIGUSR1",))))
+    thread = threading.Thread(target=lambda: results.append(SignalFlag().install_handlers(("SIGUSR1",))))
     thread.start()
     thread.join()
     assert results == [False]
@@ -349,7 +349,7 @@ def quick(*_):
     os.kill(os.getpid(), signal.SIGUSR1)
     from lightning_shard.cluster.preemption import SignalFlag, release_signals  # and torch, which takes seconds
     flag = SignalFlag()
-    flag.take_over(("SIGUSR1",))
+    flag.install_handlers(("SIGUSR1",))
     release_signals()
     return int(flag.received == signal.SIGUSR1)
 

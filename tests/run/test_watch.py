@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from lightning_shard import DataError
 from lightning_shard.cluster import watch as watching
-from lightning_shard.cluster.preflight import Rendezvous, connect
+from lightning_shard.cluster.preflight import Rendezvous, connect_store
 from lightning_shard.cluster.traces import Progress
-from lightning_shard.cluster.watch import Watch
+from lightning_shard.cluster.watch import RankWatch
 from tests.groups import sampled
 from tests.harness import free_port, run_distributed, until
 
@@ -35,7 +35,7 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
     dist.broadcast_object_list(box)
     place = Rendezvous(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
     # Rank 0's store has to outlive the watch.
-    store = connect(place, 20)
+    store = connect_store(place, 20)
     dist.barrier()
     exits: list[int] = []
     told: dict[str, Any] = {"cause": None}
@@ -43,20 +43,20 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
     if case == "ends":
         faulthandler.disable()
     with contextlib.redirect_stderr(printed):
-        watch = Watch(place, lost_seconds, folder=folder, grace_seconds=3.5, exit_process=exits.append)
+        watch = RankWatch(place, lost_seconds, folder=folder, grace_seconds=3.5, exit_process=exits.append)
         if not (case in ("silent", "connection") and rank == 2):
-            watch.start()
+            watch.start_threads()
         if case == "raises" and rank == 1:
             try:
                 raise DataError("no such token: 7")
             except DataError as error:
-                told["cause"] = watch.failed(error)
+                told["cause"] = watch.report_failure(error)
         elif case == "connection" and rank != 2:
             # What gloo says on the ranks that are left.
-            told["cause"] = watch.failed(RuntimeError("[...] Connection closed by peer [127.0.0.1]:4567"))
+            told["cause"] = watch.report_failure(RuntimeError("[...] Connection closed by peer [127.0.0.1]:4567"))
         elif case == "ends":
             time.sleep(0.5 * rank)
-            watch.end()
+            watch.end_run()
         else:
             deadline = time.monotonic() + 45
             while not exits and rank != 2 and time.monotonic() < deadline:
@@ -64,8 +64,8 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
             if case == "raises" and rank == 2:
                 # In time: what the failure of rank 1 makes of its own collective.
                 time.sleep(2)
-                told["cause"] = watch.failed(RuntimeError("Connection reset by peer"))
-        watch.close()
+                told["cause"] = watch.report_failure(RuntimeError("Connection reset by peer"))
+        watch.stop_threads()
         told["tells of crashes"] = faulthandler.is_enabled()
         told["heard all"] = watch._all_told and watch._all_gone
         told["alive"] = watch._speaker.is_alive() or watch._guard.is_alive()
@@ -118,8 +118,8 @@ def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
 
 KEEPER = """
 import sys, time
-from lightning_shard.cluster.preflight import Rendezvous, connect
-store = connect(Rendezvous(address="127.0.0.1", port=int(sys.argv[1]), rank=0, world_size=3), 20)
+from lightning_shard.cluster.preflight import Rendezvous, connect_store
+store = connect_store(Rendezvous(address="127.0.0.1", port=int(sys.argv[1]), rank=0, world_size=3), 20)
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -133,9 +133,9 @@ def test_ranks_end_in_time_when_rank_0_is_gone(how: signal.Signals, capfd: pytes
     assert keeper.stdout is not None
     keeper.stdout.readline()
     places = [Rendezvous(address="127.0.0.1", port=port, rank=rank, world_size=3) for rank in (1, 2)]
-    watches = [Watch(place, 4.0, grace_seconds=0.5, exit_process=exits.append) for place in places]
+    watches = [RankWatch(place, 4.0, grace_seconds=0.5, exit_process=exits.append) for place in places]
     for watch in watches:
-        watch.start()
+        watch.start_threads()
     time.sleep(1.2)
     try:
         keeper.send_signal(how)
@@ -144,7 +144,7 @@ def test_ranks_end_in_time_when_rank_0_is_gone(how: signal.Signals, capfd: pytes
         keeper.kill()
         keeper.communicate()
         for watch in watches:
-            watch.close()
+            watch.stop_threads()
     printed = capfd.readouterr().err
     assert "[rank 1 on " in printed
     assert "] ends: rank 0 was lost, or the network to it: " in printed
@@ -175,11 +175,11 @@ import os
 import pytest
 
 from lightning_shard.cluster import watch
-from lightning_shard.cluster.preflight import Rendezvous, connect
+from lightning_shard.cluster.preflight import Rendezvous, connect_store
 watch.INTERVAL_SECONDS = 1e-4
 place = Rendezvous(address="127.0.0.1", port={free_port()}, rank=0, world_size=1)
-store = connect(place, 20)
-watch.Watch(place, 60.0, exit_process=os._exit).start()
+store = connect_store(place, 20)
+watch.RankWatch(place, 60.0, exit_process=os._exit).start_threads()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stderr) == (0, "")
@@ -225,18 +225,18 @@ def _late(folder: Path) -> str:
     box = [free_port()]
     dist.broadcast_object_list(box)
     place = Rendezvous(address="127.0.0.1", port=box[0], rank=rank, world_size=2)
-    store = connect(place, 20)
+    store = connect_store(place, 20)
     group = dist.new_group(timeout=timedelta(seconds=10))
     dist.barrier()
     before, watching._PART_OF_TIMEOUT, watching._COLLECTIVES_SECONDS = watching._PART_OF_TIMEOUT, 0.1, 0.2
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watch = Watch(place, 60.0, folder=folder, exit_process=os._exit)
-        watch.start()
+        watch = RankWatch(place, 60.0, folder=folder, exit_process=os._exit)
+        watch.start_threads()
         if rank == 1:
             until(lambda: (folder / "rank_0.txt").exists(), 9)
         dist.all_reduce(torch.ones(3), group=group)
-        watch.end()
+        watch.end_run()
     watching._PART_OF_TIMEOUT, watching._COLLECTIVES_SECONDS = before, 5.0
     dist.barrier()
     del store
@@ -256,7 +256,7 @@ def _stands_still(how: str) -> str:
     box = [free_port()]
     dist.broadcast_object_list(box)
     place = Rendezvous(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
-    store = connect(place, 20)
+    store = connect_store(place, 20)
     groups = [dist.new_group(), dist.new_group()]
     dist.barrier()
     exits: list[int] = []
@@ -264,11 +264,13 @@ def _stands_still(how: str) -> str:
     before, watching.INTERVAL_SECONDS = watching.INTERVAL_SECONDS, 0.3
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watch = Watch(place, 60.0, progress=progress, stuck_seconds=2.4, grace_seconds=0.5, exit_process=exits.append)
-        watch.start()
+        watch = RankWatch(
+            place, 60.0, progress=progress, stuck_seconds=2.4, grace_seconds=0.5, exit_process=exits.append
+        )
+        watch.start_threads()
         alone = rank == 1
-        progress.begin("run_training_batch")
-        progress.begin("[Strategy]ShardDDPStrategy." + ("training_step" if alone else "backward"))
+        progress.begin_action("run_training_batch")
+        progress.begin_action("[Strategy]ShardDDPStrategy." + ("training_step" if alone else "backward"))
         if how == "late" and alone:
             until(lambda: exits, 30)
         other = alone and how == "other"
@@ -277,7 +279,7 @@ def _stands_still(how: str) -> str:
         if how == "other":
             dist.all_reduce(torch.ones(3 - other), group=groups[not other])
         first.wait()
-        watch.close()
+        watch.stop_threads()
         watching.INTERVAL_SECONDS = before
         dist.barrier()
     del store

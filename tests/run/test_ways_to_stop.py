@@ -18,17 +18,17 @@ RANK = """
 import os, sys, time
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
-from lightning_shard.cluster.preflight import Rendezvous, connect
-from lightning_shard.cluster.watch import Watch
+from lightning_shard.cluster.preflight import Rendezvous, connect_store
+from lightning_shard.cluster.watch import RankWatch
 
 rank, where = int(sys.argv[1]), sys.argv[3]
 place = Rendezvous(address="127.0.0.1", port=int(sys.argv[2]), rank=rank, world_size=3)
 through = place if len(sys.argv) < 8 else Rendezvous(
     address="127.0.0.1", port=int(sys.argv[7]), rank=rank, world_size=3
 )
-store = connect(place, 60)
+store = connect_store(place, 60)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-Watch(through, float(sys.argv[4]), exit_process=os._exit).start()
+RankWatch(through, float(sys.argv[4]), exit_process=os._exit).start_threads()
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):

@@ -18,7 +18,7 @@ TOLD = {
     "nodes": [r"num_nodes is 3, but SLURM runs this step on 2 nodes \(lsh\[1-2\]\). Set #SBATCH --nodes=3"],
     "devices": [r"devices is 2, but SLURM runs 1 task on node 0 of the step. Set #SBATCH --ntasks-per-node=2"],
     "settings": [r"trainer.max_steps differs between ranks: 3 on rank 0 \(lsh1\), 4 on rank 1 \(lsh2\)"],
-    "folder": [r"is not one folder for all nodes: what rank 0 writes there on lsh1 is not seen by rank 1 \(lsh2\)"],
+    "folder": [r"is not one folder for all nodes: a file of rank 0 on lsh1 is not seen by rank 1 \(lsh2\)"],
     "address": [
         r"\[rank 0 on lsh1\] the main address 'nowhere.invalid' can't be resolved",
         r"\[rank 1 on lsh2\] the main address 'nowhere.invalid' can't be resolved",

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.cluster.preflight import Rendezvous
-from lightning_shard.cluster.slurm import Launch
+from lightning_shard.cluster.slurm_job import Launch
 from lightning_shard.commands import doctor
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.zero import process, running

@@ -1,4 +1,4 @@
-"""What SLURM says of a job: facts from the environment that is passed in, the time that is left, and requeueing."""
+"""A SLURM job: its facts from an environment that is passed in, its launch, its time left, and requeueing."""
 
 import re
 import subprocess
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from lightning_shard.errors import ConfigurationError
 
-COMMAND_SECONDS = 30.0  # How long one of SLURM's commands may take: a busy controller answers late, a dead one never.
+COMMAND_SECONDS = 30.0  # Timeout of SLURM's commands. A busy controller answers late, a dead one never.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
     """One process of a job, as SLURM started it (https://slurm.schedmd.com/srun.html, "output environment")."""
 
-    id: str  # ``SLURM_JOB_ID``; of an array task a number of its own.
+    id: str  # ``SLURM_JOB_ID``, another number for each array task.
     array_id: str | None  # ``SLURM_ARRAY_JOB_ID``, or None outside an array.
     array_task: str | None  # ``SLURM_ARRAY_TASK_ID``, or None outside an array.
-    step: str | None  # ``SLURM_STEP_ID``, the number of the ``srun`` in its job; None in the batch script itself.
+    step: str | None  # ``SLURM_STEP_ID``, the number of the ``srun`` in its job, or None in the batch script itself.
     name: str  # ``SLURM_JOB_NAME``.
-    restarts: int  # ``SLURM_RESTART_COUNT``: how often the job was requeued.
+    restarts: int  # ``SLURM_RESTART_COUNT``, the number of requeues.
     nodes: int | None  # Nodes of the step, else of the job.
-    tasks: int | None  # Tasks of the step; of the job where ``srun`` was not used.
+    tasks: int | None  # Tasks of the step, or of the job without ``srun``.
     tasks_per_node: tuple[int, ...] | None  # Tasks on each node of the step.
     node_list: str  # ``SLURM_JOB_NODELIST``, such as ``gpu[01-04]``.
     rank: int | None  # ``SLURM_PROCID``.
@@ -68,18 +68,18 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def expand_counts(text: str) -> tuple[int, ...] | None:
-    """``(4, 4, 2)`` of SLURM's ``4(x2),2``; None for what has another form."""
+    """``(4, 4, 2)`` of SLURM's ``4(x2),2``, or None of another form."""
     counts = re.sub(r"(\d+)\(x(\d+)\)", lambda found: ",".join([found[1]] * int(found[2])), text).split(",")
     return tuple(map(int, counts)) if all(map(str.isdigit, counts)) else None
 
 
 def first_node(text: str) -> str:
-    """``b08`` of ``b[08-09],c1``; the first of each bracket."""
+    """``b08`` of ``b[08-09],c1``: the first of each bracket."""
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", text).partition(",")[0]
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds of ``1-02:03:04``, ``1-02``, ``02:03:04``, ``3:04``, minutes alone; None of others (``UNLIMITED``)."""
+    """Seconds of ``1-02:03:04``, ``1-02``, ``02:03:04``, ``3:04`` or minutes alone. None of others (``UNLIMITED``)."""
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
     days, _, clock = text.rpartition("-")
@@ -89,20 +89,20 @@ def parse_time(text: str) -> float | None:
 
 
 def time_left(job: SlurmJob) -> float | None:
-    """Seconds until SLURM ends the job; None where it has no limit or SLURM does not answer."""
+    """Seconds until SLURM ends the job. None without a limit or an answer."""
     code, output = _run("squeue", "--noheader", "--jobs", job.label, "--format", "%L")
     lines = output.split()
     return parse_time(lines[0]) if code == 0 and lines else None
 
 
 def is_cancelled(job: SlurmJob) -> bool:
-    """Whether SLURM is ending the job though its time is not up: for ``scancel``, or to requeue it by itself."""
+    """Whether SLURM ends the job before its time is up, for ``scancel`` or to requeue it by itself."""
     code, output = _run("scontrol", "show", "job", "--oneliner", job.label)
     return code == 0 and shows_cancelled(output)
 
 
 def shows_cancelled(text: str) -> bool:
-    """See `is_cancelled`; of what ``scontrol show job`` prints. A job that ends is COMPLETING, whatever ends it."""
+    """`is_cancelled` by the output of ``scontrol show job``. A job that ends is COMPLETING for any cause."""
     shown = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if shown.get("JobState") not in ("COMPLETING", "CANCELLED"):
         return False
@@ -111,14 +111,14 @@ def shows_cancelled(text: str) -> bool:
 
 
 def requeue(job: SlurmJob) -> str | None:
-    """Put the job back into the queue, upon which SLURM ends its processes; None, or why SLURM refused."""
+    """Put the job back into the queue. SLURM then ends its processes. Returns None, or the reason for a refusal."""
     code, output = _run("scontrol", "requeue", job.label)
-    # Below 0: the command was ended together with the job that it belongs to, by what it asked for.
+    # Below 0: the requeue itself ended the command, which belongs to the job.
     return None if code <= 0 else output
 
 
 def _run(*command: str) -> tuple[int, str]:
-    """Exit code (below 0: ended by a signal) and output, of stderr where it failed."""
+    """Exit code (below 0: ended by a signal) and output, or stderr after a failure."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -126,7 +126,7 @@ def _run(*command: str) -> tuple[int, str]:
     return run.returncode, (run.stdout if run.returncode == 0 else run.stderr).strip()
 
 
-# Lightning takes jobs of these names for shells, in which it starts the processes itself.
+# Lightning takes jobs of these names for shells and starts the processes itself.
 _SHELLS = ("bash", "interactive")
 _FIRST_PORT, _PORTS = 15000, 17000  # below the ports that systems give to outgoing connections
 
@@ -135,16 +135,15 @@ _FIRST_PORT, _PORTS = 15000, 17000  # below the ports that systems give to outgo
 class Launch:
     nodes: int  # ``num_nodes``.
     devices: int  # Processes on each node.
-    # Who starts the processes: ``"slurm"``, ``"torchrun"``, or anything else (Lightning itself, MPI, ...).
-    launcher: str
+    launcher: str  # Starts the processes: ``"slurm"``, ``"torchrun"``, or anything else (Lightning itself, MPI, ...).
     gpu: bool  # Whether a device is a GPU.
 
 
 def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str]) -> None:
-    """ConfigurationError, on every process: what the Trainer counts on is not what the job has, with what to change."""
+    """Compare the Trainer's settings with the job. The same ConfigurationError on every process names the fix."""
     port = environ.get("MASTER_PORT", "29500")
     if not (port.isdigit() and 0 < int(port) < 2**16):
-        raise ConfigurationError(f"MASTER_PORT is {port!r}, but must be a port, from 1 to 65535: set another, or none.")
+        raise ConfigurationError(f"MASTER_PORT is {port!r}, but must be a port, from 1 to 65535. Set another, or none.")
     if job is None:
         return
     wanted = f"--nodes={launch.nodes} --ntasks-per-node={launch.devices}"
@@ -152,7 +151,7 @@ def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str
         _check_own_launcher(job, launch, wanted)
         return
     if not job.uses_srun:
-        # A torchrun in the batch script itself, or from a shell on each node, has counted its processes.
+        # A torchrun in the batch script or in a shell on each node has counted its processes.
         if launch.launcher == "slurm" and launch.nodes * launch.devices > 1:
             raise ConfigurationError(
                 f"SLURM job {job.label} runs this process without srun, so that it would wait for "
@@ -179,7 +178,7 @@ def _check_own_launcher(job: SlurmJob, launch: Launch, wanted: str) -> None:
             else f"each of its {tasks} tasks would start processes of its own. Start one task (srun --ntasks=1), or "
             "let SLURM start all processes and remove the cluster environment from the Trainer's plugins"
         )
-        raise ConfigurationError(f"SLURM job {job.label}: {reason}; it needs {wanted}.")
+        raise ConfigurationError(f"SLURM job {job.label}: {reason}. It needs {wanted}.")
     if launch.nodes > 1 and job.name in _SHELLS:
         raise ConfigurationError(
             f"num_nodes is {launch.nodes}, but SLURM job {job.label} is named {job.name!r}, which Lightning takes for "
@@ -212,7 +211,7 @@ def _check_numbers(job: SlurmJob, launch: Launch, wanted: str) -> None:
 
 
 def meeting_point(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
-    """``MASTER_ADDR`` and ``MASTER_PORT`` where the user gave none: the step's first node, and one of 17,000 ports."""
+    """``MASTER_ADDR`` and ``MASTER_PORT`` that ``environ`` lacks: the step's first node and one of 17,000 ports."""
     if job is None or launch.launcher != "slurm" or not job.uses_srun:
         return {}
     node = first_node(environ.get("SLURM_STEP_NODELIST", job.node_list))
