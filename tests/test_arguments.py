@@ -32,14 +32,14 @@ from lightning_shard import (
     UnitRule,
 )
 from lightning_shard.arguments import read
-from lightning_shard.engines.facts import plain_settings
+from lightning_shard.engines.memory_model import plain_settings
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, ParameterOffload, ZeroBuckets
 from tests import typed_user
 from tests.harness import ROOT
 
 
 def settings(strategy: Any) -> dict[str, Any]:
-    return {**plain_settings(strategy._settings), **strategy.engine_for().settings()}
+    return {**plain_settings(strategy._settings), **strategy.engine_for().resolved_config()}
 
 
 EQUAL: list[tuple[type[Any], dict[str, Any], dict[str, Any]]] = [

@@ -20,7 +20,7 @@ from lightning_shard import (
 )
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.strategies import preset_yaml, table
-from lightning_shard.engines.facts import EngineFacts, plain_settings
+from lightning_shard.engines.memory_model import EngineFacts, plain_settings
 from tests.harness import ROOT
 
 PAGES = ("README.md", "examples/guides/strategies.md")
@@ -55,7 +55,7 @@ ALL = PLAIN | {f"{name}_aligned": (kind, {**args, "aligned": True}) for name, (k
 def _settings(strategy: Any) -> dict[str, Any]:
     """What the constructor was given, as ranks and checkpoints compare it."""
     common = plain_settings(strategy._settings)
-    return {**common, **strategy.engine_for().settings(), "class": type(strategy)}
+    return {**common, **strategy.engine_for().resolved_config(), "class": type(strategy)}
 
 
 def test_the_names_are_those_of_the_table() -> None:

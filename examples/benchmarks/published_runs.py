@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from examples.benchmarks.published_models import Llama, OfTransformers
-from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
+from lightning_shard.engines.memory_model import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import PrecisionPolicy

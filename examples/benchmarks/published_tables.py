@@ -12,7 +12,7 @@ from typing import Any
 
 from examples.benchmarks.published_models import MPT, Llama
 from examples.benchmarks.published_runs import LLAMA_7B, LLAMA_8B, MIXED, MIXED_REDUCED, Published
-from lightning_shard.engines.facts import FSDPFacts
+from lightning_shard.engines.memory_model import FSDPFacts
 from lightning_shard.planning.traffic import Nodes
 
 HALVES = ("fitted", "judged")

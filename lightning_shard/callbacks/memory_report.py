@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning.messages import say
 from lightning_shard.arguments import checked
-from lightning_shard.engines.resident import module_tensors
+from lightning_shard.engines.memory_breakdown import module_tensors
 from lightning_shard.memory import MemoryAccount, most
 from lightning_shard.meters import memory_account as tables
 from lightning_shard.meters.memory_account import StepMeter

@@ -21,7 +21,7 @@ from lightning_shard._lightning.loops import follow_actions
 from lightning_shard._lightning.messages import say
 from lightning_shard.arguments import checked
 from lightning_shard.devices import name_of
-from lightning_shard.engines.resident import is_sharded
+from lightning_shard.engines.memory_breakdown import is_sharded
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import throughput_windows as windows
 from lightning_shard.meters.flops import FlopCount, count_flops

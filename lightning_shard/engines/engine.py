@@ -1,7 +1,8 @@
 """What a strategy asks of its engine: the interface between Lightning's hooks and what shards and steps.
 
-A strategy makes an engine from its settings (`Engine.check`, `policy`, `facts` and `settings` need no more), lets it
-prepare the module of a run and in a fit engage the optimizers, and closes it. Nothing from here on knows Lightning.
+A strategy makes an engine from its settings (`Engine.check`, `policy`, `memory_model` and `resolved_config` need no
+more), lets it prepare the module of a run, attaches the optimizers of a fit, and takes the module back. Nothing from
+here on knows Lightning.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.memory_breakdown import Resident
+from lightning_shard.engines.memory_model import EngineFacts
 from lightning_shard.engines.optimizer_probe import Needs
-from lightning_shard.engines.resident import Resident
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
@@ -77,7 +78,7 @@ class EngineTensors(Protocol):
     def optimizers(self) -> Sequence[AnyOptimizer]:
         """The optimizers of a fit as checkpoints see them: over the module's parameters, or over flat tensors."""
 
-    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+    def stepped_parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
         """FQN and tensor of the masters that ``optimizer`` steps; None: it steps the module's own parameters."""
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
@@ -89,7 +90,7 @@ class EngineTensors(Protocol):
     def accumulated(self) -> Mapping[str, LiveTensor]:
         """FQN to gradient, of those that wait for further micro-batches: reduced shards, or this rank's own in full."""
 
-    def resident(self) -> Iterable[Resident]:
+    def memory_breakdown(self) -> Iterable[Resident]:
         """All live tensors of the run but activations, by kind and by device, host or file."""
 
     def unsharded(self) -> Iterable[Resident]:
@@ -128,12 +129,12 @@ class Engine(Protocol):
         """Class names of modules that are not sharded."""
         return ()
 
-    def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
+    def memory_model(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         """The engine as plain numbers, for the plan and the memory account; ``module`` is full, real or without data.
         ConfigurationError: settings that do not fit the number of processes, or each other.
         """
 
-    def settings(self) -> Mapping[str, Any]:
+    def resolved_config(self) -> Mapping[str, Any]:
         """All settings by name, in plain values: what must be the same on every rank."""
 
     # A run
@@ -141,7 +142,7 @@ class Engine(Protocol):
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         """Shard, replicate or partition ``module`` in place, or ConfigurationError; returns the Trainer's model."""
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         """Take the optimizers of a fit, made on the prepared module's parameters, and the stepping where it is its own.
         Returns those that the fit goes on with, and the learning rate schedule of the engine's own configuration, to be
         stepped with the optimizer, or None. ConfigurationError: optimizers that the engine can't step.
@@ -185,12 +186,12 @@ class Engine(Protocol):
         """`EngineTensors.gradients`, and the mesh over which plain ones are disjoint shards. No communication."""
         return self.tensors.gradients(optimizer), None
 
-    def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+    def step_optimizer(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values.
         ``kwargs`` are of the optimizer's step; a ``closure`` among them gives the loss, and computes none.
         """
 
-    steps_itself: bool  # Whether `step` must be called instead of the optimizer's own, for skipped steps too.
+    steps_itself: bool  # Whether `step_optimizer` must be called instead of the optimizer's own, for skipped steps too.
 
     def free_gradients(self) -> None:
         """Drop the last step's gradients, where they would lie beside the activations of the next forward."""
@@ -198,7 +199,7 @@ class Engine(Protocol):
     def follow_freezing(self) -> nn.Module:
         """Follow what was frozen and thawed since the last step, or ConfigurationError; returns the Trainer's model."""
 
-    def before_reading(self) -> None:
+    def reshard_and_sync_masters(self) -> None:
         """Put what is stepped into the module, where forward left gathered parameters; no communication."""
         return
 
@@ -206,10 +207,12 @@ class Engine(Protocol):
         """Let every rank know which optimizer state there is on others."""
 
     def begin_writing(self) -> None:
-        """Values are about to be written into `tensors`, of which a rank may have no part; `publish` follows."""
+        """Values are about to be written into `tensors`, of which a rank may have no part; the next call is
+        `refresh_model_weights`.
+        """
         return
 
-    def publish(self) -> None:
+    def refresh_model_weights(self) -> None:
         """Let the next forward see what was written into `tensors`."""
         return
 
@@ -217,9 +220,9 @@ class Engine(Protocol):
         """Optimizer state was loaded: follow it with what is in no tensor."""
         return
 
-    def notes(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of the engine for people to read, in plain values."""
         return {}
 
-    def close(self, *, failed: bool) -> None:
+    def release_module(self, *, failed: bool) -> None:
         """Give the module back; after a failure without communication, because other ranks may be anywhere."""

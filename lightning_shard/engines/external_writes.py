@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_shard.engines import earlier_parameters
+from lightning_shard.engines import optimizer_remap
 from lightning_shard.engines._fsdp2 import full_parameters, gathered_parameters, units_of
 from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.errors import ConfigurationError
@@ -84,7 +84,7 @@ class ForeignStepCheck:
         if any(optimizer is own or optimizer in vars(own).values() for own in self._optimizers):
             self._inside.append(optimizer)
             return
-        names = earlier_parameters.names_of(self._module)
+        names = optimizer_remap.names_of(self._module)
         if found := [names[p] for group in optimizer.param_groups for p in group["params"] if p in names]:
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__}, which configure_optimizers does not return, steps {listed(found)} "

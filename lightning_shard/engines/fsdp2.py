@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines import dtensor_refusals, earlier_parameters, forward, refusals, unsharding
+from lightning_shard.engines import dtensor_refusals, forward, module_checks, optimizer_remap, unsharding
 from lightning_shard.engines._fsdp2 import Units, begin_sums, reduce_always, reduction_dtypes, units_of, watch_gradients
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
-from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.parameter_use import TRAINING, ParameterUse
 from lightning_shard.engines.replicated import average_gradients
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions, shard_tree
+from lightning_shard.engines.torch_optimizer_engine import TorchOptimizerEngine
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import Unit, find_units, ignored_parameters
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
@@ -32,7 +32,7 @@ _STATE = "_shard_state"
 that another Trainer can go on with it."""
 
 
-class FSDP2Engine(StepsOwnParameters):
+class FSDP2Engine(TorchOptimizerEngine):
     """See `lightning_shard.engines.engine.Engine`; a subclass says how one unit is made."""
 
     name: str
@@ -67,18 +67,19 @@ class FSDP2Engine(StepsOwnParameters):
         self._at_boundary &= run.planned.ranks > 1
         earlier = module.__dict__.get(_STATE)
         unsharding.unguard(module)
-        earlier_parameters.remember(module)
-        refusals.refuse_sharded(module, self.strategy, by_fsdp=False)
+        optimizer_remap.remember(module)
+        module_checks.refuse_sharded(module, self.strategy, by_fsdp=False)
         if run.fitting:
-            refusals.refuse_double(module, self.strategy, run.policy.compute)
+            module_checks.refuse_double(module, self.strategy, run.policy.compute)
             _, ignored = ignored_parameters(module, self._units.ignored_modules)
             left = ignored()
-            refusals.refuse_kinds(module, self.strategy, ignored=left)
+            module_checks.refuse_kinds(module, self.strategy, ignored=left)
             hooked: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p not in left}
-            refusals.refuse_hooks(hooked, self.strategy, refusals.BEFORE_SHARDING)
-        refusals.refuse_lists(module, self.strategy)
+            module_checks.refuse_hooks(hooked, self.strategy, module_checks.BEFORE_SHARDING)
+        module_checks.refuse_lists(module, self.strategy)
         # What is not in the sharded module itself may differ.
-        own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
+        free = ("at_boundary", "forward_methods", "mesh")
+        own = {name: value for name, value in self.resolved_config().items() if name not in free}
         made_for = (run.mesh, run.policy, own)
         # It stays sharded, so that it can be evaluated or fitted again.
         self._closing.callback(unsharding.guard, module)
@@ -122,8 +123,8 @@ class FSDP2Engine(StepsOwnParameters):
             part.register_load_state_dict_pre_hook(_take_full)
         return ignored
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
-        engaged = super().engage(optimizers)
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
+        attached = super().attach_optimizers(optimizers)
         self._whole = {}
         for optimizer in optimizers:
             if self.needs(optimizer).full:
@@ -132,14 +133,14 @@ class FSDP2Engine(StepsOwnParameters):
         self._steps_apart = bool(self._ignored) and not any(needs.again for needs in self._needs.values())
         self.steps_itself |= bool(self._whole) or self._steps_apart
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
-        self._closing.callback(refusals.refuse_new_groups(full, self.strategy))
+        self._closing.callback(module_checks.refuse_new_groups(full, self.strategy))
         # In manual optimization each backward pass is over a part of the model.
         if self._run.automatic:
             self._closing.callback(watch_gradients(self._module, self._note_use))
             reduce_always(self._module, True)
             self._closing.callback(reduce_always, self._module, False)
             self._compare_use()
-        return engaged
+        return attached
 
     def _note_use(self, parameter: nn.Parameter) -> None:
         if (fqn := self._compared.get(parameter)) is not None:
@@ -150,7 +151,7 @@ class FSDP2Engine(StepsOwnParameters):
         self._use.compare(self._compared.values(), always=self._units.find_unused_parameters)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        refusals.refuse_hooks(self._shards, self.strategy, refusals.OF_SHARDS)
+        module_checks.refuse_hooks(self._shards, self.strategy, module_checks.OF_SHARDS)
         with self._foreign_steps.forward():
             output = self._run_step(TRAINING, step, *args, **kwargs)
         if not self._run.automatic or output is None:
@@ -177,21 +178,21 @@ class FSDP2Engine(StepsOwnParameters):
         forward.begin_gradients(self._module)
         self._made.reshard_after_backward(False)
         try:
-            with refusals.explained(self.strategy):
+            with module_checks.explained(self.strategy):
                 return forward.run(self._module, run, *args, **kwargs)
         finally:
             self._made.reshard_after_backward(True)
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         if isinstance(loss, DTensor):
-            raise refusals.not_gathered(self.strategy)  # Its gradients would not be averaged.
+            raise module_checks.not_gathered(self.strategy)  # Its gradients would not be averaged.
         if not self._run.automatic:
             # It starts inside the step, before FSDP saw the step's output, and a root without units below it would
             # never reduce its gradients. The loss is no argument: FSDP would hook a copy of it.
             forward.run(self._module, lambda: loss)
             self._made.reshard_after_backward(True)
             frozen = [p for p in self._shards if not p.requires_grad and p.grad is None]
-        with refusals.explained(self.strategy), forward.gathered_for_gradients(self._module):
+        with module_checks.explained(self.strategy), forward.gathered_for_gradients(self._module):
             call(loss)
         if not self._run.automatic:
             self._made.reshard_after_backward(False)
@@ -232,7 +233,7 @@ class FSDP2Engine(StepsOwnParameters):
             self._compare_use()
         return self._module
 
-    def before_reading(self) -> None:
+    def reshard_and_sync_masters(self) -> None:
         self._made.finish_gathers()
         self._made.reshard()
 

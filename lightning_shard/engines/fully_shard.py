@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from lightning_shard import devices
 from lightning_shard.engines._fsdp2 import reduce_over, units_of
 from lightning_shard.engines.engine import PlannedRun, Run
-from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.engines.fsdp2 import FSDP2Engine
+from lightning_shard.engines.memory_model import FSDPFacts
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.units import unit_rules
 from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError
@@ -67,7 +67,7 @@ class FullyShard(FSDP2Engine):
     def _shape(self, run: PlannedRun) -> tuple[int, int]:
         return resolve_mesh(self._options.mesh, world_size=run.ranks, processes_per_node=run.per_node)
 
-    def facts(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
+    def memory_model(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
         replicate, shard = self._shape(run)
         return FSDPFacts(
             replicate=replicate,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines.resident import tensors_in
+from lightning_shard.engines.memory_breakdown import tensors_in
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.resume.rng import rng_state, same, set_rng_state, undrawn
 from lightning_shard.tensors.flat import has_tensors_inside, local

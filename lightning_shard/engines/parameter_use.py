@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines.refusals import different_branches, other_parameters
+from lightning_shard.engines.module_checks import different_branches, other_parameters
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.text import listed

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.engines.engine import PlannedRun, Run
-from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.engines.fsdp2 import FSDP2Engine
+from lightning_shard.engines.memory_model import FSDPFacts
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions
 from lightning_shard.engines.torch_ddp import DDPOptions
 from lightning_shard.engines.transforms import ForwardOptions
@@ -42,7 +42,7 @@ class Replicate(FSDP2Engine):
                 "DistributedDataParallel. Remove it, or use precision '32-true'."
             )
 
-    def facts(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
+    def memory_model(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
         # Gathered from forward to backward, in a copy even where the dtype is the parameters'
         # (``FSDPParamGroup.wait_for_unshard``).
         at_boundary = self._at_boundary and run.ranks > 1

@@ -96,7 +96,7 @@ def _through_engine(engine: Engine, run: Run) -> Mapping[str, Tensor]:
     net = _Net()
     try:
         engine.prepare(net, run)
-        (optimizer,), _ = engine.engage([torch.optim.SGD(net.parameters(), lr=_RATE)])
+        (optimizer,), _ = engine.attach_optimizers([torch.optim.SGD(net.parameters(), lr=_RATE)])
         for step in range(_STEPS):
             for micro_batch in range(_MICRO_BATCHES):
                 x, last = _batch(step, micro_batch, dist.get_rank())
@@ -104,15 +104,15 @@ def _through_engine(engine: Engine, run: Run) -> Mapping[str, Tensor]:
                 loss = engine.forward(lambda x, last: _loss(net(x, last)), x.to(run.device), last)
                 engine.backward(loss, lambda loss: loss.backward(), overridden=False)
             engine.finish_gradients()
-            engine.step(optimizer, skip=False)
+            engine.step_optimizer(optimizer, skip=False)
             optimizer.zero_grad()
-        engine.before_reading()
+        engine.reshard_and_sync_masters()
         masters = engine.tensors.masters()
         return {
             fqn: gather_full(masters.get(fqn, tensor), device=run.device) for fqn, tensor in fqns(net).tensors.items()
         }
     finally:
-        engine.close(failed=False)
+        engine.release_module(failed=False)
 
 
 def difference(engine: Engine, run: Run) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_shard.engines import forward, refusals
+from lightning_shard.engines import forward, module_checks
 from lightning_shard.engines._fsdp2 import dtypes_of, leave_inputs_alone, round_each_use, units_of
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
@@ -94,7 +94,7 @@ def shard_tree(
     forward.gather_for_calls(root)
     made = units_of(root)
     for module in made:
-        vars(module)["__deepcopy__"] = partial(refusals.refuse_copy, strategy)
+        vars(module)["__deepcopy__"] = partial(module_checks.refuse_copy, strategy)
     round_each_use(root)
     for below_root in made[1:]:
         leave_inputs_alone(below_root, partial(forward.note_gradients, root, below_root))

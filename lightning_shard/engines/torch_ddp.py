@@ -13,13 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_shard.engines import earlier_parameters
+from lightning_shard.engines import optimizer_remap
 from lightning_shard.engines.engine import PlannedRun, Run
-from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
-from lightning_shard.engines.own_parameters import StepsOwnParameters
-from lightning_shard.engines.refusals import refuse_lazy, refuse_sharded
+from lightning_shard.engines.memory_model import TorchDDPFacts
+from lightning_shard.engines.module_checks import refuse_lazy, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
+from lightning_shard.engines.torch_optimizer_engine import TorchOptimizerEngine
 from lightning_shard.engines.transforms import find_transforms
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
@@ -53,7 +53,7 @@ class DDPOptions:
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
-class TorchDDP(StepsOwnParameters):
+class TorchDDP(TorchOptimizerEngine):
     """A full replica on every rank; DDP reduces gradients by buckets in backward."""
 
     name = "ddp"
@@ -63,7 +63,7 @@ class TorchDDP(StepsOwnParameters):
     _options: DDPOptions
     _records = False  # Whether the backward pass to come is the first one of a static graph.
 
-    def facts(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts:
+    def memory_model(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts:
         views = self._options.gradient_as_bucket_view
         return TorchDDPFacts(ranks=run.ranks, gradient_as_bucket_view=views, reduce_at_boundary=self._at_boundary)
 
@@ -71,7 +71,7 @@ class TorchDDP(StepsOwnParameters):
         refuse_sharded(module, "ShardDDPStrategy")
         refuse_lazy(module, "ShardDDPStrategy")
         self._module, self._run, self.shares_buffers = module, run, self._options.broadcast_buffers
-        earlier_parameters.remember(module)
+        optimizer_remap.remember(module)
         transforms = find_transforms(module, self.units(module), self._forward_options)
         # Where Lightning's DDP leaves it.
         self._closing.callback(module.cpu)

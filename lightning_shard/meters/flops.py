@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from lightning_shard.engines.resident import tensors_in
+from lightning_shard.engines.memory_breakdown import tensors_in
 from lightning_shard.resume.rng import undrawn
 from lightning_shard.tensors import tracing
 from lightning_shard.tensors.fake import fake_operations

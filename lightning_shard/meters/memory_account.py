@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shard.engines.facts import STATES, EngineFacts
-from lightning_shard.engines.resident import Resident, is_sharded, unsharded
+from lightning_shard.engines.memory_breakdown import Resident, is_sharded, unsharded
+from lightning_shard.engines.memory_model import STATES, EngineFacts
 from lightning_shard.engines.transforms import SAVED_OBSERVERS
 from lightning_shard.errors import chain
 from lightning_shard.memory import KINDS, PLACES, KindBytes, MemoryAccount, most

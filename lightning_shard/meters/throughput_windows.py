@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from lightning_shard.engines.resident import tensors_in
+from lightning_shard.engines.memory_breakdown import tensors_in
 from lightning_shard.meters.peaks import mfu
 from lightning_shard.private_names import require
 from lightning_shard.text import columns, show_seconds

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_shard.engines.facts import FSDPFacts, TorchDDPFacts
+from lightning_shard.engines.memory_model import FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.model_facts import Training

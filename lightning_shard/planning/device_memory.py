@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.memory_model import EngineFacts
 from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.model_facts import Training
 from lightning_shard.planning.step_memory import START, Point, peak

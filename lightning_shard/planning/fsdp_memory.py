@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from lightning_shard.engines.facts import EngineFacts, FSDPFacts
+from lightning_shard.engines.memory_model import EngineFacts, FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning import ddp_memory
 from lightning_shard.planning.memory_trace import Segment, Trace

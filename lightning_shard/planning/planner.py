@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.engines.engine import Engine, PlannedRun
-from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.memory_model import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.device_memory import DeviceMemory, Range, device_memory, verdict
@@ -125,7 +125,7 @@ class Planner:
         """The facts of an engine on the machines of the run, or on others; raises what a run would."""
         run = candidate.run if nodes is None else replace(candidate.run, ranks=nodes.ranks, per_node=nodes.devices)
         candidate.engine.check(run)
-        return candidate.engine.facts(self.module, run)
+        return candidate.engine.memory_model(self.module, run)
 
     def _traced(self, candidate: Candidate) -> tuple[Trace, ...]:
         """The traces of a step at the batch and at twice the batch, which engines with the same units share."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.memory_model import EngineFacts
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.peaks import Peaks
 from lightning_shard.planning.memory_trace import Trace

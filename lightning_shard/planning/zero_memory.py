@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from lightning_shard.engines.facts import DeepSpeedFacts
+from lightning_shard.engines.memory_model import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.model_facts import ModelFacts, ParameterFacts, Training

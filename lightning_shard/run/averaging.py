@@ -16,8 +16,8 @@ from lightning_shard.checkpoint.files.layout import AVERAGING_STATE
 from lightning_shard.checkpoint.files.tensor_files import chunks_of
 from lightning_shard.checkpoint.optimizer_state import live_tensors
 from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.memory_breakdown import Resident
 from lightning_shard.engines.replicated import broadcast_from_rank_0
-from lightning_shard.engines.resident import Resident
 from lightning_shard.tensors.flat import BoxTensor, LiveTensor
 from lightning_shard.tensors.names import Names, fqns
 
@@ -45,7 +45,7 @@ class Averaging:
         self._is_swapped = False  # The module has the average, and the weights lie in its place.
 
     def _live(self) -> tuple[Names, dict[str, LiveTensor]]:
-        self._engine.before_reading()
+        self._engine.reshard_and_sync_masters()
         names = fqns(self._module)
         others = {name: buffer for name, buffer in self._module.named_buffers() if names.of(buffer) is None}
         return names, {**live_tensors(names, self._engine.tensors.masters()), **others}
@@ -78,7 +78,7 @@ class Averaging:
             before = current.detach().clone()
             current.detach().copy_(kept)
             kept.copy_(before)
-        self._engine.publish()
+        self._engine.refresh_model_weights()
         self._is_swapped = average
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Averaging:
         self._share_buffers()
         for (_, kept), (_, current) in zip(self._average, self._current(), strict=True):
             current.detach().copy_(kept)
-        self._engine.publish()
+        self._engine.refresh_model_weights()
 
     def _share_buffers(self) -> None:
         """Give every rank the averages of rank 0's buffers, as `Checkpoints.synchronize_buffers` does buffers."""

@@ -149,7 +149,7 @@ class Checkpoints(CheckpointIO):
         if averaging is not None:
             checkpoint = averaging.saved(checkpoint)
         checkpoint, _ = plain_hyperparameters(checkpoint)
-        checkpoint |= self._engine.notes()
+        checkpoint |= self._engine.checkpoint_metadata()
         leave_out = self._offered.left_out(checkpoint.pop("state_dict"))
         left = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen()
         base = left if self._base is None else self._base  # What was trained, and is frozen now, is in no other place.
@@ -202,7 +202,7 @@ class Checkpoints(CheckpointIO):
 
     def synchronize(self) -> None:
         """Put what is stepped in place, and rank 0's buffers on every rank. All ranks call it."""
-        self._engine.before_reading()
+        self._engine.reshard_and_sync_masters()
         self.synchronize_buffers()
 
     def synchronize_buffers(self) -> None:
@@ -234,7 +234,7 @@ class Checkpoints(CheckpointIO):
     def end_of_training(self) -> None:
         """Have everything saved; CheckpointError: a save in the background has failed. All ranks call it."""
         self._training = False
-        self._engine.before_reading()  # what hooks have written since the last step
+        self._engine.reshard_and_sync_masters()  # what hooks have written since the last step
         self._settle()
         self.saver.finish()
 
@@ -334,7 +334,7 @@ class Checkpoints(CheckpointIO):
             self.remove_converted()
         if begins:
             _warn_of(report, [*report.overridden, *schedulers], strict=strict, configured=configured)
-        self._engine.publish()
+        self._engine.refresh_model_weights()
         if self.averaging is not None:
             self.averaging.loaded(state, averages=report.averages)
         if optimizers:

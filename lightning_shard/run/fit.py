@@ -254,7 +254,7 @@ def settle_fit(
 def begin_averaging(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None) -> None:
     """Let an `EMACallback`, if any, average what is engaged; ConfigurationError: that lies in files."""
     for callback in callbacks.callbacks_of(trainer, EMACallback):
-        if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):
+        if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.memory_breakdown()):
             raise ConfigurationError(
                 "EMACallback averages the masters in every step, but with the optimizer offloaded to NVMe they lie in "
                 "files. Use offload_optimizer with device: cpu."
@@ -271,5 +271,5 @@ def keeps_optimizers(engine: Engine, module: nn.Module, optimizers: Sequence[Opt
     stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if engine.steps_itself or not all(id(parameter) in present for parameter in stepped):
         return False
-    engine.engage(optimizers)
+    engine.attach_optimizers(optimizers)
     return True

@@ -106,7 +106,7 @@ def full_parameters(
     asked = _asked(names, names_of(), named_parameters(checkpoints.module))
     live: Mapping[str, LiveTensor | None]
     if kind == "gradient":
-        engine.before_reading()
+        engine.reshard_and_sync_masters()
         known = names_of()
         live = {name: engine.tensors.gradient(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
         asked = {fqn: name for fqn, name in asked.items() if live[name] is not None}
@@ -125,7 +125,7 @@ def full_parameters(
     finally:
         tensors.close()
     if write and kind == "parameter":
-        engine.publish()
+        engine.refresh_model_weights()
     tensors.refuse_late_changes()
 
 
@@ -308,7 +308,7 @@ def write_full(engine: Engine, checkpoints: Checkpoints, fqn: str, value: Tensor
         raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
     _write(live, fqn, value, kind)
     if kind == "parameter":
-        engine.publish()
+        engine.refresh_model_weights()
 
 
 def _write(live: LiveTensor, fqn: str, value: Tensor, kind: str) -> None:
@@ -324,7 +324,7 @@ def _live(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) -> Live
     if kind == "parameter":
         checkpoints.synchronize()
     elif kind == "gradient":
-        engine.before_reading()
+        engine.reshard_and_sync_masters()
     else:
         engine.before_saving()
     names, tensors = fqns(checkpoints.module), engine.tensors

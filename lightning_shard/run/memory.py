@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import processes
 from lightning_shard.engines.engine import Engine, PlannedRun
-from lightning_shard.engines.resident import Resident, is_sharded
+from lightning_shard.engines.memory_breakdown import Resident, is_sharded
 from lightning_shard.memory import MemoryAccount, most
 from lightning_shard.meters.memory_account import StepMeter, account, advice, append_to_message, is_out_of_memory
 from lightning_shard.planning.memory_trace import Step, batch_size_of, trace_step
@@ -34,7 +34,7 @@ class Memory:
 
     def resident(self) -> Iterable[Resident]:
         """All live tensors of the run on this rank but activations, by kind and memory. No communication."""
-        found = list(self._engine.tensors.resident())
+        found = list(self._engine.tensors.memory_breakdown())
         if self.averaging is not None:
             beside = next((r.memory for kind in ("masters", "parameters") for r in found if r.kind == kind), "device")
             found += self.averaging.resident("host" if beside == "nvme" else beside)
@@ -56,7 +56,8 @@ class Memory:
         """
         if self._facts is None:
             return None
-        points = step_points(self._training(self._facts, optimizers), self._engine.facts(self._module, self._run), None)
+        engine = self._engine.memory_model(self._module, self._run)
+        points = step_points(self._training(self._facts, optimizers), engine, None)
         return with_averages(most(*(point.account for point in points)), getattr(self.averaging, "place", None))
 
     def _training(self, model: ModelFacts, optimizers: Sequence[Optimizer]) -> Training:
@@ -74,7 +75,7 @@ class Memory:
         size, policy = batch_size_of(step.batch), self._run.policy
         traces = [trace_step(module, step, policy, mode, batch_size=each) for each in (size, 2 * size)]
         training = self._training(facts_of(module, self._engine), optimizers)
-        engine = self._engine.facts(self._module, self._run)
+        engine = self._engine.memory_model(self._module, self._run)
         averages, cpu = getattr(self.averaging, "place", None), self._device.type == "cpu"
         run = Run(training=training, engine=engine, traces=tuple(traces), averages=averages, cpu=cpu)
         found = largest_batch(run, limit)
@@ -83,7 +84,7 @@ class Memory:
     def advice(self, account: MemoryAccount) -> str:
         """What would need less of a device than ``account``, in lines to read. No communication."""
         self.advised = True
-        facts = self._engine.facts(self._module, self._run)
+        facts = self._engine.memory_model(self._module, self._run)
         return advice(account, facts, aligned=self._run.aligned, checkpointing=self._recomputes)
 
 

@@ -188,7 +188,8 @@ def _open_newest(trainer: Trainer, checkpoints: Checkpoints, why: str) -> tuple[
 
 def warn_of_nonfinite(engine: Engine) -> None:
     """After training: warn if weights of rank 0 are inf or NaN, which train on without a word."""
-    tensors = [r.tensor for r in engine.tensors.resident() if r.kind == "parameters" and isinstance(r.tensor, Tensor)]
+    parameters = [live.tensor for live in engine.tensors.memory_breakdown() if live.kind == "parameters"]
+    tensors = [tensor for tensor in parameters if isinstance(tensor, Tensor)]
     # Quantised ones, integers or float8, have no norm.
     weights = [t for t in tensors if t.is_floating_point() and t.itemsize > 1]
     if not all_finite(weights, device=torch.device("cpu")):

@@ -101,7 +101,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
     @property
     def deepspeed_config(self) -> dict[str, Any]:
         """The full configuration that DeepSpeed was given, "auto" resolved; empty before a run. It is saved too."""
-        return {} if self._engine is None else dict(self._engine.notes()["deepspeed_config"])
+        return {} if self._engine is None else dict(self._engine.checkpoint_metadata()["deepspeed_config"])
 
     @override
     def setup_environment(self) -> None:

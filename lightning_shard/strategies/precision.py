@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_shard._lightning import loops
 from lightning_shard.arguments import Given, checked
 from lightning_shard.engines.engine import Engine, Run
-from lightning_shard.engines.refusals import refuse_second_pass
+from lightning_shard.engines.module_checks import refuse_second_pass
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaler, LossScaling, state_from_dict
@@ -239,7 +239,7 @@ class ShardPrecision(Precision):
         if self._scale is not None:
             _log_number(model, "loss_scale", self._scale.state.scale)
         self._after_closure(model, optimizer)
-        engine.step(optimizer, skip=self.step_skipped, **kwargs)
+        engine.step_optimizer(optimizer, skip=self.step_skipped, **kwargs)
         if self._scale is not None:
             self._scale.stepped(optimizer, self._optimizers, self._gradients, counts=counts)
         return result

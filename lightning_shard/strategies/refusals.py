@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.files.location import location
 from lightning_shard.cluster.traces import keep_user_frames
 from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.refusals import MIXED, RELEASED, DifferentUse
+from lightning_shard.engines.module_checks import MIXED, RELEASED, DifferentUse
 from lightning_shard.errors import ConfigurationError, PrecisionError, ShardError
 from lightning_shard.meters.memory_account import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short

@@ -27,7 +27,7 @@ from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm_job import check_launch, read_job
 from lightning_shard.engines import self_check
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
-from lightning_shard.engines.facts import plain_settings
+from lightning_shard.engines.memory_model import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.unsharding import make_plain
 from lightning_shard.mesh import resolve_mesh
@@ -198,7 +198,7 @@ class ShardStrategy(ParallelStrategy):
         processes.share_cores(self.num_processes)
         reset_seed()
         self.set_world_ranks()
-        own = {**plain_settings(self._settings), **self.engine_for().settings()}
+        own = {**plain_settings(self._settings), **self.engine_for().resolved_config()}
         compared, written = parts.fit.compared_settings(self, own, trainer), self._identity.root if self._fits else None
         self._watch.record_into(self._identity.failure_folder)
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
@@ -262,7 +262,7 @@ class ShardStrategy(ParallelStrategy):
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.fit.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
-        optimizers, schedule = engine.engage(made)
+        optimizers, schedule = engine.attach_optimizers(made)
         if optimizers != made:
             self.optimizers = optimizers
         if schedule is not None:
@@ -341,7 +341,7 @@ class ShardStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         result = self._ledger.step(optimizer, closure, lambda closure: step(closure=closure))
-        self.engine.before_reading()  # what a forward without a backward left gathered is old now
+        self.engine.reshard_and_sync_masters()  # what a forward without a backward left gathered is old now
         return result
 
     @override
@@ -384,7 +384,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.engine.before_reading()  # frees what the last evaluation forward left gathered
+        self.engine.reshard_and_sync_masters()  # frees what the last evaluation forward left gathered
         self._saves.after_validation()
 
     on_test_end = on_predict_end = on_validation_end
@@ -407,7 +407,7 @@ class ShardStrategy(ParallelStrategy):
             self.checkpoints.end()
             self.model = self.lightning_module
             if self._engine is not None:
-                self._engine.close(failed=self._failed)
+                self._engine.release_module(failed=self._failed)
                 if self._settings.unshard_after_fit and self._fits and not self._failed:
                     make_plain(self._module, device=torch.device("cpu"))
                     self._reset_optimizers_and_schedulers()  # of the shards

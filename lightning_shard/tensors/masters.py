@@ -41,4 +41,4 @@ def live_tensors(tensors: Mapping[str, Tensor]) -> dict[str, LiveTensor]:
 def publish(tensors: Iterable[Tensor]) -> None:
     """Let the modules of ``tensors`` see what was written into their masters. All ranks call it with the same ones."""
     for owner in dict.fromkeys(_found[tensor][1] for tensor in tensors if tensor in _found):
-        owner.publish()
+        owner.refresh_model_weights()

@@ -21,7 +21,7 @@ from lightning_shard import ConfigurationError
 from lightning_shard.callbacks.memory_report import MemoryCallback
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
-from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
+from lightning_shard.engines.memory_model import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.flops import FlopCount
 from lightning_shard.meters.memory_account import (

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
+from lightning_shard.engines.torch_optimizer_engine import ModuleTensors
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatOptimizer, FlatSlice, FlatTensor, torch_optimizer
@@ -225,8 +225,8 @@ class FlatHead(TorchDDP):
     flattened: int = 0
     """How often the optimizer's state was asked for."""
 
-    def before_reading(self) -> None:
-        super().before_reading()
+    def reshard_and_sync_masters(self) -> None:
+        super().reshard_and_sync_masters()
         self.rows = self.my_rows().flatten().clone()
 
     def my_rows(self) -> Tensor:
@@ -237,7 +237,7 @@ class FlatHead(TorchDDP):
     def tensors(self) -> ModuleTensors:
         return FlatHeadTensors(engine=self, module=self._module, stepping=self._optimizers, device=self._run.device)
 
-    def publish(self) -> None:
+    def refresh_model_weights(self) -> None:
         weight = self._module.head.weight.detach()
         self.my_rows().copy_(self.rows.view_as(self.my_rows()))
         for rank, rows in enumerate((weight[: len(weight) // 2], weight[len(weight) // 2 :])):

@@ -195,10 +195,10 @@ def _fit(
         else None
     )
     module = kind()
-    facts = engine.facts(module, planned)
+    facts = engine.memory_model(module, planned)
     mesh = build_mesh((ranks // facts.shards, facts.shards), device_type="cpu")
     engine.prepare(module, Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True))
-    (optimizer,), _ = engine.engage([torch.optim.AdamW(module.parameters(), lr=lr)])
+    (optimizer,), _ = engine.attach_optimizers([torch.optim.AdamW(module.parameters(), lr=lr)])
     losses = []
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     for _ in range(steps):
@@ -206,15 +206,15 @@ def _fit(
         loss = engine.forward(lambda x: module(x).square().mean(), batch)
         engine.backward(loss, lambda value: value.backward(), overridden=False)
         engine.finish_gradients()
-        engine.step(optimizer, skip=False)
+        engine.step_optimizer(optimizer, skip=False)
         optimizer.zero_grad()
         module.after_step()
         losses.append(loss.detach())
-    engine.before_reading()
-    assert engine.facts(module, planned) == facts, "what was planned is another engine than the one that ran"
+    engine.reshard_and_sync_masters()
+    assert engine.memory_model(module, planned) == facts, "what was planned is another engine than the one that ran"
     masters, own = engine.tensors.masters(), fqns(module).tensors
     found = {fqn: gather_full(masters.get(fqn, tensor), device=CPU) for fqn, tensor in own.items()}
-    engine.close(failed=False)
+    engine.release_module(failed=False)
     if connection is not None:
         connection.undo()
     return found, losses

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lightning_shard.engines import parameter_use
+from lightning_shard.engines.module_checks import DifferentUse
 from lightning_shard.engines.parameter_use import TRAINING, ParameterUse
-from lightning_shard.engines.refusals import DifferentUse
 
 SECONDS = 5.0
 

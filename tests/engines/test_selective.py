@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import transforms
 from lightning_shard.engines.activation_offload import HostInputs
-from lightning_shard.engines.resident import module_tensors
+from lightning_shard.engines.memory_breakdown import module_tensors
 from lightning_shard.engines.transforms import (
     Checkpointing,
     checkpoint_forward,

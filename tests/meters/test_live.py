@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from lightning_shard import ShardDeepSpeedStrategy
-from lightning_shard.engines.resident import Resident, module_tensors
+from lightning_shard.engines.memory_breakdown import Resident, module_tensors
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.memory_account import StepMeter, account

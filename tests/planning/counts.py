@@ -144,7 +144,7 @@ def count(model: str, name: str, precision: str) -> tuple[dict[str, int], dict[s
     optimizer = whole.configure_optimizers()
     optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
     facts = facts_of(whole, strategy.engine_for(whole), groups=optimizer.param_groups)
-    engine = strategy.engine_for(whole).facts(
+    engine = strategy.engine_for(whole).memory_model(
         whole, strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu")
     )
     slots = OptimizerFacts(slots=(None,) * SLOTS[model], fixed_bytes=4 if SLOTS[model] == 2 else 0)

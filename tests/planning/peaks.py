@@ -222,7 +222,7 @@ def peaks(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     facts = facts_of(whole, strategy.engine_for(whole), groups=groups)
     run = strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches)
-    engine = strategy.engine_for(whole).facts(whole, run)
+    engine = strategy.engine_for(whole).memory_model(whole, run)
     traced = [trace_optimizer(whole, optimizer, mode) for optimizer in optimizers]
     found = facts_of_several(optimizers, traced, torch.float32)
     step = Step(

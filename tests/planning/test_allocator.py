@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
+from lightning_shard.engines.memory_model import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.engines.units import find_units
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.device_memory import BLOCKS, CONTEXT, CUBLAS, NCCL, Allocator, DeviceMemory, MiB, replay

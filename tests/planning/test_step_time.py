@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
+from lightning_shard.engines.memory_model import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.planning.memory_trace import Segment, Trace
 from lightning_shard.planning.model_facts import Training
 from lightning_shard.planning.operators import Device, OperatorTimes, Work, product_seconds

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_shard.engines.facts import TorchDDPFacts
+from lightning_shard.engines.memory_model import TorchDDPFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.units import find_units
 from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step

@@ -62,7 +62,7 @@ def prepared(module: nn.Module, precision: str = "32-true", *, fitting: bool = T
     run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=fitting)
     engine.prepare(module, run)
     if fitting:
-        engine.engage([torch.optim.AdamW(module.parameters(), lr=0.1)])
+        engine.attach_optimizers([torch.optim.AdamW(module.parameters(), lr=0.1)])
     return engine, run
 
 
@@ -71,9 +71,9 @@ def step(engine: Engine, module: nn.Module, batch: torch.Tensor) -> None:
     engine.backward(loss, lambda value: value.backward(), overridden=False)
     engine.finish_gradients()
     for optimizer in engine.tensors.optimizers():
-        engine.step(optimizer, skip=False)  # type: ignore[arg-type]
+        engine.step_optimizer(optimizer, skip=False)  # type: ignore[arg-type]
         optimizer.zero_grad()  # type: ignore[union-attr]
-    engine.before_reading()
+    engine.reshard_and_sync_masters()
 
 
 # Checkpoints and full tensors
@@ -213,7 +213,7 @@ def _ledger() -> str:
     mesh = build_mesh((1, ranks), device_type="cpu")
     run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True)
     engine.prepare(module, run)
-    (optimizer,), _ = engine.engage([torch.optim.AdamW(module.parameters(), lr=0.1)])
+    (optimizer,), _ = engine.attach_optimizers([torch.optim.AdamW(module.parameters(), lr=0.1)])
     ledger.start_of_fit([optimizer])
 
     def closure() -> None:

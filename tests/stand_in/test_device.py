@@ -197,7 +197,7 @@ def _start(stage: int, offload: bool) -> tuple[int, int]:
     torch.accelerator.reset_peak_memory_stats()
     trainer.fit(module, DataLoader(torch.randn(8, 256), 2))
     training = Training(model=facts_of(module, strategy.engine), policy=strategy.policy)
-    (start,) = start_points(training, strategy.engine.facts(module, strategy.planned_run()))
+    (start,) = start_points(training, strategy.engine.memory_model(module, strategy.planned_run()))
     return found[0] - before, start.account.device.total
 
 

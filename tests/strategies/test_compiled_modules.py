@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError, WrappingError, full_tensor, set_full_tensor
 from lightning_shard.checkpoint.inspect import open_any
-from lightning_shard.engines.refusals import refuse_compiled
+from lightning_shard.engines.module_checks import refuse_compiled
 from lightning_shard.engines.units import UnitRule, find_units
 from lightning_shard.registry import build
 from lightning_shard.tensors.names import fqns, named_parameters

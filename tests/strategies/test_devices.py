@@ -103,7 +103,7 @@ def test_symmetric_memory_is_asked_of_torch_for_every_unit(monkeypatch: pytest.M
     engine.check(planned)
     mesh = build_mesh((1, 1), device_type="cpu")
     engine.prepare(module, Run(planned=planned, device=torch.device("cpu"), mesh=mesh, seed=1, fitting=True))
-    engine.close(failed=False)
+    engine.release_module(failed=False)
     assert asked == [module, *module]
 
 

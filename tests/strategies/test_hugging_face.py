@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_shard import ConfigurationError, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from lightning_shard.engines.fully_shard import skip_layers
-from lightning_shard.engines.refusals import refuse_sharded
+from lightning_shard.engines.module_checks import refuse_sharded
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import Final, llama, quiet_trainer

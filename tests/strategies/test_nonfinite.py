@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigurationError, DataError, EMACallback, ShardPrecision, full_tensor
-from lightning_shard.engines.resident import Resident
+from lightning_shard.engines.memory_breakdown import Resident
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.registry import build
 from lightning_shard.run.nonfinite import warn_of_nonfinite
@@ -356,7 +356,7 @@ def test_refused(wrong: Any) -> None:
 def test_weights_that_are_quantised_are_not_looked_at_after_training() -> None:
     kinds = (torch.int8, torch.float8_e4m3fn, torch.float32)
     resident = [Resident("parameters", "device", torch.ones(3).to(kind)) for kind in kinds]
-    engine: Any = SimpleNamespace(tensors=SimpleNamespace(resident=lambda: resident))
+    engine: Any = SimpleNamespace(tensors=SimpleNamespace(memory_breakdown=lambda: resident))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_nonfinite(engine)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_shard import PreemptionConfig, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy, registry
-from lightning_shard.engines.facts import plain_settings
+from lightning_shard.engines.memory_model import plain_settings
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
 from lightning_shard.errors import WrappingError
 from lightning_shard.mesh import MeshConfig
@@ -21,7 +21,7 @@ from lightning_shard.strategies.strategy import ShardStrategy
 
 def compared(strategy: ShardStrategy) -> dict[str, Any]:
     """What ranks tell each other of a strategy, as text."""
-    settings = {**plain_settings(strategy._settings), **strategy.engine_for().settings()}
+    settings = {**plain_settings(strategy._settings), **strategy.engine_for().resolved_config()}
     return json.loads(json.dumps({"class": type(strategy).__name__, **settings}))
 
 

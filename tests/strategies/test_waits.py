@@ -24,7 +24,7 @@ EVERYWHERE = {
     "lightning_shard/cluster/preemption.py:finish",
     # The optimizer's count of steps, which torch keeps on the host.
     "lightning/pytorch/plugins/precision/precision.py:optimizer_step",
-    "lightning_shard/engines/own_parameters.py:step",
+    "lightning_shard/engines/torch_optimizer_engine.py:step_optimizer",
     "deepspeed/runtime/bf16_optimizer.py:step",
     "deepspeed/runtime/zero/stage_1_and_2.py:_optimizer_step",
     "deepspeed/runtime/zero/stage3.py:step_with_gradscaler",

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard import devices
-from lightning_shard.engines import earlier_parameters, refusals, unsharding
+from lightning_shard.engines import module_checks, optimizer_remap, unsharding
 from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignStepCheck
-from lightning_shard.engines.facts import EngineFacts, deepspeed_facts, plain_settings
+from lightning_shard.engines.memory_model import EngineFacts, deepspeed_facts, plain_settings
 from lightning_shard.engines.optimizer_probe import rests_at_zero
-from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.parameter_use import TRAINING, ParameterUse
 from lightning_shard.engines.torch_ddp import prepare_replica
+from lightning_shard.engines.torch_optimizer_engine import ModuleTensors
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.engines.zero import layout, offload, process, running
@@ -42,8 +42,8 @@ from lightning_shard.tensors.tracing import version
 
 
 class Zero(Engine):
-    """See `Engine`. A fit begins with a plain module, whose parameters `engage` hands to DeepSpeed together with the
-    optimizer; an evaluation needs DeepSpeed in stage 3 alone.
+    """See `Engine`. A fit begins with a plain module. `attach_optimizers` hands its parameters to DeepSpeed together
+    with the optimizer. Evaluation needs DeepSpeed in stage 3 alone.
     """
 
     name = "deepspeed"
@@ -99,27 +99,27 @@ class Zero(Engine):
             return policy
         return replace(policy, loss_scale=loss_scale)
 
-    def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
+    def memory_model(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         # Of a run that goes on, what DeepSpeed was given.
         config = self._config or deepspeed_config(self._settings, planned_facts(module, run))
         return deepspeed_facts(config, ranks=run.ranks, accumulate=run.policy.accumulate, device_type=run.device_type)
 
-    def settings(self) -> Mapping[str, Any]:
+    def resolved_config(self) -> Mapping[str, Any]:
         return plain_settings(self._settings.fields, self._forward_options, mesh=self._mesh)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
         unsharding.unguard(module)
-        earlier_parameters.remember(module)
-        refusals.refuse_sharded(module, self._called, by_zero=self._stage < 3)
+        optimizer_remap.remember(module)
+        module_checks.refuse_sharded(module, self._called, by_zero=self._stage < 3)
         if run.fitting:
-            refusals.refuse_double(module, self._called, run.policy.compute)
-            refusals.refuse_kinds(module, self._called, hooked=self._stage == 3)
+            module_checks.refuse_double(module, self._called, run.policy.compute)
+            module_checks.refuse_kinds(module, self._called, hooked=self._stage == 3)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
         else:
-            refusals.refuse_compiled(module, self._called)
-            refusals.refuse_lists(module, self._called)
+            module_checks.refuse_compiled(module, self._called)
+            module_checks.refuse_lists(module, self._called)
             self._closing.callback(unsharding.guard, module)
         self._closing.callback(self._to_host)
         if run.fitting:
@@ -149,8 +149,8 @@ class Zero(Engine):
         self._partition([])
         self._start(None)
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
-        earlier_parameters.follow(optimizers, self._module)
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
+        optimizer_remap.follow(optimizers, self._module)
         check_optimizers(self._settings, optimizers)
         self._optimizers = optimizers
         self._foreign_steps = ForeignStepCheck(self._module, optimizers)
@@ -179,7 +179,7 @@ class Zero(Engine):
         self._writes = self._values.check_writes(running, self._called)
         self._closing.callback(self._writes.close)
         self._note_written()
-        self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
+        self._closing.callback(module_checks.refuse_new_groups(self._optimizers, self._called))
         self._closing.callback(masters.register(self._module, self))
         return list(self._optimizers), running.scheduler
 
@@ -249,7 +249,7 @@ class Zero(Engine):
         )
         # An earlier run's masters win.
         self._values.loaded = {**loaded, **self._values.loaded}
-        earlier_parameters.follow(optimizers, self._module)
+        optimizer_remap.follow(optimizers, self._module)
 
     def _start(self, optimizer: Optimizer | None) -> Running:
         self._running = running.start(
@@ -316,18 +316,18 @@ class Zero(Engine):
         return output
 
     def _inside(self, kind: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with refusals.explained(self._called), self._use.step(kind):
+        with module_checks.explained(self._called), self._use.step(kind):
             return running.run(self._started, step, *args, **kwargs)
 
     @property
     def _started(self) -> Running:
-        assert self._running is not None, "DeepSpeed's engine is started by engage"
+        assert self._running is not None, "DeepSpeed's engine is started by attach_optimizers"
         return self._running
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         self._stepping.check_backward()
         self._use.came.clear()
-        with refusals.explained(self._called):
+        with module_checks.explained(self._called):
             running.backward(self._started, loss, call if overridden else None, **kwargs)
         if self._unused is not None and self._run.automatic:
             self._unused.after_micro_batch()
@@ -350,7 +350,7 @@ class Zero(Engine):
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         return self.tensors.gradients(optimizer), self._run.mesh
 
-    def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+    def step_optimizer(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self._settle_writes(together=True)
         if not self._run.automatic:
             # Each backward pass is over a part of the model.
@@ -373,13 +373,13 @@ class Zero(Engine):
             "Freeze before the fit, or use shard_fsdp."
         )
 
-    def before_reading(self) -> None:
+    def reshard_and_sync_masters(self) -> None:
         self._settle_writes(together=False)
 
     def begin_writing(self) -> None:
-        self._masters_written = []  # Until `publish` all ranks take the masters for changed.
+        self._masters_written = []  # Until `refresh_model_weights` all ranks take the masters for changed.
 
-    def publish(self) -> None:
+    def refresh_model_weights(self) -> None:
         self._values.show(self._running, device=self._run.device)
         self._note_written()
 
@@ -387,10 +387,10 @@ class Zero(Engine):
         if self._running is not None and self._running.optimizer is not None:
             running.replay_cpu_adam(self._running.optimizer, self._running.groups)
 
-    def notes(self) -> Mapping[str, Any]:
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
         return {"deepspeed_config": self._config}
 
-    def close(self, *, failed: bool) -> None:
+    def release_module(self, *, failed: bool) -> None:
         """Take DeepSpeed off: full parameters get their masters' values; sharded ones stay for another run."""
         self._failed = failed
         # What was prepared so far, in reverse order.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_shard.engines.memory_breakdown import Resident, buffers, memory_of, optimizer_tensors, tensors_in
 from lightning_shard.engines.parameter_use import ParameterUse
-from lightning_shard.engines.resident import Resident, buffers, memory_of, optimizer_tensors, tensors_in
 from lightning_shard.engines.whole_steps import Shard, WholeSteps
 from lightning_shard.engines.zero import layout, running, swapping
 from lightning_shard.engines.zero.running import Running
@@ -91,7 +91,7 @@ class FlatTensors:
         flat = FlatOptimizer(optimizer=self.running.optimizer, groups=self.running.groups)
         return [whole.owned() for whole in self._whole.values()] or [flat]
 
-    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
+    def stepped_parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
         if optimizer in self._whole:
             return self._whole[optimizer].stepped()
         return [(m.fqn, group.flat) for group in self.running.groups for m in group.members if m.stepped]
@@ -104,7 +104,7 @@ class FlatTensors:
         names: dict[Tensor, str] = {p: n for p, n in parameter_names(self._module).items() if p.requires_grad}
         return dict(layout.accumulated(self.running.zero, self.running.groups, names))
 
-    def resident(self) -> Iterator[Resident]:
+    def memory_breakdown(self) -> Iterator[Resident]:
         """Those in files are the ones mapped between steps."""
         zero, parameters, device = self.running.zero, self._parameters, self._device
         stage_3 = layout.kind(zero) == layout.STAGE_3

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_shard.engines import earlier_parameters
+from lightning_shard.engines import optimizer_remap
 from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.external_writes import ForeignStepCheck
-from lightning_shard.engines.facts import plain_settings
+from lightning_shard.engines.memory_breakdown import Resident, module_tensors, unsharded
+from lightning_shard.engines.memory_model import plain_settings
 from lightning_shard.engines.replicated import common_random_numbers, full_parameters_apart
-from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.mesh import REPLICATE, SHARD
@@ -26,7 +26,7 @@ from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import parameter_names
 
 
-class StepsOwnParameters(Engine):
+class TorchOptimizerEngine(Engine):
     """Base of such engines; see `lightning_shard.engines.engine.Engine`."""
 
     steps_itself = False
@@ -58,11 +58,11 @@ class StepsOwnParameters(Engine):
             at_boundary=self._at_boundary,
         )
 
-    def settings(self) -> Mapping[str, Any]:
+    def resolved_config(self) -> Mapping[str, Any]:
         return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
-        earlier_parameters.follow(optimizers, self._module)
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
+        optimizer_remap.follow(optimizers, self._module)
         self._optimizers = optimizers
         self._foreign_steps = ForeignStepCheck(self._module, optimizers)
         self._closing.callback(self._foreign_steps.close)
@@ -75,7 +75,7 @@ class StepsOwnParameters(Engine):
         mesh = self._run.mesh[REPLICATE]
         return mesh.get_group() if mesh.size() > 1 else None
 
-    def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+    def step_optimizer(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         if skip:
             return
         whole, mesh = self._whole.get(id(optimizer)), self._run.mesh
@@ -95,7 +95,7 @@ class StepsOwnParameters(Engine):
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
-    def close(self, *, failed: bool) -> None:
+    def release_module(self, *, failed: bool) -> None:
         # What was prepared so far, in reverse order.
         self._closing.close()
 
@@ -120,7 +120,7 @@ class ModuleTensors:
     def optimizers(self) -> Sequence[AnyOptimizer]:
         return [self.whole[id(o)].owned() if id(o) in self.whole else o for o in self.stepping]
 
-    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+    def stepped_parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
         if id(optimizer) in self.whole:
             return self.whole[id(optimizer)].stepped()
         if not self.live:
@@ -141,7 +141,7 @@ class ModuleTensors:
                 found.setdefault(fqn, parameter.grad)
         return found
 
-    def resident(self) -> Iterable[Resident]:
+    def memory_breakdown(self) -> Iterable[Resident]:
         return module_tensors(self.module, self.stepping, device=self.device, wrapper=self.wrapper)
 
     def unsharded(self) -> Iterable[Resident]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.engines.refusals import refuse_double, refuse_kinds
+from lightning_shard.engines.module_checks import refuse_double, refuse_kinds
 from lightning_shard.errors import ConfigurationError
 
 
