@@ -82,8 +82,7 @@ class FitLedger(RunLedger):
         self._undo = [optimizer.register_step_post_hook(self._read_step).remove for optimizer in self._optimizers]
 
     def _read_module(self, stage: str) -> None:
-        stepped = self._engine.tensors.stepped_parameters
-        steps_masters = any(stepped(optimizer) is not None for optimizer in self._optimizers)
+        steps_masters = any(self._engine.tensors.stepped_parameters(o) is not None for o in self._optimizers)
         for name, kind, tensor in _named_tensors(self._module):
             entry = self._entries.setdefault(name, Entry(kind=kind))
             if stage != "loaded" and kind in ("trainable", "frozen") and steps_masters:
