@@ -28,7 +28,7 @@ from lightning_shard.text import did_you_mean
 
 if TYPE_CHECKING:
     from lightning_shard.callbacks.ema import EMACallback
-    from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
+    from lightning_shard.checkpoint.foreign.pretrained_weights import load_pretrained
     from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.commands.cli import ShardCLI
     from lightning_shard.engines.units import UnitRule
@@ -65,7 +65,7 @@ __all__ = [
 # Public names, whose modules import engines or jsonargparse.
 _MODULES = {
     "callbacks.ema": "EMACallback",
-    "checkpoint.foreign.pretrained": "load_pretrained",
+    "checkpoint.foreign.pretrained_weights": "load_pretrained",
     "cluster.preemption": "PreemptionConfig",
     "commands.cli": "ShardCLI",
     "engines.units": "UnitRule",

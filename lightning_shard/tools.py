@@ -10,7 +10,7 @@ from lightning_shard.arguments import read
 from lightning_shard.checkpoint.files.layout import again_if_replaced
 from lightning_shard.checkpoint.files.location import StorePath, location, refuse_url
 from lightning_shard.checkpoint.files.manifest import FULL, PORTABLE
-from lightning_shard.checkpoint.foreign.hugging_face import export as export_contents
+from lightning_shard.checkpoint.foreign.hugging_face_folders import export as export_contents
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any, verify
 from lightning_shard.checkpoint.save import write_portable

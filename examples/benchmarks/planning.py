@@ -31,7 +31,7 @@ from lightning_shard.checkpoint.files.boxes import BoxesByRank, DecodedBoxes, Te
 from lightning_shard.checkpoint.files.layout import BOXES, FileEntry
 from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry
 from lightning_shard.checkpoint.files.tensor_files import Written, data_file, describe_boxes
-from lightning_shard.checkpoint.plan import LocalBoxes, divide, local_boxes, who_describes
+from lightning_shard.checkpoint.save_plan import LocalBoxes, divide, local_boxes, who_describes
 from lightning_shard.tensors.flat import boxes
 
 LAYOUTS = {"rows": "sharded by rows (FSDP2)", "flat": "flat partitions (ZeRO)", "whole": "replicas (DDP)"}

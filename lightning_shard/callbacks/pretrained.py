@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shard.arguments import checked
-from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
+from lightning_shard.checkpoint.foreign.pretrained_weights import load_pretrained
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.names import class_name
 

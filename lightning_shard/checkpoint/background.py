@@ -1,9 +1,9 @@
-"""The saves of a run, one after the other, of which the last may still be written while training goes on.
+"""The saves of a run, one after another. The last one may still be written while training goes on.
 
-A save in the background blocks its caller for the plan, kept from the save before while shards stay, and for copying
-this rank's boxes to the host. The rest is the code of any other save, over a process group of its own, in a thread:
-hashing, writing and syncing keep no interpreter lock, and steps were measured to take as long beside a process, which
-costs a second interpreter with torch for each rank, and shared memory, which is not pinned.
+A save in the background blocks its caller for the plan, which is kept while shards stay, and for copying this rank's
+boxes to the host. A thread does the rest, with the code of any other save and a process group of its own. A thread is
+enough: hashing, writing and syncing release the interpreter lock, and steps were measured to take as long with a
+process. A process would cost a second interpreter with torch for each rank, and shared memory is not pinned.
 """
 
 import os
@@ -24,124 +24,129 @@ from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.commit import BackgroundWrite
 from lightning_shard.checkpoint.files.location import AnyPath
 from lightning_shard.checkpoint.files.manifest import Contents
-from lightning_shard.checkpoint.files.tensor_files import Values
-from lightning_shard.checkpoint.foreign.hugging_face import Skeleton
-from lightning_shard.checkpoint.plan import Plans, live_values
-from lightning_shard.checkpoint.save import begin_any
+from lightning_shard.checkpoint.files.tensor_files import ReadBox
+from lightning_shard.checkpoint.foreign.hugging_face_folders import Skeleton
+from lightning_shard.checkpoint.save import prepare_save
+from lightning_shard.checkpoint.save_plan import SavePlanner, live_values
 from lightning_shard.cluster.preemption import DelayedMax
 from lightning_shard.ranks import Ranks
 
-Collect = Callable[[], Contents]
-
-# What a rank says of its write ahead of each step; the largest is what all say. 0 is none of them: said by nobody yet.
+# The state of its write that a rank reports before each step. The group takes the largest. 0 means no report yet.
 _ENDED, _GOES_ON = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ongoing:
-    path: AnyPath  # As it was given, the same on every rank.
+    path: AnyPath  # as it was given, the same on every rank
     write: BackgroundWrite
     outcome: DelayedMax
-    links: set[str] = field(default_factory=set)  # Names that become links to it.
+    links: set[str] = field(default_factory=set)  # names that become links to it
 
 
 class Saver:
-    """Saves the checkpoints of one run. All ranks call each method in the same order, but where it says otherwise."""
+    """Saves the checkpoints of one run. Unless said otherwise, all ranks call each method in the same order."""
 
     def __init__(self) -> None:
-        self._plans, self._buffers = Plans(), HostBuffers()
+        self._planner, self._buffers = SavePlanner(), HostBuffers()
         self._ongoing: _Ongoing | None = None
         self._longest_seconds = 0.0
 
     def save(
-        self, path: AnyPath, collect: Collect, *, background: bool, wanted: Callable[[], Skeleton] | None = None
+        self,
+        path: AnyPath,
+        collect: Callable[[], Contents],
+        *,
+        background: bool,
+        make_skeleton: Callable[[], Skeleton] | None = None,
     ) -> None:
-        """Save to ``path`` in the form that its name says, both the same on every rank, once an earlier save is
-        complete. ``collect`` gives what is saved, without communication; ``background``: return as soon as the tensors
-        may change. CheckpointError, the same on every rank, also for an earlier save that failed in the background.
+        """Save to ``path``, the same on every rank, in the form that its name says. An earlier save is waited for.
+
+        ``collect`` returns the contents without communication. ``background``: return as soon as the tensors may
+        change. CheckpointError, the same on every rank, also for an earlier save that failed in the background.
         """
-        self.finish()
+        self.finish_background_save()
         started = time.monotonic()
         ranks, writing = Ranks.of(), Ranks.in_background() if background else None
-        begun = begin_any(ranks, path, collect, self._plans, wanted)
-        live = live_values(begun.state.tensors)
+        pending = prepare_save(ranks, path, collect, self._planner, make_skeleton)
+        live = live_values(pending.contents.tensors)
         if writing is None:
-            # torch's own checksums of each record cost as much as ours. The setting holds for the whole process, so
-            # that a background save leaves it: other code may call torch.save meanwhile.
+            # torch's own checksums of each record cost as much as ours. A background save leaves the setting alone: it
+            # holds for the whole process, and other code may call torch.save meanwhile.
             with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-                begun.finish(ranks, live)
-            self._note(started)
+                pending.write(ranks, live)
+            self._note_duration(started)
             return
         try:
-            values = self._buffers.copy(begun.plan.mine, live)
+            values = self._buffers.copy(pending.plan.mine, live)
         except Exception as error:
             failure = error
 
             def values(index: MetadataIndex) -> Tensor:
-                raise failure  # in the thread, where the other ranks learn of it
+                raise failure  # in the thread, which tells the other ranks
 
         def work(write: BackgroundWrite) -> None:
-            begun.finish(writing, values)
-            writing.first(f"removing what {begun.target} replaces", write.completed)
+            pending.write(writing, values)
+            writing.first(f"removing what {pending.target} replaces", write.mark_complete)
             self._buffers.pin()
-            self._note(started)
+            self._note_duration(started)
 
         self._ongoing = _Ongoing(path=path, write=BackgroundWrite(work), outcome=DelayedMax(ranks.group))
 
-    def _note(self, started: float) -> None:
+    def _note_duration(self, started: float) -> None:
         self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
 
     @property
     def reserve_seconds(self) -> float:
-        """How long a save from now on may take: as long as the longest so far, behind the one that goes on."""
+        """Upper estimate of a save's duration: the longest so far, twice if another one has to end first."""
         return self._longest_seconds * (1 if self._ongoing is None else 2)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save goes on in the background, as all ranks were told at one and the same step."""
+        """True while a save goes on in the background. All ranks learn of its end at the same step."""
         return self._ongoing is not None
 
     def is_writing(self, path: str | os.PathLike[str]) -> bool:
-        """Whether the checkpoint at ``path``, or of that link, is still being written, as far as this rank was told."""
+        """True while the checkpoint at ``path``, or at the target of that link, is not known to be complete."""
         names = [] if self._ongoing is None else [str(self._ongoing.path), *self._ongoing.links]
         return os.path.normpath(path) in map(os.path.normpath, names)
 
-    def look(self) -> None:
-        """`finish` ahead of a step if it has ended on all ranks, which learn of it in the same step. No rank waits."""
+    def poll_background_save(self) -> None:
+        """Before a step, call `finish_background_save` if the save has ended on all ranks. No rank waits."""
         if self._ongoing is None:
             return
         own = _GOES_ON if self._ongoing.write.thread.is_alive() else _ENDED
         if self._ongoing.outcome(own) == _ENDED:
-            self.finish()
+            self.finish_background_save()
 
-    def finish(self) -> None:
-        """Wait for the save in the background; CheckpointError, the same on every rank: it has failed."""
+    def finish_background_save(self) -> None:
+        """Wait for the save in the background. CheckpointError, the same on every rank, if it failed."""
         if self._ongoing is not None:
             self._ongoing.outcome.wait_for_largest()
-        failure = self.wait()
+        failure = self._wait()
         if failure is not None:
             raise failure
 
-    def wait(self) -> BaseException | None:
-        """Wait for the save in the background; its error, if it failed. No communication: any rank may call it."""
+    def _wait(self) -> BaseException | None:
         ongoing, self._ongoing = self._ongoing, None
         return None if ongoing is None else ongoing.write.wait()
 
-    def close(self) -> BaseException | None:
-        """`wait`, and give the memory for copies back."""
-        failure = self.wait()
+    def free_buffers(self) -> BaseException | None:
+        """Wait for the save in the background, free the memory of its copies and return its error. No communication:
+        any rank may call it.
+        """
+        failure = self._wait()
         self._buffers = HostBuffers()
         return failure
 
-    def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint once the one that is being written is complete, else never. Rank 0 acts."""
-        self._when_complete(partial(commit.remove, path))
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint once the save in the background is complete. Never, if that fails. Rank 0 acts."""
+        self._when_complete(partial(commit.remove_checkpoint, path))
 
-    def link(self, path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
+    def link_checkpoint(self, path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
         """Make ``name`` a link to the checkpoint at ``path``, once that is complete. Rank 0 acts."""
         if self._ongoing is not None:
             self._ongoing.links.add(os.fspath(name))
-        self._when_complete(partial(commit.link, path, name))
+        self._when_complete(partial(commit.link_checkpoint, path, name))
 
     def _when_complete(self, act: Callable[[], None]) -> None:
         if not Ranks.of().is_first:
@@ -153,10 +158,10 @@ class Saver:
 
 
 class HostBuffers:
-    """Memory for one copy of the boxes that a rank writes, kept from one save to the next.
+    """Host memory for one copy of the boxes that a rank writes, kept from one save to the next.
 
     Copies of boxes on a device are in pinned memory, so that all copies run at once. Pinning takes about as long as a
-    copy, so that it is left to `pin`, which the thread of the first save calls once it has written. Boxes that lie in
+    copy. So it is left to `pin`, which the thread of the first save calls after writing. Boxes that are mapped from
     files are copied to files.
     """
 
@@ -165,11 +170,11 @@ class HostBuffers:
         self._on_device: set[MetadataIndex] = set()
 
     @torch.no_grad()
-    def copy(self, boxes: Sequence[MetadataIndex], values: Values) -> Values:
-        """Copy ``boxes`` and give the copies, which stay as they are until the next call; devices are waited for."""
+    def copy(self, boxes: Sequence[MetadataIndex], values: ReadBox) -> ReadBox:
+        """Copy ``boxes``, wait for the devices and return a reader of the copies. They stay until the next call."""
         sources = {index: values(index) for index in boxes}
         wanted = {index: (source.shape, source.dtype) for index, source in sources.items()}
-        # Memory of other boxes is free before more is taken.
+        # Free the memory of other boxes before taking more.
         self.kept = {i: b for i, b in self.kept.items() if (b.shape, b.dtype) == wanted.get(i)}
         self._on_device = {index for index, source in sources.items() if source.device.type != "cpu"}
         for index, source in sources.items():
@@ -181,13 +186,13 @@ class HostBuffers:
         return self.kept.__getitem__
 
     def pin(self) -> None:
-        """Put pinned memory in place of the copies of boxes on a device, whose values are gone then."""
+        """Replace the copies of boxes on a device by pinned memory. Their values are lost."""
         pageable = {index for index in self._on_device if not self.kept[index].is_pinned()}
         if pageable and torch.accelerator.is_available():
             like = [torch.empty_like(self.kept[index], device="meta") for index in self._on_device]
-            for index in self._on_device:  # Free before more is taken.
+            for index in self._on_device:  # free before taking more
                 del self.kept[index]
-            with suppress(RuntimeError):  # Without memory to pin the next save makes pageable copies again.
+            with suppress(RuntimeError):  # without memory to pin, the next save makes pageable copies again
                 self.kept.update(zip(self._on_device, pinned_like(like), strict=True))
 
 
@@ -195,8 +200,8 @@ _SLAB, _ALIGNMENT = 2**28, 512  # bytes
 
 
 def pinned_like(sources: Sequence[Tensor]) -> list[Tensor]:
-    """Pinned memory for a copy of each tensor: many in a slab of a power of two, or one that is larger alone."""
-    places: list[tuple[int, int]] = []  # slab and offset
+    """Allocate pinned memory for a copy of each tensor: many share a slab, a tensor larger than a slab has its own."""
+    places: list[tuple[int, int]] = []  # slab and offset in it
     ends: list[int] = []
     for source in sources:
         if not ends or ends[-1] + source.nbytes > _SLAB:
@@ -219,5 +224,5 @@ def _new_buffer(source: Tensor) -> Tensor:
     try:
         flat = torch.from_file(path, shared=True, size=source.numel(), dtype=source.dtype)
     finally:
-        os.unlink(path)  # mapped, the file lives until the memory is given back or the process ends
+        os.unlink(path)  # the mapping keeps the file until the memory is freed
     return flat.view(source.shape)

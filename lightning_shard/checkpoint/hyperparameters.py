@@ -1,4 +1,4 @@
-"""Hyperparameters as plain values, as a checkpoint keeps them: nothing that a reader would have to import or run."""
+"""Hyperparameters as plain values, so that a checkpoint's reader imports and runs nothing."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from typing import Any
 from lightning_shard.checkpoint.files.trainer_state import can_be_saved
 
 KEYS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
-"""Lightning's keys of hyperparameters in a checkpoint, to its keys of their class, where that is OmegaConf's."""
+"""Lightning's keys in a checkpoint: of hyperparameters, to the key of their class if that is OmegaConf's."""
 
 
 def plain_hyperparameters(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Replace hyperparameters in a checkpoint of Lightning by plain values.
 
     OmegaConf's configurations and namespaces become containers, paths and enums text. Returned: a shallow copy of the
-    checkpoint, and the names of the values that can't be saved (modules, partials, functions) and were left out.
+    checkpoint, and the names of values that are left out because they can't be saved (modules, partials, functions).
     """
     plain, left_out = dict(checkpoint), list[str]()
     for key, kind in KEYS.items():

@@ -1,4 +1,4 @@
-"""Telling the forms of checkpoints apart, opening any of them; what is in one, and whether it is whole."""
+"""Detecting the form of a checkpoint, and opening, describing and verifying it."""
 
 import contextlib
 import math
@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import boxes_file, read_boxes
-from lightning_shard.checkpoint.files.commit import settle
+from lightning_shard.checkpoint.files.commit import wait_for_background_saves
 from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, StrPath
 from lightning_shard.checkpoint.files.location import Location, StorePath, location
 from lightning_shard.checkpoint.files.manifest import Contents, damaged, open_checkpoint_directory, other_content
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
-from lightning_shard.checkpoint.foreign import deepspeed
+from lightning_shard.checkpoint.foreign import sharded_folders
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError
@@ -22,16 +22,16 @@ from lightning_shard.text import columns
 
 
 def is_foreign(path: StrPath) -> bool:
-    """Whether at ``path`` is what another library, or the ``full`` form, looks like; not whether it can be read."""
+    """True if ``path`` looks like another library's checkpoint or the ``full`` form. It may be unreadable."""
     where = location(path)
-    settle()
+    wait_for_background_saves()
     if isinstance(where, StorePath):
-        return False  # Only portable directories are read there.
-    with contextlib.suppress(FileNotFoundError):  # It was renamed or removed while it was looked at.
+        return False  # stores have portable directories alone
+    with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
         if not where.is_dir():
             return where.is_file()
         return not (where / MANIFEST).exists() and (
-            deepspeed.is_stock_fsdp(where) or deepspeed.deepspeed_folder(where) is not None
+            sharded_folders.is_stock_fsdp(where) or sharded_folders.deepspeed_folder(where) is not None
         )
     return False
 
@@ -42,9 +42,11 @@ def open_any(
     *,
     optimizers: Literal["named", "numbered", "none"] = "named",
 ) -> Contents:
-    """The checkpoint at ``path``, of whatever form; no tensor of the model or an optimizer is read yet. ``names`` gives
-    the live module's to forms that number an optimizer's parameters; ``optimizers``: whether such numbers are refused
-    without them or kept, or all optimizer state is left out. CheckpointError.
+    """Open the checkpoint at ``path``, of any form. No tensor of the model or an optimizer is read yet.
+
+    ``names`` returns the live module's names, for forms that number an optimizer's parameters. Without them
+    ``optimizers`` says: "named" refuses such numbers, "numbered" keeps them, "none" leaves out all optimizer state.
+    CheckpointError.
     """
     if not is_foreign(path):
         stored = open_portable(path)
@@ -53,7 +55,7 @@ def open_any(
             raise CheckpointNotFoundError(f"{path} is not a checkpoint.{other_content(path)}")
         stored = open_full(path, names() if names is not None else None, number=optimizers != "named")
     else:
-        stored = deepspeed.open_stock_fsdp(path) if deepspeed.is_stock_fsdp(path) else deepspeed.open_deepspeed(path)
+        stored = sharded_folders.open_stock_fsdp(path) if sharded_folders.is_stock_fsdp(path) else sharded_folders.open_deepspeed(path)
     if optimizers != "none":
         return stored
     tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in stored.slots}
@@ -62,7 +64,7 @@ def open_any(
 
 
 def describe(path: layout.StrPath, stored: Contents) -> str:
-    """Text for a reader: who wrote the checkpoint at ``path``, its tensors as a table, the ledger, the run's state."""
+    """Describe the checkpoint at ``path`` as text: its writer, the ledger, a table of tensors, the run's state."""
     with layout.damaged_if(f"{path} has a state of another form"):
         state, facts = stored.trainer_state, stored.facts
         versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.versions.items()))
@@ -111,15 +113,15 @@ def _tensors(stored: Contents) -> list[str]:
 
 
 def verify(path: layout.StrPath) -> list[str]:
-    """Check every file of the checkpoint at ``path``; returns the names of what was checked. One process calls it.
+    """Check every file of the checkpoint at ``path`` and return their names. One process calls it.
 
     Each file of a portable checkpoint is compared with its size and checksum, each record of a file of ``torch.save``
-    with its own checksum, and what a load opens is opened. CheckpointCorruptError names every damaged file;
-    CheckpointNotFoundError; CheckpointError: a form that has no checksums.
+    with its CRC-32. Files that a load parses are parsed. CheckpointCorruptError names every damaged file.
+    CheckpointNotFoundError. CheckpointError: a form that has no checksums.
     """
     foreign, where = is_foreign(path), location(path)
     if isinstance(where, Path) and where.is_file():
-        open_full(where, number=True)  # which compares every record with its CRC-32
+        open_full(where, number=True)  # compares every record with its CRC-32
         return [where.name]
     if foreign:
         raise CheckpointError(
@@ -133,11 +135,11 @@ def _verify_directory(where: Location) -> list[str]:
     directory, manifest = open_checkpoint_directory(where)
     damage = directory.damaged(manifest.files, manifest.files)
     with directory.open(layout.MANIFEST) as stream:
-        if not stream.read().endswith(b"\n"):  # all that is not under its digest
+        if not stream.read().endswith(b"\n"):  # the one byte that its digest does not cover
             damage[layout.MANIFEST] = f"{where / layout.MANIFEST} was cut: its last byte is missing"
-    if not damage:  # what opens them says less clearly that they were changed
+    if not damage:  # parsing a changed file gives less clear errors
         opened = ((boxes_file(manifest), read_boxes), (layout.TRAINER_STATE, read_trainer_state))
-        for name, read in opened if layout.TRAINER_STATE in manifest.files else ():  # the other layout has neither
+        for name, read in opened if layout.TRAINER_STATE in manifest.files else ():  # Hugging Face's layout has neither
             try:
                 read(directory, manifest)
             except CheckpointReplacedError:

@@ -1,7 +1,7 @@
-"""Finding and opening a portable checkpoint, and reading it into live tensors, whatever wrote it.
+"""Finding, opening and reading portable checkpoints into live tensors, whichever engine wrote them.
 
-A checkpoint is opened once: every rank reads the manifest, ``trainer.pt`` and ``boxes.bin`` once, and every other file
-is compared with its checksum by one rank. What was opened is then loaded; nothing is checked or read again.
+A checkpoint is opened once. Every rank reads the manifest, ``trainer.pt`` and ``boxes.bin`` once, and one rank compares
+each other file with its checksum. Loading checks and reads nothing of these a second time.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from lightning_shard import errors
 from lightning_shard.checkpoint import load_optimizers, optimizer_state
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, boxes_file, read_boxes
-from lightning_shard.checkpoint.files.commit import settle
+from lightning_shard.checkpoint.files.commit import wait_for_background_saves
 from lightning_shard.checkpoint.files.layout import Directory
 from lightning_shard.checkpoint.files.location import AnyPath, Location, common_to_all, location
 from lightning_shard.checkpoint.files.manifest import (
@@ -31,7 +31,7 @@ from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_st
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.load_optimizers import OptimizerPlan, plan_optimizers
 from lightning_shard.checkpoint.matching import LoadReport, by_key, match_keys
-from lightning_shard.checkpoint.plan import digests
+from lightning_shard.checkpoint.save_plan import digests
 from lightning_shard.checkpoint.state_dict import StateDict, StoredValues
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
@@ -41,23 +41,23 @@ from lightning_shard.text import listed
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCheckpoint:
-    """A checkpoint directory that was opened and checked; it stays as it is while this object exists."""
+    """A checkpoint directory that was opened and checked. It stays unchanged while this object exists."""
 
     directory: Directory
     manifest: Manifest
     metadata: Mapping[str, StoredBoxes]
-    trainer_state: dict[str, Any]  # The contents of ``trainer.pt``, tensors on the CPU.
+    trainer_state: dict[str, Any]  # the contents of ``trainer.pt``, tensors on the CPU
 
     @property
     def path(self) -> Location:
         return self.directory.path
 
     def full(self, key: str) -> Tensor:
-        """The full tensor ``key``, new and on the host. No communication."""
+        """Read the full tensor ``key`` into new host memory. No communication."""
         return read_full(self.directory, self.metadata, key)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Name of the module, tied ones too, to what stands for the full tensor until its values are asked for."""
+        """Return each name of the module, tied ones too, to a tensor that is read when its values are used."""
         keys, tensors = StateDict.of(self.manifest).keys, self.manifest.tensors
         stored = {key: StoredValues.of(key, *tensors[key], self.full) for key in keys.values()}
         return {name: stored[key] for name, key in keys.items()}
@@ -65,7 +65,7 @@ class OpenCheckpoint:
 
 @layout.again_if_replaced
 def _open(path: layout.StrPath, share: tuple[int, int] = (0, 1)) -> OpenCheckpoint:
-    settle()
+    wait_for_background_saves()
     directory, manifest = open_checkpoint_directory(path)
     try:
         if layout.TRAINER_STATE not in manifest.files and manifest.files and not manifest.tensors:
@@ -82,14 +82,16 @@ def _open(path: layout.StrPath, share: tuple[int, int] = (0, 1)) -> OpenCheckpoi
 
 @layout.again_if_replaced
 def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
-    """Open the checkpoint directory ``path``, the same on every rank, once nothing is being written; all ranks call it.
-    All files are compared with their checksums, those with tensors each on one rank. On every rank the same:
-    CheckpointNotFoundError; CheckpointCorruptError: the files that differ; CheckpointError: ranks found different ones.
+    """Open the checkpoint directory ``path``, the same on every rank, after background saves. All ranks call it.
+
+    All files are compared with their checksums, each file with tensors by one rank. On every rank the same:
+    CheckpointNotFoundError, CheckpointCorruptError with the files that differ, CheckpointError if ranks found different
+    checkpoints.
     """
     ranks = Ranks.of()
     opened = ranks.agree(f"opening {path}", lambda: _open(path, (ranks.rank, ranks.size)))
     digests = ranks.gather(opened.manifest.digest)
-    if len(set(digests)) > 1:  # Perhaps a save replaced it after one rank had opened it and before another did.
+    if len(set(digests)) > 1:  # a save may have replaced it after one rank opened it and before another did
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise errors.CheckpointReplacedError(
             f"rank {other} finds another checkpoint at {path} than rank 0: load from {common_to_all(opened.path)}"
@@ -106,7 +108,7 @@ def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
 
 
 def _share(found: Manifest, ranks: Ranks) -> list[str]:
-    """The files that this rank hashes: largest first, each to the rank with the fewest bytes."""
+    """Return the files that this rank hashes: largest first, each to the rank with the fewest bytes."""
     load = [(0, rank) for rank in range(ranks.size)]
     mine = []
     files = {name: file for name, file in found.files.items() if name not in (boxes_file(found), layout.TRAINER_STATE)}
@@ -130,15 +132,15 @@ def load_training_state(
     averaged: bool = False,
     state: StateDict | None = None,
 ) -> LoadReport:
-    """Load a module (wrapped or not) and its optimizers, if any, in place, each rank the boxes that it has, casting
-    where the dtype differs. All ranks call it, with any engine and mesh.
+    """Load a module (wrapped or not) and its optimizers, if any, in place. All ranks call it, with any engine and mesh.
 
-    ``masters``, ``averages``: FQN to what is filled in the place of the module's own tensor, which stays, and with the
-    tensor's average, if there are averages. ``configured``: optimizers keep hyperparameters that differ from the
-    checkpoint's. ``averaged``: weights get their averages, if any. ``state``: what the module's own code made of names.
+    Each rank reads the boxes that it has and casts to the live dtype. ``masters``, ``averages``: FQN to the tensor that
+    is filled instead of the module's own, and to the one that gets the tensor's average, if there are averages.
+    ``configured``: optimizers keep hyperparameters that differ from the checkpoint's. ``averaged``: weights get their
+    averages, if any. ``state``: the names and values that the module's own code made of the checkpoint's.
 
-    On every rank the same, before any value is changed: CheckpointMismatchError (missing, unexpected and reshaped keys
-    together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors are read:
+    On every rank the same, before any value changes: CheckpointMismatchError with the missing, unexpected and reshaped
+    keys (with ``strict=False`` only for reshaped keys or if nothing matches). While tensors are read:
     CheckpointCorruptError.
     """
     ranks, found = Ranks.of(), checkpoint.manifest
@@ -160,12 +162,12 @@ def load_training_state(
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
         kept = optimizer_state.left_out(module, names) if strict else None
         matched = match_keys(found, state, names, wanted, kept=kept)
-        if ranks.is_first:  # which all ranks hear of
+        if ranks.is_first:  # all ranks hear of the result
             doubles = ((key, full(key), full(taken)) for key, taken in matched.doubles)
             matched.unexpected.extend(k for k, a, b in doubles if a.shape != b.shape or not a.equal(b.to(a.dtype)))
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
         plan = plan_optimizers(optimizers, names, found, saved, matched, configured=configured, homes=state.keys)
-        report = matched.judge(checkpoint.path, strict)
+        report = matched.report_or_raise(checkpoint.path, strict)
         report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
         live, targets = by_key(wanted), []
         for key, source in matched.sources.items():
@@ -195,7 +197,7 @@ def load_training_state(
 
 
 def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) -> None:
-    """Refuse frozen weights that are not those which the checkpoint was saved without. All ranks call it."""
+    """Refuse frozen weights that differ from those left out of the checkpoint. All ranks call it."""
     frozen = checkpoint.manifest.facts.frozen
     here = digests({fqn: base[fqn] for fqn in frozen if fqn in base})
     if other := [fqn for fqn, digest in frozen.items() if here.get(fqn) != digest]:
@@ -207,7 +209,7 @@ def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) ->
 
 
 def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
-    """The checkpoint directory ``path``, whose tensors are read, and if ``compared`` files checked, when asked for."""
+    """Open the checkpoint directory ``path``. Tensors are read when asked for, files first checked if ``compared``."""
     opened = _open(path)
     found = opened.manifest
     opened.directory.unchecked.update(found.files if compared else {})
@@ -236,22 +238,22 @@ def _own_states(checkpoint: OpenCheckpoint, of: Iterable[int]) -> list[dict[str,
 
 
 def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    """`OpenCheckpoint.trainer_state` with what the ranks that saved keep of themselves. All ranks call it.
+    """Return `OpenCheckpoint.trainer_state` with the states that each rank saved for itself. All ranks call it.
 
-    Where these states differ in no more than numbers and lengths of lists, each rank reads those of the old ranks that
-    it stands for (``rank``, ``rank + size``, ...; a new one ``rank % saved``), and one of these stands in the place of
-    each other: what ranks do together with them is then the same on each. Else each rank reads all.
+    If these states differ only in numbers and lengths of lists, each rank reads those that it continues (``rank``,
+    ``rank + size``, ...; a new rank ``rank % saved``) and uses one of them for every other. All ranks then act alike on
+    them. Otherwise each rank reads all.
     """
     if not _has_own_states(checkpoint):
         return dict(checkpoint.trainer_state)
     ranks, saved, doing = Ranks.of(), checkpoint.manifest.facts.world_size, f"reading {checkpoint.path}"
     of, mine = range(ranks.rank % saved, saved, ranks.size), list[dict[str, Any]]()
 
-    def look() -> set[str]:
+    def read_mine() -> set[str]:
         mine.extend(_own_states(checkpoint, of))
         return {hashlib.sha256(repr(_outline(state)).encode()).hexdigest() for state in mine}
 
-    if ranks.exchange(doing, look, lambda found: [len(set.union(*found)) == 1] * ranks.size):
+    if ranks.exchange(doing, read_mine, lambda found: [len(set.union(*found)) == 1] * ranks.size):
         states = [mine[of.index(rank)] if rank in of else mine[0] for rank in range(saved)]
     else:
         states = ranks.agree(doing, lambda: _own_states(checkpoint, range(saved)))
@@ -260,7 +262,7 @@ def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
 
 
 def _outline(value: Any) -> Any:
-    """``value`` without its numbers, and without what is in lists."""
+    """Return ``value`` without its numbers and the contents of lists."""
     if isinstance(value, Mapping):
         return {key: _outline(part) for key, part in value.items()}
     if isinstance(value, Tensor):
@@ -269,16 +271,16 @@ def _outline(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    # Paths of the run's checkpoints, with what their manifests say of the run, the newest first.
+class FoundCheckpoints:
+    # Path and the manifest's facts of the run, of each checkpoint of the run, newest first.
     own: tuple[tuple[str, Mapping[str, Any]], ...]
-    broken: tuple[str, ...]  # Why others of the run, or of which that can't be told, are passed over.
-    # The first of ``own`` whose files all have their checksums, opened by `open_newest`; None where there is none.
+    broken: tuple[str, ...]  # why others, of the run or of an unknown one, are passed over
+    # The first of ``own`` whose files all match their checksums, opened by `open_newest`. None if there is none.
     newest: OpenCheckpoint | None = None
 
 
-def open_newest(folders: Iterable[AnyPath], run: str) -> Found:
-    """Open the newest whole checkpoint of ``run`` in ``folders``: it is ready to be loaded. All ranks call it."""
+def open_newest(folders: Iterable[AnyPath], run: str) -> FoundCheckpoints:
+    """Open the newest whole checkpoint of ``run`` in ``folders``, ready to be loaded. All ranks call it."""
     for attempt in range(layout.ATTEMPTS):
         found = Ranks.of().first("looking for checkpoints", lambda: find_checkpoints(folders, run))
         broken = list(found.broken)
@@ -287,7 +289,7 @@ def open_newest(folders: Iterable[AnyPath], run: str) -> Found:
                 return replace(found, broken=tuple(broken), newest=open_checkpoint(path))
             except errors.CheckpointNotFoundError as error:
                 if attempt + 1 < layout.ATTEMPTS:
-                    break  # Whoever removed it has saved a newer one, which is found now.
+                    break  # Another process removed it after saving a newer one. The next attempt finds that.
                 broken.append(str(error))
             except errors.CheckpointCorruptError as error:
                 broken.append(str(error))
@@ -296,12 +298,13 @@ def open_newest(folders: Iterable[AnyPath], run: str) -> Found:
     return replace(found, broken=tuple(broken))
 
 
-def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
-    """The checkpoints of ``run``, by their manifests, that lie directly in one of ``folders``; not those without a
-    run's name or with weights only. Newest: of the most optimizer steps, then saved last. Only the files' sizes are
-    compared. What this process writes in the background is waited for. One rank calls it.
+def find_checkpoints(folders: Iterable[AnyPath], run: str) -> FoundCheckpoints:
+    """Find the checkpoints of ``run`` directly in ``folders`` by their manifests. One rank calls it.
+
+    Checkpoints without a run's name or with weights only are not counted. The newest has the most optimizer steps, then
+    the latest time. Only sizes of files are compared. Background saves of this process are waited for.
     """
-    settle()
+    wait_for_background_saves()
     own: list[tuple[int, float, str, Mapping[str, Any]]] = []
     broken: list[str] = []
     resolved = dict.fromkeys(location(folder).resolve() for folder in folders)
@@ -309,9 +312,9 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
         try:
             facts, wrong = _run_and_damage(path)
         except errors.CheckpointUnreachableError:
-            raise  # What is there can't be told: an older one, or none, would be a wrong answer.
+            raise  # an older checkpoint, or none, would be a wrong answer
         except errors.CheckpointError as error:
-            # Else it is half-written, or no checkpoint.
+            # Other paths are half-written or no checkpoints.
             if path.name.endswith(".ckpt") and not isinstance(error, errors.CheckpointNotFoundError):
                 broken.append(f"{error}, so that it can't be told whose it is")
             continue
@@ -322,16 +325,16 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
         else:
             own.append((int(facts["step"]), float(facts["time"]), str(path), facts))
     newest_first = sorted(own, key=lambda one: one[:3], reverse=True)
-    return Found(own=tuple(one[2:] for one in newest_first), broken=tuple(broken))
+    return FoundCheckpoints(own=tuple(one[2:] for one in newest_first), broken=tuple(broken))
 
 
 @layout.again_if_replaced
 def _run_and_damage(path: AnyPath) -> tuple[Mapping[str, Any], list[str]]:
-    """What the manifest says of the run, and the files that have not the size which it says."""
+    """Return the manifest's facts of the run, and the files whose size differs from the manifest's."""
     directory, manifest = open_checkpoint_directory(path)
     sizes = directory.sizes()
     wrong = [name for name, entry in manifest.files.items() if sizes.get(name) != entry.size]
     if wrong:
         directory.check_current()
-    # Nothing resumes from Hugging Face's layout.
+    # No run resumes from Hugging Face's layout.
     return manifest.facts.run if layout.TRAINER_STATE in manifest.files else {}, wrong

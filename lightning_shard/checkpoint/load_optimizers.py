@@ -1,4 +1,4 @@
-"""How saved optimizer state fits live optimizers, by parameter name, as a plan; and what is done by it."""
+"""Loading optimizer state: match saved state with live optimizers by parameter name, then carry the plan out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,50 +23,48 @@ from lightning_shard.text import listed
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A slot tensor that is to be read from the checkpoint's files."""
+    """A slot tensor to read from the checkpoint's files."""
 
-    keys: Mapping[str, str]  # FQN to the key that it is stored under.
-    shape: tuple[int, ...]  # That of the tensor that the optimizer steps, of a scalar, or neither.
+    keys: Mapping[str, str]  # FQN to the key that its part is stored under
+    shape: tuple[int, ...]  # equal to the stepped tensor's, (), or another
     dtype: torch.dtype
-    is_scalar: bool  # Whether it is a scalar beside a parameter that may be one too.
-    is_shared: bool  # Whether it is a scalar that a flat tensor has once for all of its parameters.
+    is_scalar: bool  # a scalar by meaning, also if its parameter has no dims either
+    is_shared: bool  # a scalar that a flat tensor has once for all of its parameters
 
 
 @dataclass(frozen=True, eq=False)
 class SlotsPlan:
-    index: int  # Of the optimizer.
-    optimizer: Optimizer
+    index: int  # the optimizer's number
     part: Stepped
-    settings: Mapping[str, Any]  # The live parameter group.
-    values: Values  # Slots that are no tensors.
+    settings: Mapping[str, Any]  # the live parameter group
+    values: Values  # slots that are no tensors
     tensors: Mapping[str, NewTensor]
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """How saved optimizer state is given to live optimizers; nothing is changed before it is applied."""
+    """The assignment of saved optimizer state to live optimizers. Making it changes nothing."""
 
     optimizers: list[Optimizer]
-    configured: bool = False  # Whether hyperparameters that are another value in the checkpoint stay as they are.
-    slots: list[SlotsPlan] = field(default_factory=list)  # Of each stepped tensor with saved state.
-    # Live group and its saved hyperparameters.
-    groups: list[tuple[dict[str, Any], Values]] = field(default_factory=list)
-    overridden: list[str] = field(default_factory=list)  # Hyperparameters that differ, and whose value wins.
+    configured: bool = False  # True if live hyperparameters win where the checkpoint has other values
+    slots: list[SlotsPlan] = field(default_factory=list)  # one for each stepped tensor with saved state
+    groups: list[tuple[dict[str, Any], Values]] = field(default_factory=list)  # live group, its new hyperparameters
+    overridden: list[str] = field(default_factory=list)  # hyperparameters that differ, with the winning value
 
 
 @dataclass(frozen=True)
 class _Saved:
     index: int
     manifest: Manifest
-    keys: Mapping[str, Mapping[str, str]]  # FQN as stored to slot to key, of slots that are tensors.
-    values: Mapping[str, Values]  # FQN as stored to slots that are no tensors.
-    groups: Mapping[str, Values]  # FQN as stored to its group.
-    further: Mapping[str, list[str]]  # Live FQN to its other names.
-    homes: Mapping[str, str]  # Name that weights are looked for by, to the key that has them.
-    match: Match  # Takes what does not fit.
+    keys: Mapping[str, Mapping[str, str]]  # stored FQN to slot to key, of slots that are tensors
+    values: Mapping[str, Values]  # stored FQN to slots that are no tensors
+    groups: Mapping[str, Values]  # stored FQN to its group
+    further: Mapping[str, list[str]]  # live FQN to its other names
+    homes: Mapping[str, str]  # name by which weights are searched, to the key that has them
+    match: Match  # collects mismatches
 
     def name_of(self, fqn: str) -> str | None:
-        """The name that the state of a live parameter goes by; None if the saved optimizer did not step it."""
+        """Return the stored FQN of a live parameter's state. None if the saved optimizer did not step it."""
         known = [fqn, *self.further.get(fqn, ())]
         homes = [self.homes[name].removeprefix(layout.MODEL_PREFIX) for name in known if name in self.homes]
         return next((name for name in homes + known if name in self.groups), None)
@@ -77,7 +75,7 @@ class _Saved:
 
     @cached_property
     def scalars(self) -> set[str]:
-        """Names of slots that are seen to be scalars beside a parameter that is none."""
+        """Names of slots that are scalars for at least one parameter with dims."""
         found = set()
         for stored, slots in self.keys.items():
             weights = self.weights(stored)
@@ -96,10 +94,11 @@ def plan_optimizers(
     homes: Mapping[str, str],
     configured: bool = False,
 ) -> OptimizerPlan:
-    """Fit saved optimizers (``saved`` as of `optimizer_states`) to live ones by name, tied ones and ``homes`` followed,
-    in any order of groups and parameters. ``match`` is told of live parameters that the saved optimizer did not step,
-    as ``optimizer.<i>.<fqn>``, of slots that it lacked for some of a flat tensor's parameters, of saved keys without a
-    live parameter, and of what can't be loaded.
+    """Match saved optimizers (``saved`` as of `optimizer_states`) with live ones by parameter name.
+
+    Tied names and ``homes`` are followed. Groups and parameters may come in any order. ``match`` collects live
+    parameters that the saved optimizer did not step (``optimizer.<i>.<fqn>``), slots missing for some of a flat
+    tensor's parameters, saved keys without a live parameter, and state that can't be loaded.
     """
     plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers], configured)
     if len(saved) != len(optimizers):
@@ -122,9 +121,9 @@ def plan_optimizers(
 
 
 def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> set[str]:
-    """Plan the groups of an optimizer; returns the names of the saved parameters that go somewhere."""
+    """Plan the groups of an optimizer. Returned: the names of the saved parameters that are used."""
     taken: set[str] = set()
-    used: set[int] = set()  # Of the saved groups.
+    used: set[int] = set()  # ids of saved groups
     for position, group in enumerate(live):
         stored = {fqn: source.name_of(fqn) for fqn in group.names}
         found = {fqn: name for fqn, name in stored.items() if name is not None}
@@ -137,7 +136,7 @@ def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> 
             saved = "several groups" if len(sources) > 1 else "a group that is several here"
             source.match.problems.append(
                 f"group {position} of optimizer {source.index} has parameters of {saved}, as they were saved: give the "
-                "groups that were saved, or begin anew from the weights alone (load_from_checkpoint)"
+                "groups that were saved, or start from the weights alone (load_from_checkpoint)"
             )
         for saved_group in sources.values():
             _plan_group(plan, position, group.settings, saved_group, source)
@@ -146,12 +145,12 @@ def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> 
 
 
 def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping[str, str], source: _Saved) -> None:
-    """Plan the slots of a stepped tensor; ``found``: FQN to the name that its state is stored under."""
+    """Plan the slots of a stepped tensor. ``found``: FQN to the stored name of its state."""
     if part.elsewhere:
         return
     keys: dict[str, dict[str, str]] = {}
     values: dict[str, Values] = {}
-    unfit: set[str] = set()  # Of these nothing more is to be said.
+    unfit: set[str] = set()  # FQNs that are reported already
     for fqn in part.names:
         if (stored := found.get(fqn)) is None:
             continue
@@ -159,7 +158,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
         if fqn not in part.shapes:  # frozen here
             source.match.unexpected.extend(layout.SlotName(source.index, fqn, slot).key for slot in tensors)
             continue
-        # Of a parameter that is not loaded for its shape that alone is said.
+        # If a parameter's shape differs, report only that.
         reshaped = any(text.startswith(f"{layout.MODEL_PREFIX}{fqn} ") for text in source.match.reshaped)
         weights, live = source.weights(stored), part.shapes[fqn]
         shapes = {slot: source.manifest.tensors[key].shape for slot, key in tensors.items()}
@@ -167,7 +166,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
             if not reshaped:
                 source.match.problems.append(
                     f"the state that optimizer {source.index} has of {fqn} is of a parameter of shape {weights.shape}, "
-                    f"which is {live} here: give it the shape that was saved, or begin the optimizers anew with "
+                    f"which is {live} here: give it the shape that was saved, or start with new optimizers by "
                     "checkpoint['optimizer_states'] = [] in on_load_checkpoint"
                 )
             unfit.add(fqn)
@@ -184,7 +183,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
     plain = {slot: next(iter(by_name.values())) for slot, by_name in values.items() if slot not in keys}
     new = {slot: _new_slot(part, slot, own, found, source) for slot, own in keys.items()}
     if part.flat is not None:
-        # Other engines keep no state of a parameter that no step used. A flat tensor has zeros and the group's step.
+        # Other engines have no state of a parameter that no step used. A flat tensor has zeros and the group's step.
         kept = source.keys.keys() | source.values.keys()
         unfit |= {fqn for fqn in part.shapes.keys() & found.keys() if found[fqn] not in kept}
     for slot in values | keys:
@@ -196,7 +195,7 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
             found_for = f"saved for {min(having)} and not for {listed(sorted(without), most=3)}"
             source.match.problems.append(_in_one_tensor(source.index, slot, found_for))
     if plain or new:
-        plan.slots.append(SlotsPlan(source.index, plan.optimizers[source.index], part, group.settings, plain, new))
+        plan.slots.append(SlotsPlan(source.index, part, group.settings, plain, new))
 
 
 def _new_slot(part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[str, str], source: _Saved) -> NewTensor:
@@ -204,7 +203,7 @@ def _new_slot(part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[
     entries = {fqn: source.manifest.tensors[key] for fqn, key in keys.items()}
     for fqn, entry in entries.items():
         weights = source.weights(found[fqn])
-        # Contents that had its parameter's dtype follows the parameter to the dtype that it has here.
+        # A slot of its parameter's dtype follows the parameter to its dtype here.
         follows = weights is not None and weights.dtype == entry.dtype and entry.shape == part.shapes[fqn]
         dtypes.append(part.tensor.dtype if follows else entry.dtype)
     is_scalar = all(entry.shape == () for entry in entries.values()) and (
@@ -213,13 +212,13 @@ def _new_slot(part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[
     shape = next(iter(entries.values())).shape
     if part.flat is not None:
         shape = () if is_scalar else tuple(part.tensor.shape)
-    # One flat tensor has one dtype: the one that fits what all its parameters had.
+    # A flat tensor has one dtype, which holds the values of all its parameters.
     dtype = reduce(torch.promote_types, dtypes)
     return NewTensor(keys, shape, dtype, is_scalar, is_shared=is_scalar and part.flat is not None)
 
 
 def _unequal(index: int, slot: str, by_name: Mapping[str, Any]) -> list[str]:
-    """What is wrong where the parameters of one flat tensor have different values of a slot that it has once."""
+    """Report different values, among the parameters of a flat tensor, of a slot that it has once."""
     (name, first), *others = by_name.items()
     found = next(((fqn, value) for fqn, value in others if not _equal(first, value)), None)
     shown = found and f"{_shown(first)} for {name} and {_shown(found[1])} for {found[0]}"
@@ -234,16 +233,16 @@ def _in_one_tensor(index: int, slot: str, found: str) -> str:
 
 
 _UNCOMPARED = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "step"}
-"""Hyperparameters that change no numbers, or that are the state of schedulers and of optimizers."""
+"""Hyperparameters that change no numbers, or that are state of schedulers or optimizers."""
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Hyperparameters of both groups with different values. What a scheduler changes is compared as it began."""
+    """Return the hyperparameters with different values. One that a scheduler changes is compared by its first value."""
     compared = (one.keys() & other.keys()) - _UNCOMPARED - {"params", "param_names"}
     began = {"lr": "initial_lr"} if "initial_lr" in one and "initial_lr" in other else {}
     if "base_momentum" in one or "base_momentum" in other:
         compared -= {"momentum", "betas"}
-    if "swa_lr" in one or "swa_lr" in other:  # torch's SWALR has taken the place of the schedule
+    if "swa_lr" in one or "swa_lr" in other:  # torch's SWALR has replaced the schedule
         compared -= {"lr"}
     return sorted(k for k in compared if not _equal(one[began.get(k, k)], other[began.get(k, k)]))
 
@@ -253,7 +252,7 @@ def _plan_group(plan: OptimizerPlan, number: int, group: dict[str, Any], describ
     differing = _differing(group, saved)
     kept = {name: group[name] for name in differing}
     if "lr" in kept and saved.get("initial_lr"):
-        # A schedule goes on from where it is, from the configured beginning.
+        # The schedule goes on at its saved position, scaled from the configured first rate.
         kept["initial_lr"] = group["initial_lr"] if "initial_lr" in group else group["lr"]
         kept["lr"] = kept["initial_lr"] * (saved["lr"] / saved["initial_lr"])
     winner, other = ({**saved, **kept}, saved) if plan.configured else (saved, group)
@@ -272,14 +271,16 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
-    """A scalar tensor as a number, and a list, which JSON makes of a tuple, as a tuple."""
+    """Return a scalar tensor as a number, and a list (JSON's form of a tuple) as a tuple."""
     if isinstance(value, list):
         return tuple(value)
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], object]) -> dict[str, Tensor]:
-    """By key what flat tensors have once, which ``read`` fills. CheckpointMismatchError: it differs in one of them."""
+    """Return by key the scalars that flat tensors have once, filled by ``read``. CheckpointMismatchError: they differ
+    among the parameters of one flat tensor.
+    """
     shared = [(slots.index, slot, new) for slots in plan.slots for slot, new in slots.tensors.items() if new.is_shared]
     scalars = {key: torch.zeros((), dtype=new.dtype) for _, _, new in shared for key in new.keys.values()}
     read(scalars)
@@ -290,14 +291,15 @@ def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], obj
 
 
 def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tuple[str, LiveTensor]]:
-    """Give the optimizers exactly the saved slots, kept where they fit; returns those to be filled, with their keys."""
+    """Give the optimizers exactly the saved slots. Live ones that fit are kept. Returned: the slots to fill by key."""
     planned = {id(slots.part.tensor) for slots in plan.slots}
     for optimizer in plan.optimizers:
         for tensor in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in planned]:
             del optimizer.state[tensor]
     wanted: list[tuple[str, LiveTensor]] = []
     for slots in plan.slots:
-        part, live = slots.part, _with_its_classes(slots)
+        part, optimizer = slots.part, plan.optimizers[slots.index]
+        live = _live_state(optimizer, slots)
         plain = plain_slots(live)
         state = {k: v if part.flat is None else _like_live(plain.get(k), v) for k, v in slots.values.items()}
         for slot, new in slots.tensors.items():
@@ -311,27 +313,27 @@ def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tup
             else:
                 wanted.extend((key, part.view(fqn, state[slot])) for fqn, key in new.keys.items())
         for name, value in live.items():
-            if has_tensors_inside(value):  # of a class of its own, whose plain tensors these are
+            if has_tensors_inside(value):  # a tensor subclass, rebuilt from its plain tensors
                 inside, settings = value.__tensor_flatten__()
                 plain = {each: state.pop(f"{name}.{each}") for each in inside}
                 state[name] = type(value).__tensor_unflatten__(plain, settings, value.size(), value.stride())
-        slots.optimizer.state[part.tensor] = state
+        optimizer.state[part.tensor] = state
     return wanted
 
 
-def _with_its_classes(slots: SlotsPlan) -> Mapping[str, Any]:
-    """The live state, or that of a first step where what was saved is inside of tensors of classes of their own."""
+def _live_state(optimizer: Optimizer, slots: SlotsPlan) -> Mapping[str, Any]:
+    """Return the live state, or the state after a first step if saved tensors belong inside tensor subclasses."""
     part = slots.part
-    live: Mapping[str, Any] = slots.optimizer.state.get(part.tensor, {})
+    live: Mapping[str, Any] = optimizer.state.get(part.tensor, {})
     if live or part.flat is not None or not any("." in slot for slot in {**slots.values, **slots.tensors}):
         return live
     (shape,) = part.shapes.values()
-    found = optimizer_state.state_of_small(slots.optimizer, part.tensor.detach().new_zeros(shape))
+    found = optimizer_state.state_of_small(optimizer, part.tensor.detach().new_zeros(shape))
     return {} if found is None else found[0]
 
 
 def load_groups(plan: OptimizerPlan) -> None:
-    """Give the live groups their saved hyperparameters; a live tensor keeps its identity and takes the value."""
+    """Give the live groups their hyperparameters. A live tensor takes the value in place."""
     for group, values in plan.groups:
         for name, value in values.items():
             live = group.get(name)
@@ -343,7 +345,7 @@ def load_groups(plan: OptimizerPlan) -> None:
 
 
 def _like_live(live: Any, value: Any) -> Any:
-    """A saved number in the form in which an optimizer over flat tensors keeps it: a number, or a scalar tensor."""
+    """Return a saved number in the live form: a number, or a scalar tensor, as optimizers of flat tensors keep it."""
     if not _is_number(value):
         return value
     if isinstance(live, Tensor) and live.ndim == 0:
@@ -364,7 +366,7 @@ def _tensor(slots: SlotsPlan, slot: str, live: Any, wanted: NewTensor) -> Tensor
         and live.dtype == wanted.dtype
         and isinstance(live, DTensor) == (has_its_shape and isinstance(stepped, DTensor))
     ):
-        # What no parameter lies in stays zero; parameters that the checkpoint has no state of begin there.
+        # Padding stays zero, and parameters without saved state start from zero.
         if slots.part.flat is not None:
             live.detach().zero_()
         return live
@@ -372,6 +374,6 @@ def _tensor(slots: SlotsPlan, slot: str, live: Any, wanted: NewTensor) -> Tensor
         return slots.part.new_slot(slot)
     if has_its_shape:
         return torch.zeros_like(stepped.detach(), dtype=wanted.dtype, memory_format=torch.preserve_format)
-    # As torch.optim does on load: a step count stays on the host unless a fused or captured step reads it.
+    # As torch.optim on load: a step count stays on the host unless a fused or captured step reads it.
     on_host = slot == "step" and not (slots.settings.get("capturable") or slots.settings.get("fused"))
     return torch.zeros(wanted.shape, dtype=wanted.dtype, device="cpu" if on_host else stepped.device)

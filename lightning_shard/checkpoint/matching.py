@@ -1,4 +1,4 @@
-"""Which stored tensors, and kinds of optimizers, go to which live ones, by name and tied names; what does not fit."""
+"""Matching stored tensors and optimizers with live ones by name, with mismatches collected for one report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,27 +21,28 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What a load left alone, which is nothing after a strict one, and what it replaced."""
+    """Tensors that a load left alone (none after a strict one) and hyperparameters that it replaced."""
 
-    missing: tuple[str, ...] = ()  # Asked for, not in the checkpoint: these tensors kept their values.
-    unexpected: tuple[str, ...] = ()  # In the checkpoint, not asked for.
-    averages: bool = False  # Whether averages of weights were asked for, and read.
-    # Hyperparameters of optimizers that had another value here, with both, of which the first wins.
-    overridden: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # asked for but not in the checkpoint: these tensors kept their values
+    unexpected: tuple[str, ...] = ()  # in the checkpoint but not asked for
+    averages: bool = False  # True if averages of weights were asked for and read
+    overridden: tuple[str, ...] = ()  # optimizers' hyperparameters that differed, with both values, the winner first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    sources: dict[str, str] = field(default_factory=dict)  # Name of a live tensor to the name that it is stored under.
+    sources: dict[str, str] = field(default_factory=dict)  # name of a live tensor to its stored name
     missing: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)  # Missing too, and not asked for.
+    kept: list[str] = field(default_factory=list)  # missing too, but not asked for
     unexpected: list[str] = field(default_factory=list)
-    doubles: list[tuple[str, str]] = field(default_factory=list)  # Of one live tensor; the second is taken.
-    reshaped: list[str] = field(default_factory=list)  # Names with both shapes.
-    problems: list[str] = field(default_factory=list)  # What else does not fit, in sentences.
+    doubles: list[tuple[str, str]] = field(default_factory=list)  # stored names of one live tensor: ignored, taken
+    reshaped: list[str] = field(default_factory=list)  # names with both shapes
+    problems: list[str] = field(default_factory=list)  # other mismatches, in sentences
 
-    def judge(self, path: object, strict: bool, *, where: str = "the checkpoint", hint: str = "") -> LoadReport:
-        """What to report; CheckpointMismatchError of a bad match. ``hint``: what may help beside ``strict=False``."""
+    def report_or_raise(
+        self, path: object, strict: bool, *, where: str = "the checkpoint", hint: str = ""
+    ) -> LoadReport:
+        """CheckpointMismatchError of a bad match. ``hint``: a remedy to name before ``strict=False``."""
         if not self.sources and (self.missing or self.unexpected):
             raise CheckpointMismatchError(
                 f"nothing in {path} matches the model by name. It asks for {listed(sorted(self.missing), most=20)}; in "
@@ -64,8 +65,9 @@ class Match:
 
 
 def match(live: Shapes, aliases: Mapping[str, str], stored: Shapes, homes: Mapping[str, str] | None = None) -> Match:
-    """Find each live tensor among the stored ones; both are name to full shape, each tensor once. ``aliases``: further
-    name of a tied live tensor to its name; ``homes``: each name looked for, to the one in ``stored``.
+    """Find each live tensor among the stored ones. Both map a name to a full shape, each tensor once.
+
+    ``aliases``: another name of a tied live tensor to its name. ``homes``: each searched name to its key in ``stored``.
     """
     homes = {name: name for name in stored} if homes is None else homes
     further, found = further_names(aliases), Match()
@@ -90,7 +92,9 @@ Wanted = Mapping[str, Mapping[str, LiveTensor]]
 
 
 def match_keys(found: Manifest, state: StateDict, names: Names, wanted: Wanted, *, kept: set[str] | None) -> Match:
-    """Match ``wanted`` by prefix and FQN; ``kept``: what may be missing, with which digests are compared; None: all."""
+    """Match the ``wanted`` tensors, by prefix and FQN. ``kept``: FQNs that may be missing, besides those whose digests
+    are compared. None: any may be missing.
+    """
     stored = {**{key: entry.shape for key, entry in found.tensors.items()}, **state.shapes}
     homes, aliases = {}, {}
     for prefix, known in wanted.items():
@@ -127,7 +131,7 @@ def by_key(wanted: Mapping[str, Mapping[str, LiveTensor]]) -> dict[str, LiveTens
 
 
 def further_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
-    """Name of each tied tensor to its other names; ``aliases``: those to it."""
+    """Invert ``aliases``: name of each tied tensor to its other names."""
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
@@ -135,13 +139,13 @@ def further_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 _RULES = {"betas", "momentum", "alpha", "rho", "lambd", "etas", "step_sizes"}
-"""Hyperparameters by which kinds of optimizers differ."""
+"""Hyperparameters that tell kinds of optimizers apart."""
 
 
 def other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[str, Any]) -> str | None:
-    """Why the state is that of another kind of optimizer than the live one; None if it is not, as far as is known."""
+    """Say why the saved state belongs to another kind of optimizer than the live one. None if no difference shows."""
     saved, here = described["class"].rpartition(".")[2][:100], kind_of(optimizer)
-    if saved == "unknown":  # of another library's checkpoint
+    if saved == "unknown":  # another library's checkpoint
         groups = (described["groups"], [group.settings for group in live])
         then, now = (sorted({rule for group in part for rule in _RULES & group.keys()}) for part in groups)
         if then == now or not described["groups"]:
@@ -149,11 +153,11 @@ def other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[s
         saved = f"one with {', '.join(then) or 'neither betas nor momentum'}"
     else:
         mro = [cls.__name__ for cls in type(optimizer).__mro__]
-        # A class of the user's may stand for the one of torch that it is made from.
+        # A user's class may replace the class of torch that it derives from.
         torchs = next(n for n, cls in enumerate(type(optimizer).__mro__) if cls.__module__.startswith("torch.optim"))
         if saved in {here, *mro[: torchs + 1]}:
             return None
     return (
-        f"was {saved} and is {here} here: build the optimizer that was saved, or begin anew from the weights alone "
+        f"was {saved} and is {here} here: build the optimizer that was saved, or start from the weights alone "
         "(load_from_checkpoint)"
     )

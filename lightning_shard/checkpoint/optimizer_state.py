@@ -1,9 +1,8 @@
-"""A module's tensors and extra state, and optimizer state by parameter name, as a checkpoint knows them.
+"""A module's tensors and extra state, and optimizer state by parameter name, as a checkpoint stores them.
 
-A slot of its parameter's shape is stored and sharded like the parameter; a scalar tensor is stored as it is, for each
-of the parameters that share it. Slots that are no tensors and the groups' hyperparameters go to ``trainer.pt``. A torch
-optimizer over a module's parameters says itself which it steps; of one over flat tensors its owner says it with a
-`FlatOptimizer`.
+A slot of its parameter's shape is stored and sharded like the parameter. A scalar tensor is stored for each of the
+parameters that share it. Slots that are no tensors, and hyperparameters of groups, go to ``trainer.pt``. The parameters
+in a flat tensor are listed by its `FlatOptimizer`.
 """
 
 import copy
@@ -30,7 +29,7 @@ from lightning_shard.text import listed
 
 
 def sharded_names(module: nn.Module) -> Names:
-    """The names of a module with every FSDP module in its sharded state, whose parameters the optimizer steps."""
+    """Reshard all FSDP modules, so that the parameters are those that the optimizer steps, and return their names."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -38,23 +37,23 @@ def sharded_names(module: nn.Module) -> Names:
 
 
 def live_tensors(names: Names, masters: Mapping[str, LiveTensor] | None = None) -> dict[str, LiveTensor]:
-    """FQN to each parameter and persistent buffer, or its ``masters``; ConfigurationError: no tensor of that name."""
+    """FQN to each parameter and persistent buffer, or its master. ConfigurationError: a master of an unknown name."""
     return {**names.tensors, **{names.canonical(fqn): master for fqn, master in (masters or {}).items()}}
 
 
 def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:
-    """What ``module.state_dict()`` has beyond tensors (``get_extra_state``, metrics), by name without wrappers."""
+    """Entries of ``module.state_dict()`` beyond its tensors (``get_extra_state``, metrics), by name without wrappers."""
     extra: dict[str, Any] = {}
     for key, value in _state_dict(module).items():
         name = names.unwrapped(key)
-        # A hook may give a tensor another name.
+        # A hook may rename a tensor.
         if name not in names.tensors and name not in names.aliases and names.of(value) is None:
             extra[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return extra
 
 
 def load_extra_state(module: nn.Module, names: Names, extra: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Give `extra_state` back, whatever the wrapping; CheckpointMismatchError if ``strict`` and nobody takes it."""
+    """Load `extra_state` under any wrapping. CheckpointMismatchError if ``strict`` and no module takes an entry."""
     if not extra:
         return
     keys = {names.unwrapped(key): key for key in _state_dict(module)}
@@ -68,14 +67,14 @@ def load_extra_state(module: nn.Module, names: Names, extra: Mapping[str, Any], 
 
 
 def _state_dict(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()``, of the live tensors where an override of it can be asked for them."""
+    """``module.state_dict()``, with the live tensors if its override takes ``keep_vars``."""
     takes = inspect.signature(module.state_dict).parameters.values()
     live = any(each.name == "keep_vars" or each.kind == each.VAR_KEYWORD for each in takes)
     return module.state_dict(keep_vars=True) if live else module.state_dict()
 
 
 def left_out(module: nn.Module, names: Names) -> set[str]:
-    """Names, tied ones too, of tensors that ``module.state_dict()`` is written to leave out; none where it renames."""
+    """Names, tied ones too, of tensors that an override of ``state_dict()`` leaves out. Renaming is not leaving out."""
     homes = {**{name: name for name in names.tensors}, **names.aliases}
     found = _state_dict(module)
     if homes.keys() <= {names.unwrapped(key) for key in found}:
@@ -88,7 +87,7 @@ def left_out(module: nn.Module, names: Names) -> set[str]:
     return {name for name, home in homes.items() if home not in kept}
 
 
-# Non-tensor slots of one parameter, hyperparameters of one group: name to value.
+# Name to value, of non-tensor slots of a parameter or hyperparameters of a group.
 Values = dict[str, Any]
 
 
@@ -97,26 +96,25 @@ class Stepped:
     """A tensor that an optimizer steps and keys its state by, with the parameters in it."""
 
     tensor: Tensor
-    names: tuple[str, ...]  # FQNs of the parameters, frozen ones in the group too.
-    shapes: Mapping[str, tuple[int, ...]]  # FQN to full shape, of those that can have state.
-    # FQN to its slice; None where the tensor is a parameter of the module, plain or a DTensor.
-    flat: Mapping[str, FlatMember] | None
-    new_slot: Callable[[str], Tensor] | None = None  # As `FlatGroup.new_slot`.
-    elsewhere: bool = False  # Whether another rank steps the full parameter and has all of its state.
+    names: tuple[str, ...]  # FQNs of the parameters, frozen ones in the group too
+    shapes: Mapping[str, tuple[int, ...]]  # FQN to full shape, of those that can have state
+    flat: Mapping[str, FlatMember] | None  # FQN to slice; None if the tensor is a module's parameter or DTensor
+    new_slot: Callable[[str], Tensor] | None = None  # `FlatGroup.new_slot`
+    elsewhere: bool = False  # True if another rank steps the full parameter and has all of its state
 
     @property
     def is_sharded(self) -> bool:
-        """Whether other ranks may have other parts, so that a slot must be a scalar or of the parameter's shape."""
+        """True if other ranks may have other parts. A slot must then be a scalar or of the parameter's shape."""
         return self.flat is not None or isinstance(self.tensor, DTensor)
 
     def view(self, fqn: str, slot: Tensor) -> LiveTensor:
-        """The part of a slot tensor that belongs to one parameter, in place; a scalar belongs to each."""
+        """A view of the part of a slot tensor that belongs to one parameter. A scalar belongs to each."""
         return slot if self.flat is None or slot.shape != self.tensor.shape else self.flat[fqn].view(slot)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    settings: dict[str, Any]  # The live parameter group with the hyperparameters.
+    settings: dict[str, Any]  # the live parameter group
     stepped: list[Stepped]
 
     @property
@@ -125,7 +123,7 @@ class Group:
 
 
 def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
-    """The parameter groups of the optimizer number ``index``; the same on every rank but for the tensors' parts."""
+    """The parameter groups of optimizer ``index``, the same on every rank except for the parts of tensors."""
     groups: dict[int, Group] = {}
     if not isinstance(optimizer, FlatOptimizer):
         groups = {id(g): Group(settings=g, stepped=[]) for g in flat.torch_optimizer(optimizer).param_groups}
@@ -135,7 +133,7 @@ def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
 
 
 def _stepped(index: int, optimizer: AnyOptimizer, names: Names) -> Iterator[tuple[dict[str, Any], Stepped]]:
-    """What an optimizer steps, each with its live parameter group."""
+    """Yield each stepped tensor with its live parameter group."""
     if isinstance(optimizer, FlatOptimizer):
         for group in optimizer.groups:
             members = {names.canonical(member.fqn): member for member in group.members}
@@ -164,11 +162,11 @@ def _stepped(index: int, optimizer: AnyOptimizer, names: Names) -> Iterator[tupl
 def optimizer_states(
     optimizers: Sequence[AnyOptimizer], names: Names
 ) -> tuple[dict[SlotName, LiveTensor], list[dict[str, Any]]]:
-    """What there is to save of ``optimizers``: live tensors, or this rank's slices of them, and per optimizer the rest.
+    """Return the state of ``optimizers``: live tensors, or this rank's slices, and the rest per optimizer.
 
-    That is in plain values: ``{"class": str, "groups": [{"params": [fqn], **hyperparameters}], "slots": {fqn: {slot:
-    value}}}``, a scalar tensor as a number. No communication. CheckpointError: a parameter that the module does not
-    have, or a slot of a sharded one that is neither a scalar nor of its shape.
+    The rest is plain values: ``{"class": str, "groups": [{"params": [fqn], **hyperparameters}], "slots": {fqn: {slot:
+    value}}}``, with scalar tensors as numbers. No communication. CheckpointError: a parameter that the module does not
+    have, or a slot of a sharded parameter that is neither a scalar nor of its shape.
     """
     tensors: dict[SlotName, LiveTensor] = {}
     described: list[dict[str, Any]] = []
@@ -180,8 +178,8 @@ def optimizer_states(
         for part, fqn, slot, value in _live_slots(optimizer, groups):
             name = SlotName(index, fqn, slot)
             if part.flat is not None and slot == "step" and isinstance(value, int | float):
-                # Optimizers made for flat tensors count steps in a number; torch's own keep a scalar of this dtype for
-                # each parameter (torch.optim.optimizer._get_scalar_dtype), and those read what is written here.
+                # Optimizers of flat tensors count steps in a Python number. torch's own, which read this, keep a scalar
+                # of this dtype for each parameter (torch.optim.optimizer._get_scalar_dtype).
                 wide = torch.get_default_dtype() == torch.float64
                 value = torch.tensor(value, dtype=torch.float64 if wide else torch.float32)
             if part.is_sharded:
@@ -198,7 +196,7 @@ def optimizer_states(
 def _live_slots(
     optimizer: AnyOptimizer, groups: Sequence[Group], only: str | None = None
 ) -> Iterator[tuple[Stepped, str, str, Any]]:
-    """What is stepped, FQN, name and value of each slot, of ``only`` one parameter; tensors are live, maybe slices."""
+    """Yield stepped tensor, FQN, name and live value of each slot, of one parameter if ``only`` is given."""
     live = flat.torch_optimizer(optimizer)
     for part in (p for group in groups for p in group.stepped if only is None or only in p.shapes):
         state = flat.plain_slots(live.state.get(part.tensor, {}))
@@ -215,7 +213,7 @@ def _live_slots(
 
 
 def optimizer_slot(optimizers: Sequence[AnyOptimizer], names: Names, fqn: str, slot: str) -> LiveTensor | None:
-    """The state that an optimizer keeps of a parameter in ``slot`` ("exp_avg"); None where no optimizer has it."""
+    """Return a parameter's optimizer state in ``slot`` ("exp_avg"). None if no optimizer has it."""
     for index, optimizer in enumerate(optimizers):
         for _, _, name, value in _live_slots(optimizer, groups_of(index, optimizer, names), only=fqn):
             if name == slot:
@@ -224,7 +222,7 @@ def optimizer_slot(optimizers: Sequence[AnyOptimizer], names: Names, fqn: str, s
 
 
 def _check_shardable(name: SlotName, value: Any, shape: tuple[int, ...]) -> None:
-    """CheckpointError: a slot of a sharded parameter, or flat tensor, of ``shape`` that can't be cut as it is."""
+    """CheckpointError: a slot that can't be cut like its sharded parameter, or flat tensor, of ``shape``."""
     if isinstance(value, Tensor):
         if value.shape not in ((), shape):
             raise CheckpointError(unshardable(name, tuple(value.shape), tuple(shape)))
@@ -236,7 +234,6 @@ def _check_shardable(name: SlotName, value: Any, shape: tuple[int, ...]) -> None
 
 
 def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...]) -> str:
-    """What is wrong with a slot of that shape, of a sharded parameter or flat tensor of that shape."""
     return (
         f"{name.key} has shape {slot}, its sharded parameter {parameter}: a slot that is neither a scalar nor of its "
         "parameter's shape can't be sharded; use another optimizer, or replicate (DDP)"
@@ -244,8 +241,8 @@ def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...
 
 
 def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
-    """Step small parameters with an optimizer of each kind that can be made anew, and see whether its state can be
-    saved. ConfigurationError: it can't. No communication; nothing live and no random number changes.
+    """Step small parameters with a new optimizer of each kind, if one can be made, and check that its state can be
+    saved. ConfigurationError: it can't. No communication. Live state and random numbers stay as they are.
     """
     for index, optimizer in enumerate(optimizers):
         live = flat.torch_optimizer(optimizer)
@@ -257,15 +254,15 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
             for shape in part.shapes.values()
         }
         for is_sharded, ndim in sorted(kinds):
-            # DeepSpeed's kernels have known state, and making one allocates.
+            # DeepSpeed's kernels have known state, and a new one allocates.
             own = not type(live).__module__.startswith("deepspeed")
-            # A matrix has as many elements as it takes for a state in blocks.
+            # The matrix is large enough for optimizers that keep state in blocks.
             shape = (64, 68) if ndim == 2 else tuple(range(2, 2 + ndim))
             state, apart = (own and state_of_small(live, torch.zeros(shape))) or ({}, [])
             if apart:
                 warn_on_first_rank(
-                    f"{kind_of(live)} keeps {', '.join(apart)} outside of its `state` and parameter groups, which are "
-                    "saved with numbers beside them: a resumed run begins with new ones."
+                    f"{kind_of(live)} keeps {', '.join(apart)} outside of its `state` and parameter groups. Only these "
+                    "and plain numbers are saved: a resumed run begins with new ones."
                 )
             try:
                 for slot, value in flat.plain_slots(state).items():
@@ -279,7 +276,7 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
 
 
 def _refuse_inner(optimizer: Optimizer) -> None:
-    """ConfigurationError: it steps another optimizer, whose state it does not have."""
+    """ConfigurationError: it steps another optimizer whose state is not in its own."""
     held = list(vars(optimizer).values())
     held += [each for value in held if isinstance(value, list | tuple) for each in value]
     held += [each for value in held if isinstance(value, dict) for each in value.values()]
@@ -291,12 +288,14 @@ def _refuse_inner(optimizer: Optimizer) -> None:
         )
 
 
-# Settings of how a step is computed, which go with some devices alone.
+# Settings of the implementation of a step. Some devices lack them.
 _IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Mapping[str, Any], list[str]] | None:
-    """A new such optimizer's state of a ``like`` parameter after a step, and which attributes that changed; or None."""
+    """Step a new optimizer of this kind on a parameter like ``like``. Returned: its state, and the attributes that the
+    step changed but that are not saved. None if no such optimizer can be made.
+    """
     small = nn.Parameter(torch.full_like(like, 0.5))
 
     def closure() -> float:
@@ -319,7 +318,7 @@ def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Mapping[str, Any
 
 
 def own_values(optimizers: Sequence[AnyOptimizer]) -> list[dict[str, Any]]:
-    """Of each optimizer, if no library's own, plain values that it keeps beside its state and parameter groups."""
+    """Plain values that each optimizer has as attributes, besides state and groups. None for libraries' own classes."""
     live = [flat.torch_optimizer(optimizer) for optimizer in optimizers]
     return [{} if type(each).__module__.startswith(("torch.", "deepspeed.")) else _own_values(each) for each in live]
 
@@ -330,7 +329,7 @@ def _own_values(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether it is a number or a text, or has a few of them."""
+    """True for a number or text, or a container of at most 64 of them."""
     return len(list(parts(value))) <= 64 and _is_plain(value)
 
 
@@ -343,7 +342,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
-    """Those of its own that a step may change, as text."""
+    """The attributes that a step may change, as text."""
     kept = ("state", "param_groups", "defaults")
     plain = (int, float, Tensor, list, tuple, dict)
     own = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k not in kept}
@@ -351,7 +350,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, str]:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The class of an optimizer; of DeepSpeed's kernels the class in torch that computes the same."""
+    """The name of an optimizer's class. For DeepSpeed's kernels, of the class in torch that computes the same."""
     if hasattr(optimizer, "adam_w_mode"):
         return "AdamW" if optimizer.adam_w_mode else "Adam"
     return type(optimizer).__qualname__

@@ -1,6 +1,7 @@
-"""Saving a portable checkpoint: all ranks agree on who writes what, and write it. A save has two halves, `Begun` and
-its `finish`, which is told where the values come from and over which group ranks speak: in the background it writes
-copies, over a group of its own.
+"""Saving a portable checkpoint: all ranks agree which rank writes which box, then write.
+
+A save has two halves: making a `PendingSave`, and `PendingSave.write`. The second gets the source of the values and the
+ranks' group, because a save in the background writes copies and communicates over a group of its own.
 """
 
 import os
@@ -15,13 +16,13 @@ from torch import nn
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.location import AnyPath, Location, common_to_all, location, refuse_url
 from lightning_shard.checkpoint.files.manifest import Contents, Facts, Manifest, TensorEntry, library_versions
-from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
+from lightning_shard.checkpoint.files.tensor_files import ReadBox, WrittenFiles, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
-from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
+from lightning_shard.checkpoint.foreign.hugging_face_folders import Skeleton, write_hugging_face
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.optimizer_state import extra_state, live_tensors, optimizer_states, sharded_names
-from lightning_shard.checkpoint.plan import Plans, digests, live_values
+from lightning_shard.checkpoint.save_plan import SavePlanner, digests, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
@@ -30,8 +31,8 @@ from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 def digests_of_frozen(
     module: nn.Module, masters: Mapping[str, LiveTensor], averages: Mapping[str, Any] | None
 ) -> dict[str, str]:
-    """FQN to digest of each parameter that is not trained, if its average, where it has one, is the same. All ranks
-    call it. ``masters``, ``averages``: as in `training_state`.
+    """Return FQN to digest of each frozen parameter whose average, if it has one, equals it. All ranks call it.
+    ``masters``, ``averages``: as in `training_state`.
     """
     names = sharded_names(module)
     frozen = {fqn for fqn, t in names.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
@@ -52,17 +53,16 @@ def training_state(
     masters: Mapping[str, LiveTensor] | None = None,
     averages: Mapping[str, Any] | None = None,
 ) -> Contents:
-    """What there is to save of a module (wrapped or not), its optimizers and the rest of the run. No communication.
+    """Collect the state of a module (wrapped or not), its optimizers and the rest of the run. No communication.
 
-    ``trainer_state`` gets the groups' hyperparameters, and what the module keeps beyond tensors. ``own_state``: what
-    this rank alone goes on with. No ``optimizers``: weights only. ``leave_out``: FQNs that the checkpoint is not to
-    have. ``masters``, ``averages``: FQN to what is saved in the place of the module's own tensor, and to its average.
-    Buffers are the same on all ranks.
+    ``trainer_state`` gets the hyperparameters of the optimizers' groups and the module's extra state. ``own_state``:
+    state of this rank alone. No ``optimizers``: weights only. ``leave_out``: FQNs that the checkpoint omits.
+    ``masters``, ``averages``: FQN to the tensor that is saved instead of the module's own, and to its average. Buffers
+    are the same on all ranks.
     """
     names = sharded_names(module)
     live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
     slots, described = optimizer_states(optimizers, names)
-    averages_of = {layout.AVERAGE_PREFIX + fqn: average for fqn, average in (averages or {}).items() if fqn in live}
     own: dict[str, Any] = {layout.EXTRA_STATE: extra_state(module, names)}
     if optimizers:
         own[layout.OPTIMIZER_STATES] = described
@@ -70,7 +70,7 @@ def training_state(
         weights=live,
         aliases={alias: fqn for alias, fqn in names.aliases.items() if fqn in live},
         slots=slots,
-        further=averages_of,
+        averages={fqn: average for fqn, average in (averages or {}).items() if fqn in live},
         trainer_state={**trainer_state, **own},
         own_state=own_state,
         facts=facts,
@@ -78,58 +78,61 @@ def training_state(
 
 
 def write_portable(path: AnyPath, contents: Contents) -> None:
-    """Write ``contents``, the same on all ranks, as the directory ``path``, as `Begun` does. All ranks call it."""
+    """Write ``contents``, the same on all ranks, as the directory ``path``. All ranks call it. Errors: `PendingSave`."""
     ranks = Ranks.of()
-    Begun(ranks, path, lambda: contents, Plans()).finish(ranks, live_values(contents.tensors))
+    PendingSave(ranks, path, lambda: contents, SavePlanner()).write(ranks, live_values(contents.tensors))
 
 
-class Begun:
-    """A save whose values are still to be written, by `finish`: nothing of the rest can change any more. It is complete
-    or not made at all; each box is written by one of the ranks that have it.
+class PendingSave:
+    """A planned save, complete but for the values, which `write` writes. The rest can't change any more.
+
+    The save is complete or not made at all. Each box is written by one of the ranks that have it.
     """
 
-    def __init__(self, ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: Plans) -> None:
-        """Agree with all ranks on the plan. All ranks call it; rank 0's ``path`` counts. ``collect`` gives what is
-        saved, on each rank, without communication. The same CheckpointError on every rank if any fails; an older
-        checkpoint stays then.
+    def __init__(self, ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], planner: SavePlanner) -> None:
+        """Agree with all ranks on the plan. All ranks call it. Rank 0's ``path`` counts.
+
+        ``collect`` returns the rank's contents without communication. CheckpointError, the same on every rank, if any
+        rank fails. An older checkpoint stays then.
         """
         self._token = layout.new_token()
-        # Rank 0's contents of ``trainer.pt``, and what follows this rank's boxes.
+        # Rank 0's ``trainer.pt``, and the state that this rank appends to its boxes.
         self._trainer_state = self._own_state = b""
-        # What makes another form of the directory; all ranks call it.
-        self.then: Callable[[Ranks], object] = lambda ranks: None
+        # Turns the directory into another form. All ranks call it.
+        self.convert: Callable[[Ranks], object] = lambda ranks: None
 
-        def look() -> bool:
-            self.state = collect()
-            if self.state.own_state is not None:
-                self._own_state = encode_trainer_state(self.state.own_state)
-            return plans.still_holds(self.state.tensors, self.state.slots)
+        def collect_contents() -> bool:
+            self.contents = collect()
+            if self.contents.own_state is not None:
+                self._own_state = encode_trainer_state(self.contents.own_state)
+            return planner.is_unchanged(self.contents.tensors, self.contents.slots)
 
-        def decide(known: list[bool]) -> list[tuple[Location, Location, bool]]:
-            self._trainer_state = encode_trainer_state(self.state.whole_state)
+        def make_folder(unchanged: list[bool]) -> list[tuple[Location, Location, bool]]:
+            self._trainer_state = encode_trainer_state(self.contents.whole_state)
             target = location(path).absolute()
-            return [(target, commit.begin(target, self._token), all(known))] * ranks.size
+            return [(target, commit.create_temporary(target, self._token), all(unchanged))] * ranks.size
 
-        self.target, self._temporary, still_holds = ranks.exchange(f"starting to save {path}", look, decide)
+        started = ranks.exchange(f"starting to save {path}", collect_contents, make_folder)
+        self.target, self._temporary, is_unchanged = started
         with commit.deleted_on_failure(self._temporary, here=ranks.is_first):
-            self.plan = plans.agreed(ranks, still_holds=still_holds)
+            self.plan = planner.agree_on_plan(ranks, is_unchanged=is_unchanged)
 
-    def finish(self, ranks: Ranks, values: Values) -> None:
-        """Write the values and put the checkpoint in place, over ``ranks``. All ranks call it; errors as before."""
+    def write(self, ranks: Ranks, values: ReadBox) -> None:
+        """Write the values and put the checkpoint in place. All of ``ranks`` call it. Errors as above."""
         with commit.deleted_on_failure(self._temporary, here=ranks.is_first):
-            written = ranks.collect(f"writing {self.target}", lambda: self._write(ranks.rank, values))
-            ranks.first(f"completing {self.target}", lambda: self._complete(written))
-        self.then(ranks)
+            written = ranks.collect(f"writing {self.target}", lambda: self._write_share(ranks.rank, values))
+            ranks.first(f"completing {self.target}", lambda: self._complete_directory(written))
+        self.convert(ranks)
 
-    def _write(self, rank: int, values: Values) -> Written:
+    def _write_share(self, rank: int, values: ReadBox) -> WrittenFiles:
         written = write_boxes(self._temporary, rank, self.plan.mine, values, self._own_state)
         if rank == 0:
             entry = write_file(self._temporary / layout.TRAINER_STATE, self._trainer_state)
             return replace(written, files={**written.files, layout.TRAINER_STATE: entry})
         return written
 
-    def _complete(self, written: Sequence[Written]) -> None:
-        """On rank 0: the metadata, last the manifest, then all of it in place."""
+    def _complete_directory(self, written: Sequence[WrittenFiles]) -> None:
+        """Write the metadata, then the manifest, and publish the directory. Rank 0 calls it."""
         plan = self.plan.of_all
         assert plan is not None
         files = {name: entry for part in written for name, entry in part.files.items()}
@@ -143,51 +146,50 @@ class Begun:
                     f"a rank wrote {entry.size} bytes to {self._temporary / name}, but on rank 0 it {found}: save to "
                     f"{common_to_all(self.target)}"
                 )
-        tensors = {facts.key: TensorEntry(facts.shape, facts.dtype) for facts in plan.tensors}
-        slots = {facts.key: facts.slot for facts in plan.tensors if facts.slot is not None}
-        assert slots.keys() == {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}
         manifest = Manifest(
-            facts=replace(self.state.facts, world_size=len(written), versions=library_versions()),
-            tensors=tensors,
-            aliases=self.state.aliases,
-            slots=slots,
+            facts=replace(self.contents.facts, world_size=len(written), versions=library_versions()),
+            tensors={facts.key: TensorEntry(facts.shape, facts.dtype) for facts in plan.tensors},
+            aliases=self.contents.aliases,
+            slots={facts.key: facts.slot for facts in plan.tensors if facts.slot is not None},
             files=files,
         )
         write_file(self._temporary / layout.MANIFEST, manifest.to_json().encode())
-        commit.publish(self._temporary, self.target, self._token)
+        commit.publish_checkpoint(self._temporary, self.target, self._token)
 
 
-def begin_any(
+def prepare_save(
     ranks: Ranks,
     path: AnyPath,
     collect: Callable[[], Contents],
-    plans: Plans,
-    wanted: Callable[[], Skeleton] | None = None,
-) -> Begun:
-    """A `Begun` save in the `layout.other_form` that the path names, if any, made from a directory beside it, so that
-    no rank has more than one full tensor: the file by rank 0, the folder by all ranks from ``wanted``.
+    planner: SavePlanner,
+    make_skeleton: Callable[[], Skeleton] | None = None,
+) -> PendingSave:
+    """Prepare a save in the form that the path names (`layout.other_form`). Arguments as of `PendingSave`.
+
+    Another form is made from a temporary directory next to it, so that no rank has more than one full tensor in memory:
+    the one file by rank 0, the folder for Hugging Face by all ranks from ``make_skeleton``.
     """
     form = layout.other_form(str(path))
-    wanted = wanted if form == "hf" else None
-    if wanted is None and form != "full":
-        return Begun(ranks, path, collect, plans)
+    if form != "full" and (form != "hf" or make_skeleton is None):
+        return PendingSave(ranks, path, collect, planner)
     refuse_url(str(path), "one file or a folder for Hugging Face")
 
-    def look(_: list[None]) -> list[tuple[Path, Path, Skeleton | None]]:
+    def choose_paths(_: list[None]) -> list[tuple[Path, Path, Skeleton | None]]:
         target = Path(os.path.abspath(str(path)))
         commit.check_replaceable(target)
-        parts, skeleton = layout.temporary_sibling(target, layout.new_token()), wanted() if wanted else None
-        names = replace(skeleton, files={}) if skeleton else None
-        return [(target, parts, skeleton), *[(target, parts, names)] * (ranks.size - 1)]
+        parts = layout.temporary_sibling(target, layout.new_token())
+        made = make_skeleton() if form == "hf" and make_skeleton is not None else None
+        names = replace(made, files={}) if made else None  # rank 0 alone writes the other files
+        return [(target, parts, made), *[(target, parts, names)] * (ranks.size - 1)]
 
-    target, parts, skeleton = ranks.exchange(f"starting to save {path}", lambda: None, look)
+    target, parts, skeleton = ranks.exchange(f"starting to save {path}", lambda: None, choose_paths)
     if skeleton is None:
-        begun = Begun(ranks, os.fspath(parts), collect, plans)
-        begun.then = partial(_write_file, target, parts)
+        pending = PendingSave(ranks, os.fspath(parts), collect, planner)
+        pending.convert = partial(_write_file, target, parts)
     else:
-        begun = Begun(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), Plans())
-        begun.then = partial(write_hugging_face, target=target, parts=parts, wanted=skeleton)
-    return begun
+        pending = PendingSave(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), SavePlanner())
+        pending.convert = partial(write_hugging_face, target=target, parts=parts, skeleton=skeleton)
+    return pending
 
 
 def _write_file(target: Path, parts: Path, ranks: Ranks) -> None:
@@ -195,6 +197,6 @@ def _write_file(target: Path, parts: Path, ranks: Ranks) -> None:
         try:
             write_full(target, open_portable(parts))
         finally:
-            commit.delete_tree(parts)  # Whatever still reads them.
+            commit.delete_tree(parts)  # also if it is still being read
 
     ranks.first(f"writing {target}", write)

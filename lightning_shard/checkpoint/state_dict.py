@@ -1,6 +1,7 @@
-"""The ``state_dict`` of a checkpoint as a module's own code sees and changes it, before it is saved and before it is
-loaded. There stands a `StoredValues` for each tensor, so that nothing is read for a name that is changed or deleted.
-What code computes from one takes its place, in full on the host of every rank.
+"""A checkpoint's ``state_dict`` as the module's own code sees and changes it, before a save and before a load.
+
+Before a load each tensor is a `StoredValues`, so that nothing is read for a name that is only renamed or deleted. A
+tensor that the code computes replaces it, in full on the host of every rank.
 """
 
 import operator
@@ -26,14 +27,14 @@ from lightning_shard.text import listed
 
 
 class OfferedState:
-    """What a checkpoint is to be saved of, from which code takes out names; it adds none, and changes no values."""
+    """The state offered to ``on_save_checkpoint``, which may take out names but not add any or change values."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._given: Mapping[str, LiveTensor] = {}
 
     def offer(self, masters: Mapping[str, LiveTensor]) -> dict[str, LiveTensor]:
-        """The live tensors by name, tied ones too, that the module's ``state_dict()`` has; ``masters`` come first."""
+        """Return name, tied ones too, to live tensor or master, of the names in the module's ``state_dict()``."""
         names = sharded_names(self._module)
         own = {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
         without = left_out(self._module, names)
@@ -41,10 +42,10 @@ class OfferedState:
         return dict(self._given)
 
     def left_out(self, kept: Mapping[str, Any]) -> set[str]:
-        """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says. All ranks call it."""
+        """Return rank 0's names of the module that ``kept`` lacks, on every rank. All ranks call it."""
         names, given, self._given = fqns(self._module).tensors, self._given, {}
 
-        def look() -> list[str]:
+        def missing_names() -> list[str]:
             if added := sorted(set(kept) - set(given)):
                 raise CheckpointError(
                     f"on_save_checkpoint added {listed(added)} to the state_dict, but a checkpoint has the "
@@ -60,11 +61,11 @@ class OfferedState:
 
         ranks = Ranks.of()
         doing = "reading what on_save_checkpoint made of the state_dict"
-        return set(ranks.exchange(doing, look, lambda found: [found[0]] * ranks.size))
+        return set(ranks.exchange(doing, missing_names, lambda found: [found[0]] * ranks.size))
 
 
 def _is_the_same(now: Any, given: LiveTensor) -> bool:
-    """Whether it is, or has the values of, what it takes the place of."""
+    """True if ``now`` is the tensor ``given``, or one of its kind with equal values."""
     if now is given or not (isinstance(now, Tensor) and isinstance(given, Tensor)):
         return now is given
     ours, theirs = local(now), local(given)
@@ -76,11 +77,11 @@ _FACTS = {
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "element_size", "is_floating_point", "__len__")),
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim")),
 }
-"""What is known of a tensor that was not read."""
+"""Functions that need no values of a tensor."""
 
 
 class StoredValues(Tensor):
-    """A full tensor on the host that is read from a checkpoint as soon as more than its shape or dtype is asked for."""
+    """A full tensor on the host that is read from a checkpoint once more than its shape or dtype is used."""
 
     key: str
     read: Callable[[str], Tensor]
@@ -93,7 +94,7 @@ class StoredValues(Tensor):
         return made
 
     def values(self) -> Tensor:
-        """The same tensor each time, which what is done in place changes."""
+        """Return the same tensor each time, with changes that were made in place."""
         if self.full is None:
             self.full = self.read(self.key)
         return self.full
@@ -108,22 +109,21 @@ class StoredValues(Tensor):
 
 @dataclass(frozen=True, kw_only=True)
 class StateDict:
-    """Which tensor is to be loaded under each name of the module."""
+    """The tensor to load under each name of the module."""
 
-    keys: Mapping[str, str]  # Name, tied ones too, to key.
-    shapes: Mapping[str, tuple[int, ...]]  # Key to full shape.
-    values: Mapping[str, Tensor] = field(default_factory=dict)  # Key to full tensor, of what no checkpoint has.
-    kept: frozenset[str] = frozenset()  # Names that the module's code gave the module's own tensors.
+    keys: Mapping[str, str]  # name, tied ones too, to key
+    shapes: Mapping[str, tuple[int, ...]]  # key to full shape
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # key to full tensor that the module's code computed
+    kept: frozenset[str] = frozenset()  # names to which the module's code gave the module's own tensors
 
     @staticmethod
     def of(found: Manifest) -> "StateDict":
-        """As it is stored."""
         shapes = {key: entry.shape for key, entry in found.tensors.items() if key.startswith(MODEL_PREFIX)}
         own = {key: key for key in shapes}
         return StateDict(keys=without_prefix(MODEL_PREFIX, {**own, **found.aliases}), shapes=shapes)
 
     def edited(self, state: Mapping[str, Any], names: Names) -> "StateDict":
-        """What the module's code made of it, which was given a `StoredValues` for each name. All ranks call it."""
+        """Return the version that the module's code made as ``state``. All ranks call it."""
         keys: dict[str, str] = {}
         values: dict[str, Tensor] = {}
         kept = set()
@@ -148,22 +148,22 @@ class StateDict:
         return StateDict(keys=keys, shapes=shapes, values=values, kept=frozenset(kept))
 
     def fill(self, key: str, target: Any) -> bool:
-        """Give this rank's boxes of ``target`` those of `values` under ``key``, casting; whether there are some."""
+        """Fill this rank's boxes of ``target`` from `values`, casting. False if ``key`` is not among them."""
         if (full := self.values.get(key)) is not None:
             fill(key, target, lambda at, sizes: full[tuple(map(slice, at, map(operator.add, at, sizes)))])
         return full is not None
 
 
 def _place(tensor: Tensor) -> Any:
-    """What a tensor and that which ``state_dict()`` gives for it have in common."""
+    """Return the memory that a tensor shares with its detached copy in ``state_dict()``."""
     own = local(tensor)
     return storage_key(own), own.storage_offset(), own.shape
 
 
 def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any], strict: bool) -> tuple[StateDict, bool]:
-    """What is to be loaded where hooks, and a ``load_state_dict`` of the module's own, have made ``state`` of a
-    `StoredValues` for each name; and whether all of it must fit. All ranks call it. CheckpointError: values that are no
-    tensors, or nothing.
+    """Apply the module's own ``load_state_dict``, if any, to ``state``, which hooks may have changed. All ranks call it.
+
+    Returned: the tensors to load, and whether all must fit. CheckpointError: values that are no tensors, or no state.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         state, strict = _asked_for(module, state, strict=strict)
@@ -171,7 +171,7 @@ def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any], s
 
 
 def _asked_for(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[Mapping[str, Any], bool]:
-    """What ``module.load_state_dict`` asks torch to load, and whether strictly; nothing is loaded."""
+    """Record the state that ``module.load_state_dict`` passes to torch, and its strictness. Nothing is loaded."""
     stock = nn.Module.load_state_dict
     prefixes = {id(part): f"{name}." if name else "" for name, part in module.named_modules()}
     given: list[tuple[dict[str, Any], bool]] = []
@@ -180,7 +180,7 @@ def _asked_for(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
         prefix = prefixes.get(id(part))
         if prefix is None:
             return stock(part, state, strict, assign)
-        # A part that is loaded by itself says nothing of what else there has to be.
+        # Loading a submodule alone does not require the rest.
         given.append(({prefix + name: tensor for name, tensor in state.items()}, strict and not prefix))
         return stock(nn.Module(), {})
 

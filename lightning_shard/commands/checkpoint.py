@@ -48,12 +48,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _done(command: str, path: str, options: Mapping[str, Any]) -> str:
     if command == "clean":
-        from lightning_shard.checkpoint.files.commit import clean
+        from lightning_shard.checkpoint.files.commit import clean_folder
 
         if "://" not in path and not Path(path).is_dir():
             raise UsageError(f"{path!r} is no folder.")
         done = "removed" if options["remove"] else "left behind (--remove removes it)"
-        found = [f"{found} {done}" for found in clean(path, **options)]
+        found = [f"{found} {done}" for found in clean_folder(path, **options)]
         return "\n".join(found) or f"nothing is left behind in {path}"
     if command == "inspect":
         from lightning_shard.checkpoint.inspect import describe, open_any

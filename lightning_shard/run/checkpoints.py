@@ -20,13 +20,13 @@ from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.location import StrPath, location, refuse_url
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
-from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
+from lightning_shard.checkpoint.foreign.hugging_face_folders import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.hyperparameters import KEYS, plain_hyperparameters
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.optimizer_state import check_savable, own_values
 from lightning_shard.checkpoint.save import digests_of_frozen, training_state, write_portable
-from lightning_shard.checkpoint.schedules import settle_schedules
+from lightning_shard.checkpoint.schedules import resolve_schedules
 from lightning_shard.checkpoint.state_dict import OfferedState, follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
@@ -193,7 +193,7 @@ class Checkpoints(CheckpointIO):
             if own and OWN in own:
                 restore_buffers(self.module, own[OWN])
                 self.synchronize_buffers()
-            self.saver.save(where, collect, background=background and self._training, wanted=self._skeleton)
+            self.saver.save(where, collect, background=background and self._training, make_skeleton=self._skeleton)
         restore_buffers(self.module, mine)  # A save changes no run.
 
     def _skeleton(self) -> Skeleton:
@@ -222,7 +222,7 @@ class Checkpoints(CheckpointIO):
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Delete a checkpoint on rank 0, once another that is being written is complete. All ranks may call it."""
-        self.saver.remove(path)
+        self.saver.remove_checkpoint(path)
 
     # In the background
 
@@ -236,12 +236,12 @@ class Checkpoints(CheckpointIO):
         self._training = False
         self._engine.reshard_and_sync_masters()  # what hooks have written since the last step
         self._settle()
-        self.saver.finish()
+        self.saver.finish_background_save()
 
     def end(self) -> None:
         """Let the save in the background come to its end, in whatever state the run is: no rank communicates here."""
         self._training = False
-        if (failure := self.saver.close()) is not None:
+        if (failure := self.saver.free_buffers()) is not None:
             rank_zero_warn(f"A checkpoint could not be saved in the background: {failure}")
 
     # Load
@@ -313,7 +313,7 @@ class Checkpoints(CheckpointIO):
         try:
             # Steps that leave nothing, after which a checkpoint of before them is loaded, are made without schedules.
             settled = optimizers and begins and not self._loading.path.name.startswith(".trial_")
-            schedulers = settle_schedules(schedules, hooked or state, configured=configured) if settled else []
+            schedulers = resolve_schedules(schedules, hooked or state, configured=configured) if settled else []
             if hooked is not None and _follows_names(self.module):
                 edited, strict = follow_names(self.module, self._loading.manifest, hooked["state_dict"], strict=strict)
             report = load.load_training_state(

@@ -247,7 +247,7 @@ def settle_fit(
         callbacks.count_partitioned(replacements, trainer)
     saver = checkpoints.saver
     if async_save:
-        callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)
+        callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link_checkpoint)
     saves.begin(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
 
 

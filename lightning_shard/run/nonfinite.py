@@ -151,7 +151,7 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
     """Put the newest whole checkpoint that a fit saved, or went on from, back in place: weights, optimizers,
     schedulers, loss scale, generators, count of steps. All ranks call it; DataError on each: there is none.
     """
-    checkpoints.saver.finish()
+    checkpoints.saver.finish_background_save()
     path, checkpoint = _open_newest(trainer, checkpoints, why)
     module, resumed = trainer.lightning_module, path not in checkpoints.saved
     if resumed:  # As then, a hook may change what is loaded, and the configuration may win.

@@ -188,7 +188,7 @@ class Preemption:
             self._stop_number = None
         path = self._identity.own_path
         if Ranks.of().is_first and path.exists():
-            commit.remove(path)
+            commit.remove_checkpoint(path)
 
     def _read_limit(self) -> preemption.TimeLimit | None:
         job, before = self._identity.job, self._config.seconds_before_limit
@@ -273,7 +273,7 @@ class Preemption:
     def _save(self, trainer: Trainer) -> None:
         path, reason = self._identity.own_path, preemption.describe_reason(self._agreed)
         try:
-            self._checkpoints.saver.finish()
+            self._checkpoints.saver.finish_background_save()
         except CheckpointError as error:
             rank_zero_warn(f"A checkpoint could not be saved in the background: {error}")
         self._folders = [path.parent, *checkpoint_folders(trainer)]

@@ -137,7 +137,7 @@ class ShardStrategy(ParallelStrategy):
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background; raise if that failed. All ranks call it."""
-        self.checkpoints.saver.finish()
+        self.checkpoints.saver.finish_background_save()
 
     @property
     def _module(self) -> LightningModule:
@@ -355,7 +355,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.checkpoints.saver.look()
+        self.checkpoints.saver.poll_background_save()
         if self._freezing.changed(batch_idx):
             self.model = self.engine.follow_freezing()  # first, as DeepSpeed has all in 16 bits and masters elsewhere
             self._freezing.refuse_without_masters(self.policy.master)

@@ -69,7 +69,7 @@ def test_what_is_written_are_the_values_at_the_call(tmp_path: Path, saver: Saver
         state["list"].append(2)
         assert not path.exists()
         assert saver.is_writing(path)
-    saver.finish()
+    saver.finish_background_save()
     assert not saver.is_writing(path)
     assert torch.equal(stored(path)["model.w"], torch.arange(6.0))
     assert os.listdir(tmp_path) == ["a.ckpt"]
@@ -92,7 +92,7 @@ def test_who_reads_waits(tmp_path: Path, saver: Saver) -> None:
             saver.save(str(path), lambda state=state: state, background=True)
             threading.Timer(0.05, gate.opened.set).start()
             read(path)
-    saver.finish()
+    saver.finish_background_save()
 
 
 def test_nothing_old_is_removed_before_the_new_is_whole(tmp_path: Path, saver: Saver) -> None:
@@ -101,9 +101,9 @@ def test_nothing_old_is_removed_before_the_new_is_whole(tmp_path: Path, saver: S
         saver.save(str(path), of({"model.w": torch.zeros(3)}), background=False)
     with Gate():
         saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
-        saver.remove(old)
-        saver.link(new, last)
-        saver.link(new, tmp_path / "first.ckpt")
+        saver.remove_checkpoint(old)
+        saver.link_checkpoint(new, last)
+        saver.link_checkpoint(new, tmp_path / "first.ckpt")
         # A second callback takes another name for its link, as where the first one's is there.
         assert [saver.is_writing(tmp_path / name) for name in ("new.ckpt", "first.ckpt", "old.ckpt")] == [
             True,
@@ -113,14 +113,14 @@ def test_nothing_old_is_removed_before_the_new_is_whole(tmp_path: Path, saver: S
         assert is_checkpoint(old)
         assert is_checkpoint(last)
         assert not new.exists()
-    saver.finish()
+    saver.finish_background_save()
     assert not old.exists()
     assert os.readlink(last) == os.readlink(tmp_path / "first.ckpt") == "new.ckpt"
     assert not saver.is_writing(tmp_path / "first.ckpt")
     assert torch.equal(stored(last)["model.w"], torch.ones(3))
     # And once nothing is under way, at once.
-    saver.link(new, tmp_path / "other.ckpt")
-    saver.remove(tmp_path / "other.ckpt")
+    saver.link_checkpoint(new, tmp_path / "other.ckpt")
+    saver.remove_checkpoint(tmp_path / "other.ckpt")
     assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "last.ckpt", "new.ckpt"]
 
 
@@ -129,18 +129,18 @@ def test_a_failed_write_leaves_what_it_was_to_replace(tmp_path: Path, saver: Sav
     saver.save(str(old), of({"model.w": torch.zeros(3)}), background=False)
     with Gate() as gate:
         saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
-        saver.remove(old)
+        saver.remove_checkpoint(old)
         assert gate.reached.wait(60)
         (temporary,) = leftovers(new.parent)
         # As a cleaning script of the cluster would.
         temporary.rename(tmp_path / "moved")
     with pytest.raises(CheckpointError, match=r"while writing .*new\.ckpt: FileNotFoundError|while completing"):
-        saver.finish()
-    saver.finish()
+        saver.finish_background_save()
+    saver.finish_background_save()
     assert torch.equal(stored(old)["model.w"], torch.zeros(3))
     assert not new.exists()
     saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
-    saver.finish()
+    saver.finish_background_save()
     assert torch.equal(stored(new)["model.w"], torch.ones(3))
 
 
@@ -178,7 +178,7 @@ def save_and_fail(folder: str, failing_rank: int, error: Exception) -> dict[str,
     """
     saver, old, new = Saver(), Path(folder) / "old.ckpt", Path(folder) / "new.ckpt"
     saver.save(str(old), of(part_of(1.0)), background=True)
-    saver.finish()
+    saver.finish_background_save()
     owner: Any = HostBuffers if isinstance(error, MemoryError) else tensor_files.HashedFile
     name = "copy" if owner is HostBuffers else "write"
     original = getattr(owner, name)
@@ -190,12 +190,12 @@ def save_and_fail(folder: str, failing_rank: int, error: Exception) -> dict[str,
         setattr(owner, name, failing)
     try:
         saver.save(str(new), of(part_of(2.0)), background=True)
-        saver.remove(old)
+        saver.remove_checkpoint(old)
         for step in range(10_000):
             # Ranks come to their steps at different times.
             time.sleep(0.001 * dist.get_rank())
             try:
-                saver.look()
+                saver.poll_background_save()
             except CheckpointError as failure:
                 return {"step": step, "said": str(failure), "kind": type(failure).__name__}
             dist.all_reduce(torch.zeros(()))
@@ -231,7 +231,7 @@ def die_in_the_background(path: str, dying_rank: int) -> None:
     if dist.get_rank() == dying_rank:
         tensor_files.HashedFile.write = die  # type: ignore[method-assign]
     saver.save(path, of(part_of(2.0)), background=True)
-    saver.finish()
+    saver.finish_background_save()
 
 
 @pytest.mark.parametrize("dying_rank", [0, pytest.param(1, marks=pytest.mark.matrix)])
@@ -264,7 +264,7 @@ def plans_of_saves(folder: str) -> list[int]:
             path = Path(folder) / f"{number}.ckpt"
             saver.save(str(path), of({"model.w": part}), background=number % 2 == 0)
             counts.append(len(made))
-            saver.finish()
+            saver.finish_background_save()
             assert torch.equal(stored(path)["model.w"], torch.arange(10.0))
     finally:
         plan.divide = original

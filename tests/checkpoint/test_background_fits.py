@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard import registry
 from lightning_shard.checkpoint.files import commit, tensor_files
-from lightning_shard.checkpoint.files.commit import settle
+from lightning_shard.checkpoint.files.commit import wait_for_background_saves
 from lightning_shard.checkpoint.files.manifest import is_checkpoint
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.cluster.preemption import Preempted
@@ -147,7 +147,7 @@ class Paced(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step % 3 == 0:
-            settle()
+            wait_for_background_saves()
 
 
 def fit_without_end(folder: str) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def fit_without_end(folder: str) -> dict[str, Any]:
         strategy.checkpoints.saver,
         ModelCheckpoint(f"{folder}/top", "{step}", "step", mode="max", every_n_train_steps=1),
     )
-    remove, save = commit.remove, saver.save
+    remove, save = commit.remove_checkpoint, saver.save
 
     def removing(path: Any) -> None:
         removed.append(threading.current_thread() is threading.main_thread())
@@ -168,11 +168,11 @@ def fit_without_end(folder: str) -> dict[str, Any]:
         begun.append((Path(path).parent.name, saver.is_busy))
         save(path, *args, **kwargs)
 
-    commit.remove, saver.save = removing, saving
+    commit.remove_checkpoint, saver.save = removing, saving
     try:
         whole_run = _fit(strategy, steps=18, callbacks=[top, Paced()], folder=f"{folder}/all", every=1)
     finally:
-        commit.remove = remove
+        commit.remove_checkpoint = remove
     steps = sorted(int(name[5:-5]) for name in os.listdir(f"{folder}/all"))
     since = steps[-2]
     resumed = _fit("shard_fsdp", resume=f"{folder}/all/step={since}.ckpt", steps=18)

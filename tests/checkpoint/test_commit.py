@@ -88,7 +88,7 @@ WRITING = """
 import sys, time
 from pathlib import Path
 from lightning_shard.checkpoint.files import commit
-(commit.begin(Path(sys.argv[1]), "0123456789ab") / "__0_0.distcp").touch()
+(commit.create_temporary(Path(sys.argv[1]), "0123456789ab") / "__0_0.distcp").touch()
 print("writing", flush=True)
 time.sleep(60)
 """
@@ -104,7 +104,7 @@ def test_leftovers_that_can_not_be_listed_are_no_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(commit.layout, "leftovers", fail)
     save_number(path, 2.0)
     assert number_in(path) == 2.0
-    commit.remove(path)
+    commit.remove_checkpoint(path)
     assert not path.exists()
 
 
@@ -158,7 +158,7 @@ def test_half_written_is_no_checkpoint_and_is_replaced(tmp_path):
     save_number(path, 2.0)
     assert number_in(path) == 2.0
     (path / MANIFEST).unlink()
-    commit.remove(path)
+    commit.remove_checkpoint(path)
     assert os.listdir(tmp_path) == []
 
 
@@ -180,7 +180,7 @@ def test_a_directory_of_other_files_is_never_deleted(tmp_path):
     notes = tmp_path / "work" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
-    for delete in (lambda: save_number(notes.parent, 1.0), lambda: commit.remove(notes.parent)):
+    for delete in (lambda: save_number(notes.parent, 1.0), lambda: commit.remove_checkpoint(notes.parent)):
         with pytest.raises(CheckpointError, match="would delete them"):
             delete()
         assert notes.read_text() == "mine"
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_torch_wrote_for_another_program_is_never_deleted(tmp_
     path = tmp_path / "a.ckpt"
     dcp.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
     there = sorted(os.listdir(path))
-    for delete in (lambda: save_number(path, 1.0), lambda: commit.remove(path)):
+    for delete in (lambda: save_number(path, 1.0), lambda: commit.remove_checkpoint(path)):
         with pytest.raises(CheckpointError, match="would delete them"):
             delete()
     with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint: it has no manifest"):
@@ -205,7 +205,7 @@ def test_what_a_removal_left_in_any_state_is_removed(tmp_path):
     path.rename(tmp_path / ".a.ckpt.tmp-0123")
     for name in (MANIFEST, "trainer.pt"):
         (tmp_path / ".a.ckpt.tmp-0123" / name).unlink()
-    commit.remove(path)
+    commit.remove_checkpoint(path)
     assert os.listdir(tmp_path) == []
 
 
@@ -221,10 +221,10 @@ def test_a_file_or_a_link_at_the_path_is_replaced(tmp_path):
 
 def test_remove(tmp_path):
     path = tmp_path / "a.ckpt"
-    commit.remove(path)
+    commit.remove_checkpoint(path)
     save_number(path, 1.0)
     (tmp_path / ".a.ckpt.tmp-0123").mkdir()
-    commit.remove(path)
+    commit.remove_checkpoint(path)
     assert os.listdir(tmp_path) == []
 
 
@@ -353,7 +353,7 @@ def test_what_interrupted_removals_and_files_left_is_removed_by_the_next_save_or
         "..a.full.ckpt.tmp-0123456789ab.tmp-ab0123456789",
         ".b.full.ckpt.tmp-0123456789ab",
     ]
-    for clean in (lambda: commit.clean(tmp_path, remove=True), lambda: save_number(tmp_path / "new.ckpt", 2.0)):
+    for clean in (lambda: commit.clean_folder(tmp_path, remove=True), lambda: save_number(tmp_path / "new.ckpt", 2.0)):
         for name in left[:2]:
             shutil.copytree(tmp_path / "top.ckpt", tmp_path / name)
         (tmp_path / left[2]).write_text("half")
@@ -362,9 +362,9 @@ def test_what_interrupted_removals_and_files_left_is_removed_by_the_next_save_or
         for name in left:
             os.utime(tmp_path / name, (0, 0))
         (tmp_path / "..hidden.tmp-of-a-user").touch()
-        assert commit.clean(tmp_path, remove=False) == sorted(tmp_path / name for name in left)
+        assert commit.clean_folder(tmp_path, remove=False) == sorted(tmp_path / name for name in left)
         with read_by_another(tmp_path / left[0]):
-            assert commit.clean(tmp_path, remove=False) == sorted(tmp_path / name for name in left[1:])
+            assert commit.clean_folder(tmp_path, remove=False) == sorted(tmp_path / name for name in left[1:])
         clean()
         assert {*os.listdir(tmp_path)} - {"new.ckpt"} == {"top.ckpt", "..hidden.tmp-of-a-user"}
 
@@ -384,6 +384,6 @@ def test_a_file_that_a_user_put_into_a_checkpoint_stays(tmp_path):
     save_number(path, 2.0)
     assert number_in(path) == 2.0
     assert (path / "notes.txt").read_text() == "mine"
-    commit.remove(path)
+    commit.remove_checkpoint(path)
     assert os.listdir(path) == ["notes.txt"]
     assert os.listdir(tmp_path) == ["a.ckpt"]

@@ -18,7 +18,7 @@ from lightning_shard import registry
 from lightning_shard.checkpoint import save
 from lightning_shard.checkpoint.background import HostBuffers
 from lightning_shard.checkpoint.files import commit
-from lightning_shard.checkpoint.files.commit import settle
+from lightning_shard.checkpoint.files.commit import wait_for_background_saves
 from lightning_shard.checkpoint.files.manifest import Manifest, read_manifest
 from lightning_shard.checkpoint.inspect import verify
 from tests.harness import DistributedError, run_distributed
@@ -26,14 +26,14 @@ from tests.resume.test_resume import _assert_continues, _fit
 
 # Phase to what is called in it, and the rank that is killed. Files of a save, and its names, are rank 0's to change.
 PHASES: dict[str, tuple[Any, str, int]] = {
-    "a folder is made": (commit, "begin", 0),
+    "a folder is made": (commit, "create_temporary", 0),
     "tensors are copied": (HostBuffers, "copy", 1),
     "tensors are written": (save, "write_boxes", 1),
     "tensors are written by the first rank": (save, "write_boxes", 0),
     "the manifest is written": (Manifest, "to_json", 0),
     "names are exchanged": (commit, "_replace", 0),
     "leftovers are deleted": (commit, "_delete_leftovers", 0),
-    "the one before is removed": (commit, "remove", 0),
+    "the one before is removed": (commit, "remove_checkpoint", 0),
 }
 KILLED = 2  # In this call.
 STEPS = 40
@@ -47,13 +47,13 @@ class Paced(pl.Callback):
     """A save goes on beside one step, however fast steps are: the call has come long before `STEPS`."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        settle()
+        wait_for_background_saves()
 
 
 def killed_fit(folder: str, phase: str, after: bool) -> None:
     """Two ``ModelCheckpoint``s that have a save due at every step; ``published`` gets the step of each whole one."""
     owner, name, rank = PHASES[phase]
-    act, publish, calls = getattr(owner, name), commit.publish, itertools.count(1)
+    act, publish, calls = getattr(owner, name), commit.publish_checkpoint, itertools.count(1)
 
     def acting(*args: Any, **kwargs: Any) -> Any:
         mine = dist.get_rank() == rank and next(calls) == KILLED
@@ -69,7 +69,7 @@ def killed_fit(folder: str, phase: str, after: bool) -> None:
         with open(f"{folder}/published", "a") as stream:
             stream.write(f"{step_of(path)}\n")
 
-    commit.publish = publishing
+    commit.publish_checkpoint = publishing
     setattr(owner, name, acting)
     strategy = registry.build("shard_fsdp")
     strategy.async_save = "continuous"
@@ -110,7 +110,7 @@ class Stops(pl.Callback):
 
 def stopped_fit(folder: str) -> None:
     """The save of the first step goes on when the second, in which the run is stopped, is due to be saved."""
-    publish = commit.publish
+    publish = commit.publish_checkpoint
 
     def slowly(*args: Any) -> None:
         time.sleep(2)
@@ -119,7 +119,7 @@ def stopped_fit(folder: str) -> None:
     strategy = registry.build("shard_fsdp")
     strategy.async_save = "continuous"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "publish", slowly)
+        patch.setattr(commit, "publish_checkpoint", slowly)
         _fit(strategy, callbacks=[Stops()], folder=folder, every=1)
 
 

@@ -59,7 +59,7 @@ def test_a_truncated_or_missing_file_is_found_and_named(path):
 
 
 def test_a_checkpoint_that_is_replaced_or_removed_while_it_is_open_is_read_as_it_was(path):
-    for change in (lambda: save_tensors(path, fresh(2.0)), lambda: commit.remove(path)):
+    for change in (lambda: save_tensors(path, fresh(2.0)), lambda: commit.remove_checkpoint(path)):
         opened = open_checkpoint(path)
         before = read_full(opened.directory, opened.metadata, "model.w")
         change()

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from lightning_shard.checkpoint.files.boxes import DecodedBoxes, encode_boxes
 from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, _digest, read_manifest
-from lightning_shard.checkpoint.foreign.hugging_face import export
+from lightning_shard.checkpoint.foreign.hugging_face_folders import export
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
 from lightning_shard.checkpoint.load import open_checkpoint, open_newest, with_own_states

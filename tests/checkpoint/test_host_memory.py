@@ -67,10 +67,10 @@ def measure(folder: str) -> dict[str, int]:
 
     save("warm", False)
     found = {"sync": growth(lambda: save("sync", False))}
-    found["async"] = growth(lambda: (save("async", True), saver.finish()))
-    found["async again"] = growth(lambda: (save("again", True), saver.finish()))
+    found["async"] = growth(lambda: (save("async", True), saver.finish_background_save()))
+    found["async again"] = growth(lambda: (save("again", True), saver.finish_background_save()))
     before = resident()
-    saver.close()
+    saver.free_buffers()
     found["given back"] = before - resident()
     other = sharded(0.0)
     found["load"] = growth(lambda: load_into(f"{folder}/again.ckpt", other))

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader
+from lightning_shard.checkpoint.foreign.pretrained_weights import SafetensorsReader
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
 from lightning_shard.checkpoint.load import find_checkpoints
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError

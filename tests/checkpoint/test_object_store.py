@@ -182,7 +182,7 @@ def test_a_killed_upload_is_no_checkpoint_and_can_be_cleaned(bucket: str) -> Non
     fs = use(bucket)
     assert len(boto3.client("s3", endpoint_url=bucket).list_multipart_uploads(Bucket="run")["Uploads"]) == 2
     assert number_in("s3://run/last.ckpt") == 1.0  # type: ignore[arg-type]
-    assert len(commit.clean("s3://run", remove=True)) == 1
+    assert len(commit.clean_folder("s3://run", remove=True)) == 1
     assert names(fs, "run") == ["last.ckpt"]
     assert len(names(fs, "run/last.ckpt")) == 2
     save_number("s3://run/last.ckpt", 3.0)
@@ -231,11 +231,11 @@ def refused_fits(server: str, wrong: str) -> list[tuple[str, int]]:
 
 def test_a_missing_bucket_is_not_an_empty_folder(bucket: str) -> None:
     missing = "s3://missing-bucket/x"
-    for look in lambda: commit.clean(missing, remove=False), lambda: verify(missing), lambda: open_checkpoint(missing):
+    for look in lambda: commit.clean_folder(missing, remove=False), lambda: verify(missing), lambda: open_checkpoint(missing):
         with pytest.raises(CheckpointUnreachableError, match=r"missing-bucket/x.* can't be reached: .*bucket does not"):
             look()
-    assert not commit.clean("s3://run", remove=False)
-    assert not commit.clean("s3://run/nothing", remove=False)
+    assert not commit.clean_folder("s3://run", remove=False)
+    assert not commit.clean_folder("s3://run/nothing", remove=False)
 
 
 @pytest.mark.matrix

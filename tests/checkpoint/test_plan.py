@@ -23,7 +23,7 @@ from lightning_shard.checkpoint.files import tensor_files
 from lightning_shard.checkpoint.files.boxes import BoxesByRank, TensorFacts, covered_once
 from lightning_shard.checkpoint.files.manifest import Contents, StoredTensor
 from lightning_shard.checkpoint.inspect import open_any
-from lightning_shard.checkpoint.plan import divide, local_boxes, who_describes
+from lightning_shard.checkpoint.save_plan import divide, local_boxes, who_describes
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import FACTS, save_tensors

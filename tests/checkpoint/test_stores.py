@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.files.layout import new_token
 from lightning_shard.checkpoint.files.location import location
 from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
 from lightning_shard.checkpoint.files.tensor_files import write_file
-from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
+from lightning_shard.checkpoint.foreign.pretrained_weights import load_pretrained
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint, open_newest
 from lightning_shard.errors import (
@@ -66,7 +66,7 @@ def objects(store: MemoryFileSystem, folder: str = "/run") -> list[str]:
 def half_written(path: str) -> str:
     """What a killed save leaves at ``path``; its token."""
     token = new_token()
-    write_file(commit.begin(location(path), token) / "__0_0.distcp", b"some")
+    write_file(commit.create_temporary(location(path), token) / "__0_0.distcp", b"some")
     return token
 
 
@@ -149,7 +149,7 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleaned(store: Any, mon
         open_checkpoint("memory://run/step=5.ckpt")
     assert [path for path, _ in find_checkpoints(["memory://run"], "a").own] == []
     save_number(URL, 2.0)  # Others may be saving there.
-    found = commit.clean("memory://run", remove=False)
+    found = commit.clean_folder("memory://run", remove=False)
     assert sorted(path.name for path in found) == sorted(tokens)
     assert len([name for name in objects(store) if any(token in name for token in tokens)]) == 4
     monkeypatch.setattr(stores, "_IDLE_SECONDS", 0.0)
@@ -183,9 +183,9 @@ def test_removing_begins_with_what_makes_it_a_checkpoint(store: Any, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(stores, "_tidy", killed)
         with pytest.raises(KeyboardInterrupt):
-            commit.remove(URL)
+            commit.remove_checkpoint(URL)
     assert not is_checkpoint(URL)
-    (left,) = commit.clean("memory://run", remove=True)
+    (left,) = commit.clean_folder("memory://run", remove=True)
     assert str(left).startswith("memory://")
     assert objects(store) == ["last.ckpt/notes.txt"]
 
@@ -202,9 +202,9 @@ def test_a_save_that_begins_while_another_ends_keeps_its_files(store: Any, monke
     monkeypatch.setattr(stores, "_markers", and_another_begins)
     save_number(URL, 2.0)
     assert f"last.ckpt/{begun[0]}/__0_0.distcp" in objects(store)
-    commit.remove(URL)
+    commit.remove_checkpoint(URL)
     assert f"last.ckpt/{begun[0]}/__0_0.distcp" in objects(store)
-    assert [path.name for path in commit.clean("memory://run", remove=True)] == begun
+    assert [path.name for path in commit.clean_folder("memory://run", remove=True)] == begun
     assert objects(store) == []
 
 
@@ -230,7 +230,7 @@ def test_a_name_is_no_pattern(store: Any, name: str) -> None:
         save_number(url, number)
     assert number_in(url) == 3.0
     assert len(objects(store, f"/run/{name}")) == 2 * 5 + 1
-    commit.remove(url)
+    commit.remove_checkpoint(url)
     assert objects(store) == before
 
 

@@ -44,10 +44,10 @@ def aside(folder: Path) -> None:
 ACTIONS: dict[str, tuple[Action, str, set[float | None]]] = {
     "save": (lambda folder: save_number(folder / "a.ckpt", 2.0), "a.ckpt", {1.0, 2.0}),
     "aside": (aside, "a.ckpt", {1.0, 2.0}),
-    "remove": (lambda folder: commit.remove(folder / "a.ckpt"), "a.ckpt", {1.0, None}),
+    "remove": (lambda folder: commit.remove_checkpoint(folder / "a.ckpt"), "a.ckpt", {1.0, None}),
     "file": (lambda folder: save_number(folder / "a.full.ckpt", 2.0, saver=Saver()), "a.full.ckpt", {1.0, 2.0}),
-    "remove a file": (lambda folder: commit.remove(folder / "a.full.ckpt"), "a.full.ckpt", {1.0, None}),
-    "link": (lambda folder: commit.link(folder / "b.ckpt", folder / "last.ckpt"), "last.ckpt", {1.0, 2.0}),
+    "remove a file": (lambda folder: commit.remove_checkpoint(folder / "a.full.ckpt"), "a.full.ckpt", {1.0, None}),
+    "link": (lambda folder: commit.link_checkpoint(folder / "b.ckpt", folder / "last.ckpt"), "last.ckpt", {1.0, 2.0}),
 }
 
 
@@ -57,7 +57,7 @@ def prepare(folder: Path) -> None:
     save_number(folder / "a.ckpt", 1.0)
     save_number(folder / "b.ckpt", 2.0)
     save_number(folder / "a.full.ckpt", 1.0, saver=Saver())
-    commit.link(folder / "a.ckpt", folder / "last.ckpt")
+    commit.link_checkpoint(folder / "a.ckpt", folder / "last.ckpt")
 
 
 def number_at(path: Path) -> float:

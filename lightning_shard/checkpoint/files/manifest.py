@@ -48,7 +48,7 @@ class Facts:
     ledger: Mapping[str, Any] = field(default_factory=dict)
     # Of a training state: ``name`` of the run, optimizer ``step`` and ``time`` (seconds since 1970) of the save.
     run: Mapping[str, Any] = field(default_factory=dict)
-    # FQN to digest (`lightning_shard.checkpoint.plan`) of each frozen parameter that was left out.
+    # FQN to digest (`lightning_shard.checkpoint.save_plan`) of each frozen parameter that was left out.
     frozen: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1  # Number of ranks that wrote it; a save sets it.
     # Versions of the libraries that wrote it; a save sets them.

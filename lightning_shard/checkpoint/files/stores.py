@@ -135,7 +135,7 @@ def _marker(path: StorePath, token: str) -> StorePath:
 
 
 def begin(path: StorePath, token: str) -> StorePath:
-    """The folder for a save to ``path``; as `commit.begin`."""
+    """The folder for a save to ``path``; as `commit.create_temporary`."""
     if path.is_file():
         raise errors.CheckpointError(f"{path} is a file, which a checkpoint does not replace: choose another path")
     _marker(path, token).write(b"")
@@ -170,7 +170,7 @@ def remove(path: StorePath) -> None:
 
 
 def clean(folder: StorePath, *, remove: bool, idle_seconds: float = 0.0) -> list[StorePath]:
-    """What killed saves and removals left in ``folder``, as `commit.clean`; nobody may have saved there since."""
+    """What killed saves and removals left in ``folder``, as `commit.clean_folder`; nobody may have saved there since."""
     markers = _markers(folder)
     stale = [(name, token) for name, token in markers if _marker(folder / name, token).idle_seconds() >= idle_seconds]
     for name, token in stale if remove else ():

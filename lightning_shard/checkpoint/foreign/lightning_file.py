@@ -38,7 +38,7 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
         with layout.damaged_if("the run's state has another form"):
             tree = _stock_checkpoint(stored)
         write_archive(temporary, tree)
-        commit.publish(temporary, target, token)
+        commit.publish_checkpoint(temporary, target, token)
 
 
 def _stock_checkpoint(stored: Contents) -> dict[str, Any]:

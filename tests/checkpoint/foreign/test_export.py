@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lightning_shard import tools
-from lightning_shard.checkpoint.foreign.hugging_face import export
+from lightning_shard.checkpoint.foreign.hugging_face_folders import export
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.save import write_portable
@@ -98,7 +98,7 @@ def test_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
 MEASURE = """
 import re, sys, torch
 from pathlib import Path
-from lightning_shard.checkpoint.foreign.hugging_face import export
+from lightning_shard.checkpoint.foreign.hugging_face_folders import export
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.files.manifest import Facts

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
-from lightning_shard.checkpoint.foreign import hugging_face
+from lightning_shard.checkpoint.foreign import hugging_face_folders
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.checkpoint.load import open_newest, open_portable
-from lightning_shard.checkpoint.plan import Plans, live_values
-from lightning_shard.checkpoint.save import begin_any, training_state
+from lightning_shard.checkpoint.save_plan import Plans, live_values
+from lightning_shard.checkpoint.save import prepare_save, training_state
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from tests.checkpoint.compare import stored
@@ -146,7 +146,7 @@ def test_what_a_save_wrote_is_told_from_what_others_put_there(tmp_path: Path) ->
     path = tmp_path / "a.hf.ckpt"
     begin_and_finish(Llama(), path)
     (path / "mine.txt").write_text("mine")
-    commit.remove(path)
+    commit.remove_checkpoint(path)
     assert [entry.name for entry in path.iterdir()] == ["mine.txt"]
     with pytest.raises(CheckpointError, match="files that no checkpoint has"):
         begin_and_finish(Llama(), path)
@@ -184,7 +184,7 @@ def test_every_chat_template_of_a_tokenizer_is_there(tmp_path: Path) -> None:
         verify(path)
     (path / template).parent.unlink()
     begin_and_finish(Llama(words), path)
-    commit.remove(path)
+    commit.remove_checkpoint(path)
     assert not path.exists()
 
 
@@ -204,13 +204,13 @@ def begin_and_finish(module: Llama, path: Path, run: Any = None) -> None:
         facts = Facts(engine="none", policy="none", run=run or {})
         return training_state(module=module, optimizers=[], trainer_state={}, facts=facts)
 
-    begun = begin_any(Ranks.of(), str(path), collect, Plans(), lambda: hugging_face.skeleton(module, [module]))
+    begun = prepare_save(Ranks.of(), str(path), collect, Plans(), lambda: hugging_face_folders.skeleton(module, [module]))
     begun.finish(Ranks.of(), live_values(begun.state.tensors))
 
 
 def save_many_files(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hugging_face, "_MOST_BYTES", 1500)
+        patch.setattr(hugging_face_folders, "_MOST_BYTES", 1500)
         begin_and_finish(Llama(), path)
 
 

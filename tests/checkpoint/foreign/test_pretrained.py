@@ -25,8 +25,8 @@ from lightning_shard import (
     load_pretrained,
 )
 from lightning_shard.checkpoint.files.tensor_files import fill
-from lightning_shard.checkpoint.foreign.hugging_face import export
-from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader
+from lightning_shard.checkpoint.foreign.hugging_face_folders import export
+from lightning_shard.checkpoint.foreign.pretrained_weights import SafetensorsReader
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.matching import LoadReport
 from tests.checkpoint.compare import assert_equal

@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.layout import FileEntry
 from lightning_shard.checkpoint.files.manifest import Contents, Manifest, StoredTensor, library_versions, raw_bytes
 from lightning_shard.checkpoint.files.tensor_files import HashedFile, write_file
-from lightning_shard.checkpoint.foreign.pretrained import INDEX, SINGLE
+from lightning_shard.checkpoint.foreign.pretrained_weights import INDEX, SINGLE
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.ranks import Ranks
@@ -258,10 +258,10 @@ def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton
         facts = replace(open_portable(parts, compared=False).facts, world_size=ranks.size, versions=library_versions())
         manifest = Manifest(facts=facts, tensors={}, aliases={}, slots={}, files=files)
         write_file(temporary / layout.MANIFEST, manifest.to_json().encode())
-        commit.publish(temporary, target, token)
+        commit.publish_checkpoint(temporary, target, token)
 
     try:
-        temporary = cast(Path, ranks.first(f"writing {target}", lambda: commit.begin(target, token)))  # rank 0's token
+        temporary = cast(Path, ranks.first(f"writing {target}", lambda: commit.create_temporary(target, token)))  # rank 0's token
         with commit.deleted_on_failure(temporary, here=ranks.is_first):
             written = ranks.collect(f"writing {target}", lambda: _write_share(ranks, temporary, parts, wanted))
             ranks.first(f"completing {target}", complete)

@@ -1,8 +1,8 @@
-"""Which rank writes which boxes of which tensors, and whether the boxes make up full tensors.
+"""Planning which rank writes which boxes, and checking that the boxes make up full tensors.
 
-Every rank tells rank 0 its boxes as numbers; what a tensor is (name, shape, dtype) is told by one rank alone. Rank 0
-gives each box to one of the ranks that have it, so that the bytes are evened out. A plan is kept as long as no rank's
-tensors are sharded in another way. Digests of a frozen base that is not in a checkpoint are shared out likewise.
+Every rank sends rank 0 its boxes as numbers. One rank alone sends a tensor's name, shape and dtype. Rank 0 gives each
+box to one of the ranks that have it, so that all write about the same number of bytes. The plan is kept until tensors
+are sharded in another way. The digests of frozen weights that a checkpoint leaves out are divided by the same plan.
 """
 
 import hashlib
@@ -19,62 +19,64 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.files.boxes import BoxesByRank, TensorFacts, covered_once
+from lightning_shard.checkpoint.files.boxes import Integers, PlannedBoxes, TensorFacts, covered_once
 from lightning_shard.checkpoint.files.layout import SlotName
-from lightning_shard.checkpoint.files.tensor_files import Values, chunks_of
+from lightning_shard.checkpoint.files.tensor_files import ReadBox, chunks_of
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import INTEGERS
 
-Integers = NDArray[np.int64]
-
-# Of each box in a file, beside its values: the archive that torch.save makes of it.
+# Bytes that torch.save adds to the values of a box.
 _OVERHEAD_BYTES = 1600
 
 
 class LocalBoxes(NamedTuple):
-    """What one rank has, in its own order."""
+    """The boxes of one rank, in its own order, as it sends them."""
 
-    names: NDArray[np.uint64]  # Of each tensor 64 bits that stand for its facts.
-    counts: Integers  # Of each tensor the number of its boxes.
-    boxes: Integers  # Shape ``(boxes, 2, dims)``: offsets and sizes; behind a tensor's own dims 0 and 1.
+    names: NDArray[np.uint64]  # 64-bit hash of each tensor's facts
+    counts: Integers  # number of boxes of each tensor
+    boxes: Integers  # (boxes, 2, dims): offsets and sizes, padded with 0 and 1 behind a tensor's own dims
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    mine: Sequence[dcp.MetadataIndex]  # The boxes that this rank writes, in this order.
-    of_all: BoxesByRank | None  # None but on rank 0.
+class SavePlan:
+    mine: Sequence[dcp.MetadataIndex]  # the boxes that this rank writes, in this order
+    of_all: PlannedBoxes | None  # on rank 0 alone
 
 
-class Plans:
-    """The plan of the last save, for the next one whose tensors are sharded in the same way."""
+class SavePlanner:
+    """Plans saves, and keeps the last plan for the next save of tensors that are sharded in the same way."""
 
     def __init__(self) -> None:
         self._facts: tuple[TensorFacts, ...] = ()
         self._boxes: list[list[dcp.ChunkStorageMetadata]] = []
         self._signature: tuple[Any, ...] | None = None
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
 
-    def still_holds(self, tensors: Mapping[str, Any], slots: Mapping[str, SlotName]) -> bool:
-        """Look at what this rank is to save (CheckpointError: it can't be); whether its part of the last plan holds."""
+    def is_unchanged(self, tensors: Mapping[str, Any], slots: Mapping[str, SlotName]) -> bool:
+        """Take in this rank's tensors and return whether its part of the last plan still holds. CheckpointError: a
+        tensor that can't be saved.
+        """
         signature = tuple((key, _signature(tensor)) for key, tensor in tensors.items())
         if self._plan is not None and signature == self._signature:
             return True
         for key, tensor in tensors.items():
             if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
-                what = "on the meta device and has no values" if tensor.is_meta else f"a {tensor.layout} tensor"
-                raise CheckpointError(f"{key} is {what}; only dense tensors with values can be saved")
+                kind = "on the meta device and has no values" if tensor.is_meta else f"a {tensor.layout} tensor"
+                raise CheckpointError(f"{key} is {kind}; only dense tensors with values can be saved")
         self._facts = tuple(TensorFacts(k, tuple(t.shape), t.dtype, slots.get(k)) for k, t in tensors.items())
         self._boxes = [_boxes_of(tensor) for tensor in tensors.values()]
         self._signature, self._plan = signature, None
         return False
 
-    def agreed(self, ranks: Ranks, *, still_holds: bool) -> Plan:
-        """The plan for what every rank has looked at. All ranks call it; ``still_holds``: on all of them."""
-        if still_holds and self._plan is not None:
+    def agree_on_plan(self, ranks: Ranks, *, is_unchanged: bool) -> SavePlan:
+        """Return the plan for the tensors that ranks took in last. All ranks call it with one ``is_unchanged``: the
+        last plan holds on every rank.
+        """
+        if is_unchanged and self._plan is not None:
             return self._plan
         by_rank: list[LocalBoxes] = []
-        made: list[BoxesByRank] = []
+        made: list[PlannedBoxes] = []
 
         def first_of_each(found: list[LocalBoxes]) -> list[Integers]:
             by_rank.extend(found)
@@ -89,12 +91,12 @@ class Plans:
         numbers = ranks.exchange("planning the save", lambda: [self._facts[number] for number in wanted], decide)
         own = [(facts.key, box) for facts, boxes in zip(self._facts, self._boxes, strict=True) for box in boxes]
         mine = [dcp.MetadataIndex(own[number][0], own[number][1].offsets) for number in numbers.tolist()]
-        self._plan = Plan(mine=mine, of_all=made[0] if made else None)
+        self._plan = SavePlan(mine=mine, of_all=made[0] if made else None)
         return self._plan
 
 
-def live_values(tensors: Mapping[str, Any]) -> Values:
-    """The values as they are when they are asked for."""
+def live_values(tensors: Mapping[str, Any]) -> ReadBox:
+    """Read boxes from live tensors, each at the time of the call."""
     return lambda index: find_tensor_shard(tensors[index.fqn], index).detach()
 
 
@@ -117,7 +119,7 @@ def _name(facts: TensorFacts) -> int:
 
 
 def who_describes(by_rank: Sequence[LocalBoxes]) -> list[Integers]:
-    """By rank the numbers of its tensors that no rank before it has: those it tells rank 0 the facts of."""
+    """Return by rank the numbers of its tensors that no earlier rank has. It sends rank 0 the facts of these."""
     starts = np.cumsum([0, *(len(local.names) for local in by_rank)])
     _, first = np.unique(np.concatenate([local.names for local in by_rank]), return_index=True)
     first.sort()
@@ -125,10 +127,11 @@ def who_describes(by_rank: Sequence[LocalBoxes]) -> list[Integers]:
     return [first[cuts[rank] : cuts[rank + 1]] - starts[rank] for rank in range(len(by_rank))]
 
 
-def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tuple[list[Integers], BoxesByRank]:
-    """Give every box to one rank; ``described``: all tensors, ``by_rank``: what each rank has of them. Returns by rank
-    the numbers of the boxes that it writes, counted over all that it has; and the boxes of all ranks. CheckpointError:
-    the boxes do not make up full tensors, or ranks disagree about a tensor.
+def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tuple[list[Integers], PlannedBoxes]:
+    """Give every box of the ``described`` tensors to one rank. ``by_rank``: the boxes of each rank.
+
+    Returned: by rank the numbers of the boxes that it writes, among all that it has, and the boxes of all ranks.
+    CheckpointError: the boxes do not make up full tensors, or ranks disagree about a tensor.
     """
     by_key: dict[str, TensorFacts] = {}
     for facts in described:
@@ -147,35 +150,35 @@ def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> t
     owned = [len(local.boxes) for local in by_rank]
     rank = np.repeat(np.arange(len(by_rank)), owned)
     dims = max(local.boxes.shape[2] for local in by_rank)
-    # With more dims, of which each has one element.
+    # Pad the boxes of ranks that have fewer dims.
     more = [np.tile([[[0], [1]]], (len(local.boxes), 1, dims - local.boxes.shape[2])) for local in by_rank]
     wide = [np.concatenate([local.boxes, own], axis=2) for local, own in zip(by_rank, more, strict=True)]
     boxes = np.concatenate(wide)
     chosen = _choose(tensors, tensor, rank, boxes, len(by_rank))
     mine = [np.flatnonzero(part) for part in np.split(chosen, np.cumsum(owned)[:-1])]
     counts = [len(part) for part in mine]
-    return mine, BoxesByRank(tensors=tensors, counts=counts, tensor=tensor[chosen], boxes=boxes[chosen])
+    return mine, PlannedBoxes(tensors=tensors, counts=counts, tensor=tensor[chosen], boxes=boxes[chosen])
 
 
 def _choose(
     tensors: Sequence[TensorFacts], tensor: Integers, rank: Integers, boxes: Integers, size: int
 ) -> NDArray[np.bool_]:
-    """Which of all ranks' boxes are written, each different one once."""
+    """Mark the boxes of all ranks that are written: each different one once."""
     order = np.argsort(tensor, kind="stable")
     ends = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
     chosen = np.zeros(len(tensor), dtype=bool)
-    load = np.zeros(size, dtype=np.int64)  # Bytes that each rank has to write so far.
-    shared: list[tuple[int, Integers]] = []  # Bytes of each box that several ranks have, and its rows.
+    load = np.zeros(size, dtype=np.int64)  # bytes that each rank has to write so far
+    shared: list[tuple[int, Integers]] = []  # bytes and rows of each box that several ranks have
     problems: list[str] = []
     for number, facts in enumerate(tensors):
         rows = order[ends[number] : ends[number + 1]]
-        by_box, firsts = _same(facts.shape, boxes[rows])
+        by_box, firsts = _group_equal(facts.shape, boxes[rows])
         rows = rows[by_box]
         if problem := _incomplete(facts, boxes[rows[firsts]][:, :, : len(facts.shape)]):
             problems.append(problem)
             continue
         cost = np.prod(boxes[rows[firsts], 1], axis=1) * facts.dtype.itemsize + _OVERHEAD_BYTES
-        single = np.diff(firsts, append=len(rows)) == 1  # What only one rank can write comes first.
+        single = np.diff(firsts, append=len(rows)) == 1  # boxes of one rank alone come first
         chosen[rows[firsts[single]]] = True
         np.add.at(load, rank[rows[firsts[single]]], cost[single])
         if not single.all():
@@ -183,15 +186,15 @@ def _choose(
             shared += [(int(cost[group]), groups[group]) for group in np.flatnonzero(~single)]
     if problems:
         raise CheckpointError(f"the ranks' tensors do not make up full ones: {'; '.join(problems[:5])}")
-    for each, rows in sorted(shared, key=lambda entry: -entry[0]):  # The largest first: the rest evens the ranks out.
+    for each, rows in sorted(shared, key=lambda entry: -entry[0]):  # the largest first, the rest evens the ranks out
         row = rows[np.argmin(load[rank[rows]])]
         chosen[row] = True
         load[rank[row]] += each
     return chosen
 
 
-def _same(shape: tuple[int, ...], boxes: Integers) -> tuple[Integers, Integers]:
-    """Rows of a tensor's boxes, the same boxes beside each other in rising order; and where each box begins there."""
+def _group_equal(shape: tuple[int, ...], boxes: Integers) -> tuple[Integers, Integers]:
+    """Sort a tensor's boxes so that equal ones are neighbours. Returned: the order, and each group's first position."""
     strides = np.ones(boxes.shape[2], dtype=np.int64)
     strides[: len(shape)] = [math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))]
     begin = boxes[:, 0] @ strides
@@ -202,7 +205,7 @@ def _same(shape: tuple[int, ...], boxes: Integers) -> tuple[Integers, Integers]:
 
 
 def _incomplete(facts: TensorFacts, boxes: Integers) -> str | None:
-    """Why different boxes, shape ``(boxes, 2, dims)``, are not all of a tensor."""
+    """Say why different boxes, shape ``(boxes, 2, dims)``, do not make up a tensor. None if they do."""
     if not len(boxes):
         return f"no rank has a part of {facts.key}"
     elements = int(np.prod(boxes[:, 1], axis=1).sum())
@@ -212,7 +215,7 @@ def _incomplete(facts: TensorFacts, boxes: Integers) -> str | None:
 
 
 def _signature(tensor: Any) -> Any:
-    """What the boxes of a tensor depend on, found faster than the boxes."""
+    """Return the facts that a tensor's boxes depend on. They are found faster than the boxes."""
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
     if isinstance(tensor, Tensor):
@@ -221,7 +224,7 @@ def _signature(tensor: Any) -> Any:
 
 
 def _boxes_of(tensor: Any) -> list[dcp.ChunkStorageMetadata]:
-    # A rank beyond the last row has an empty box, which only a tensor without elements needs.
+    # A rank beyond the last row has an empty box. Only a tensor without elements needs it.
     return [chunk for chunk in chunks_of(tensor) if chunk.sizes.numel() > 0 or 0 in tensor.shape]
 
 
@@ -229,15 +232,16 @@ _ELEMENTS = 1 << 20  # in memory as int64 at a time
 
 
 def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Name of each tensor to its digest, on every rank. All ranks call it, with what each has of the tensors. A digest
-    has shape, dtype, and 64 bits of a sum over all elements, each read by one rank, of their bits times a number made
-    from their position. It tells other weights, not an attack.
-    """
-    ranks, plans = Ranks.of(), Plans()
-    ranks.agree("looking at frozen parameters", lambda: plans.still_holds(tensors, {}))
-    mine, values = plans.agreed(ranks, still_holds=False).mine, live_values(tensors)
+    """Return the name of each tensor to its digest, on every rank. All ranks call it with their parts of the tensors.
 
-    def own() -> dict[str, int]:
+    A digest has shape, dtype and 64 bits of a sum over all elements, each read by one rank: its bits times a number
+    made from its position. It detects other weights, not an attack.
+    """
+    ranks, planner = Ranks.of(), SavePlanner()
+    ranks.agree("looking at frozen parameters", lambda: planner.is_unchanged(tensors, {}))
+    mine, values = planner.agree_on_plan(ranks, is_unchanged=False).mine, live_values(tensors)
+
+    def own_sums() -> dict[str, int]:
         sums = dict.fromkeys(tensors, 0)
         for index in mine:
             sums[index.fqn] += _sum(values(index), tuple(index.offset or ()), tuple(tensors[index.fqn].shape))
@@ -251,7 +255,7 @@ def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
         }
         return [known] * ranks.size
 
-    return ranks.exchange("reading frozen parameters", own, total)
+    return ranks.exchange("reading frozen parameters", own_sums, total)
 
 
 @torch.no_grad()
