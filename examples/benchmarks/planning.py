@@ -13,7 +13,6 @@ what each rank does with that when the checkpoint is loaded.
 from __future__ import annotations
 
 import argparse
-import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +26,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from examples.benchmarks import report
-from lightning_shard.checkpoint.files.boxes import BoxesByRank, DecodedBoxes, TensorFacts
+from lightning_shard.checkpoint.files.boxes import DecodedBoxes, PlannedBoxes, TensorFacts
 from lightning_shard.checkpoint.files.layout import BOXES, FileEntry
 from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry
-from lightning_shard.checkpoint.files.tensor_files import Written, data_file, describe_boxes
+from lightning_shard.checkpoint.files.tensor_files import WrittenFiles, data_file, describe_boxes
 from lightning_shard.checkpoint.save_plan import LocalBoxes, divide, local_boxes, who_describes
 from lightning_shard.tensors.flat import boxes
 
@@ -201,23 +200,25 @@ def measure_large(size: int) -> report.Row:
     tensors = llama_70b()
     facts, names = facts_of(tensors), held_by(0, size, "rows", tensors)
     sent = [pickle.dumps(rows_held_by(rank, size, tensors, names)) for rank in range(size)]
-    made: list[BoxesByRank] = []
+    made: list[tuple[list[np.ndarray], PlannedBoxes]] = []
 
     def plan() -> None:
         held = [pickle.loads(part) for part in sent]
         who_describes(held)
-        numbers, written = divide(facts, held)
-        made.append(written)
-        for part in numbers:
+        made.append(divide(facts, held))
+        for part in made[0][0]:
             pickle.dumps(part)
 
     planned, _ = timed(plan)
-    (boxes,) = made
+    ((numbers, boxes),) = made
     files = {data_file(rank): FileEntry(size=10**13, sha256="") for rank in range(size)}
-    ends = itertools.pairwise(np.cumsum([0, *boxes.counts]))
-    lengths = np.prod(boxes.boxes[:, 1], axis=1) * 4 + 1600
-    places = [np.stack([np.cumsum(part) - part, part], axis=1) for part in (lengths[a:b] for a, b in ends)]
-    written = [Written(places=p, files={name: files[name]}) for p, name in zip(places, files, strict=True)]
+    lengths = [np.zeros(len(part), dtype=np.int64) for part in numbers]
+    for table, rows in boxes.tables:
+        of_rows = np.prod(rows[:, 3 + len(table.shape) :], axis=1) * 4 + 1600
+        for rank, number, length in zip(rows[:, 0].tolist(), rows[:, 1].tolist(), of_rows.tolist(), strict=True):
+            lengths[rank][number] = length
+    places = [np.stack([np.cumsum(part) - part, part], axis=1) for part in lengths]
+    written = [WrittenFiles(places=p, files={name: files[name]}) for p, name in zip(places, files, strict=True)]
     found: dict[str, bytes] = {}
     described, _ = timed(lambda: found.update(describe_boxes(boxes, written)))
     entries = {key: TensorEntry(shape, torch.float32) for key, shape in tensors.items()}
@@ -233,7 +234,7 @@ def measure_large(size: int) -> report.Row:
     seconds, _ = timed(read)
     return {
         "ranks": size,
-        "boxes": len(boxes.boxes),
+        "boxes": sum(map(len, numbers)),
         "planned": planned,
         "described": described,
         "megabytes": len(found[BOXES]) / 1e6,

@@ -1,1 +1,1 @@
-"""Portable checkpoints: one on-disk form for every engine, mesh and number of ranks; nothing here imports Lightning."""
+"""Portable checkpoints: one on-disk form for every engine, mesh and number of ranks. Nothing here imports Lightning."""

@@ -55,7 +55,11 @@ def open_any(
             raise CheckpointNotFoundError(f"{path} is not a checkpoint.{other_content(path)}")
         stored = open_full(path, names() if names is not None else None, number=optimizers != "named")
     else:
-        stored = sharded_folders.open_stock_fsdp(path) if sharded_folders.is_stock_fsdp(path) else sharded_folders.open_deepspeed(path)
+        stored = (
+            sharded_folders.open_stock_fsdp(path)
+            if sharded_folders.is_stock_fsdp(path)
+            else sharded_folders.open_deepspeed(path)
+        )
     if optimizers != "none":
         return stored
     tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in stored.slots}

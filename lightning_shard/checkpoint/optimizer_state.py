@@ -42,7 +42,7 @@ def live_tensors(names: Names, masters: Mapping[str, LiveTensor] | None = None) 
 
 
 def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:
-    """Entries of ``module.state_dict()`` beyond its tensors (``get_extra_state``, metrics), by name without wrappers."""
+    """Entries of ``module.state_dict()`` besides tensors (``get_extra_state``, metrics), by name without wrappers."""
     extra: dict[str, Any] = {}
     for key, value in _state_dict(module).items():
         name = names.unwrapped(key)

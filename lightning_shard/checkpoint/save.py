@@ -78,7 +78,7 @@ def training_state(
 
 
 def write_portable(path: AnyPath, contents: Contents) -> None:
-    """Write ``contents``, the same on all ranks, as the directory ``path``. All ranks call it. Errors: `PendingSave`."""
+    """Write ``contents``, the same on all ranks, as the directory ``path``, like `PendingSave`. All ranks call it."""
     ranks = Ranks.of()
     PendingSave(ranks, path, lambda: contents, SavePlanner()).write(ranks, live_values(contents.tensors))
 
@@ -148,9 +148,9 @@ class PendingSave:
                 )
         manifest = Manifest(
             facts=replace(self.contents.facts, world_size=len(written), versions=library_versions()),
-            tensors={facts.key: TensorEntry(facts.shape, facts.dtype) for facts in plan.tensors},
+            tensors={facts.key: TensorEntry(facts.shape, facts.dtype) for facts, _ in plan.tables},
             aliases=self.contents.aliases,
-            slots={facts.key: facts.slot for facts in plan.tensors if facts.slot is not None},
+            slots={facts.key: facts.slot for facts, _ in plan.tables if facts.slot is not None},
             files=files,
         )
         write_file(self._temporary / layout.MANIFEST, manifest.to_json().encode())

@@ -130,7 +130,7 @@ def who_describes(by_rank: Sequence[LocalBoxes]) -> list[Integers]:
 def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tuple[list[Integers], PlannedBoxes]:
     """Give every box of the ``described`` tensors to one rank. ``by_rank``: the boxes of each rank.
 
-    Returned: by rank the numbers of the boxes that it writes, among all that it has, and the boxes of all ranks.
+    Returned: by rank the numbers of the boxes that it writes, among all that it has, and all boxes that are written.
     CheckpointError: the boxes do not make up full tensors, or ranks disagree about a tensor.
     """
     by_key: dict[str, TensorFacts] = {}
@@ -156,8 +156,15 @@ def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> t
     boxes = np.concatenate(wide)
     chosen = _choose(tensors, tensor, rank, boxes, len(by_rank))
     mine = [np.flatnonzero(part) for part in np.split(chosen, np.cumsum(owned)[:-1])]
-    counts = [len(part) for part in mine]
-    return mine, PlannedBoxes(tensors=tensors, counts=counts, tensor=tensor[chosen], boxes=boxes[chosen])
+    tensor, boxes = tensor[chosen], boxes[chosen]
+    rows = np.zeros((len(boxes), 3 + 2 * dims), dtype=np.int64)
+    rows[:, 0], rows[:, 1] = rank[chosen], np.concatenate([np.arange(len(part)) for part in mine])
+    rows[:, 3:] = boxes.reshape(len(boxes), -1)
+    order = np.argsort(tensor, kind="stable")
+    parts = np.split(rows[order], np.searchsorted(tensor[order], np.arange(1, len(tensors))))
+    columns = [[*range(3 + len(t.shape)), *range(3 + dims, 3 + dims + len(t.shape))] for t in tensors]
+    tables = [(t, part[:, own]) for t, part, own in zip(tensors, parts, columns, strict=False)]
+    return mine, PlannedBoxes(tables=tables)
 
 
 def _choose(

@@ -161,9 +161,8 @@ def _place(tensor: Tensor) -> Any:
 
 
 def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any], strict: bool) -> tuple[StateDict, bool]:
-    """Apply the module's own ``load_state_dict``, if any, to ``state``, which hooks may have changed. All ranks call it.
-
-    Returned: the tensors to load, and whether all must fit. CheckpointError: values that are no tensors, or no state.
+    """Apply the module's own ``load_state_dict``, if any, to ``state``, which hooks may have changed. Returned: the
+    tensors to load, and whether all must fit. All ranks call it. CheckpointError: values that are no tensors, or none.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         state, strict = _asked_for(module, state, strict=strict)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.background import Collect, Saver
+from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files.layout import MODEL_PREFIX
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
@@ -23,7 +23,7 @@ FACTS = Facts(engine="test", policy="fp32")
 Path = str | os.PathLike[str]
 
 
-def save(path: Path, collect: Collect) -> None:
+def save(path: Path, collect: Callable[[], Contents]) -> None:
     Saver().save(path, collect, background=False)
 
 

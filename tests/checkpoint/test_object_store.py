@@ -231,7 +231,11 @@ def refused_fits(server: str, wrong: str) -> list[tuple[str, int]]:
 
 def test_a_missing_bucket_is_not_an_empty_folder(bucket: str) -> None:
     missing = "s3://missing-bucket/x"
-    for look in lambda: commit.clean_folder(missing, remove=False), lambda: verify(missing), lambda: open_checkpoint(missing):
+    for look in (
+        lambda: commit.clean_folder(missing, remove=False),
+        lambda: verify(missing),
+        lambda: open_checkpoint(missing),
+    ):
         with pytest.raises(CheckpointUnreachableError, match=r"missing-bucket/x.* can't be reached: .*bucket does not"):
             look()
     assert not commit.clean_folder("s3://run", remove=False)

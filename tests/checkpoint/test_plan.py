@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from examples.benchmarks.planning import LAYOUTS, cut, gpt_tensors, held_by
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import tensor_files
-from lightning_shard.checkpoint.files.boxes import BoxesByRank, TensorFacts, covered_once
+from lightning_shard.checkpoint.files.boxes import PlannedBoxes, TensorFacts, covered_once
 from lightning_shard.checkpoint.files.manifest import Contents, StoredTensor
 from lightning_shard.checkpoint.inspect import open_any
-from lightning_shard.checkpoint.save_plan import divide, local_boxes, who_describes
 from lightning_shard.checkpoint.save import write_portable
+from lightning_shard.checkpoint.save_plan import divide, local_boxes, who_describes
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import FACTS, save_tensors
 from tests.harness import run_distributed
@@ -44,7 +44,7 @@ def whole(key: str, *shape: int) -> Part:
     return held(key, shape, box((0,) * len(shape), shape))
 
 
-def divided_among(*ranks: list[Part]) -> tuple[list[list[int]], BoxesByRank]:
+def divided_among(*ranks: list[Part]) -> tuple[list[list[int]], PlannedBoxes]:
     by_rank = [local_boxes(*zip(*parts, strict=True)) for parts in ranks]
     described = [
         parts[number][0] for parts, wanted in zip(ranks, who_describes(by_rank), strict=True) for number in wanted
@@ -61,22 +61,19 @@ def test_every_box_is_written_once_and_the_ranks_have_equal_shares(layout: str, 
     ranks = [
         [held(key, shape, *cut(rank, size, layout, shape)) for key, shape in tensors.items()] for rank in range(size)
     ]
-    numbers, written = divided_among(*ranks)
-    found = iter(zip(written.tensor.tolist(), written.boxes.tolist(), strict=True))
+    numbers, planned = divided_among(*ranks)
     load = [0] * size
     seen: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
-    for rank, mine in enumerate(numbers):
-        own = [(facts.key, chunk) for facts, boxes in ranks[rank] for chunk in boxes]
-        assert written.counts[rank] == len(mine)
-        for key, chunk in (own[number] for number in mine):
-            tensor, (offsets, sizes) = next(found)
-            ndim = len(tensors[key])
-            assert written.tensors[tensor].key == key
-            assert box(tuple(offsets[:ndim]), tuple(sizes[:ndim])) == chunk
+    for facts, rows in planned.tables:
+        ndim = len(facts.shape)
+        for rank, number, _, *bounds in rows.tolist():
+            own = [(facts.key, chunk) for facts, boxes in ranks[rank] for chunk in boxes]
+            key, chunk = own[numbers[rank][number]]
+            assert (key, chunk) == (facts.key, box(tuple(bounds[:ndim]), tuple(bounds[ndim:])))
             assert chunk not in seen[key]
             seen[key].append(chunk)
             load[rank] += 4 * chunk.sizes.numel()
-    assert next(found, None) is None
+    assert sum(map(len, numbers)) == sum(map(len, seen.values()))
     for key, shape in tensors.items():
         assert sum(chunk.sizes.numel() for chunk in seen[key]) == math.prod(shape)
     if layout == "whole":
@@ -92,11 +89,11 @@ def test_what_only_one_rank_can_write_counts_before_the_rest_is_spread() -> None
 
 def test_what_one_rank_alone_has_is_described_by_it() -> None:
     first, second, both = whole("a", 2, 3), whole("b"), whole("c", 4, 2, 2)
-    numbers, written = divided_among([both, first], [second, both])
-    assert [facts for facts, _ in (first, second, both)] == written.tensors
+    numbers, planned = divided_among([both, first], [second, both])
+    assert [facts for facts, _ in (first, second, both)] == [facts for facts, _ in planned.tables]
     assert sorted(len(part) for part in numbers) == [1, 2]
-    rows = {facts.key: table.tolist() for facts, table in written.tables(np.arange(9).reshape(3, 3))}
-    assert {key: row[3:] for key, (row,) in rows.items()} == {"a": [0, 0, 2, 3], "b": [], "c": [0, 0, 0, 4, 2, 2]}
+    rows = {facts.key: table[:, 3:].tolist() for facts, table in planned.tables}
+    assert rows == {"a": [[0, 0, 2, 3]], "b": [[]], "c": [[0, 0, 0, 4, 2, 2]]}
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_removing_begins_with_what_makes_it_a_checkpoint(store: Any, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(stores, "_tidy", killed)
+        patch.setattr(stores, "_delete_unreferenced", killed)
         with pytest.raises(KeyboardInterrupt):
             commit.remove_checkpoint(URL)
     assert not is_checkpoint(URL)

@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: names, contents and checks of its files, and putting them in place."""
+"""The files of a portable checkpoint: names, contents, checks and atomic publishing."""

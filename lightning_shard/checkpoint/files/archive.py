@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, written and read one tensor at a time, where torch itself needs all at once.
+"""Files of ``torch.save``, written and read one tensor at a time. torch itself writes from memory for all of them.
 
 The format is a zip archive without compression: ``data.pkl``, in which a tensor refers to its storage by number, and
 ``data/<number>`` with the storage's bytes (torch's notes on serialization).
@@ -26,17 +26,17 @@ from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.tensors.tracing import tree_map_only
 
 _ALIGNMENT = 64
-_REPEATED = 1 << 24  # Bytes of a tensor that repeats its values.
+_REPEATED = 1 << 24  # bytes of a tensor that repeats its values
 _PAYLOAD = "archive"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ArchivedTensor(StoredTensor):
-    mapped: Tensor  # In the file's own memory, with its strides.
+    mapped: Tensor  # in the file's mapped memory, with its strides
 
     @property
     def place(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Address, shape and strides: equal for two names of one tensor."""
+        """Address, shape and strides, which two names of one tensor share."""
         return self.mapped.data_ptr(), self.shape, self.mapped.stride()
 
 
@@ -46,7 +46,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tree with `StoredTensor` in it as ``torch.save`` does one with tensors."""
+    """Pickles a tree with `StoredTensor`s as ``torch.save`` pickles one with tensors."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=2)
@@ -65,7 +65,7 @@ class _Pickler(pickle.Pickler):
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> Any:
         numel = torch.Size(shape).numel()
-        # How torch itself rebuilds such a tensor; only where it lies and how large it is are put in.
+        # torch's own way to rebuild such a tensor, with another storage, shape and strides.
         rebuild, (storage, _, _, _, *rest) = (example := torch.empty(0, dtype=dtype)).__reduce_ex__(2)
         typed = isinstance(storage, torch.storage.TypedStorage)
         name = example.type().removeprefix("torch.").replace("Tensor", "Storage")  # such as FloatStorage
@@ -77,7 +77,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_archive(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write ``tree`` as ``torch.save`` would, one tensor or `StoredTensor` in memory at a time; synced."""
+    """Write ``tree`` as ``torch.save`` would, one tensor or `StoredTensor` in memory at a time, and sync the file."""
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(dict(tree))
@@ -94,8 +94,8 @@ def write_archive(path: Path, tree: Mapping[str, Any]) -> None:
 
 def _write_record(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
     info = zipfile.ZipInfo(f"{_PAYLOAD}/{name}", (1980, 1, 1, 0, 0, 0))
-    # Bytes of tensors begin at multiples of 64, for who maps the file. The local header has 30 bytes, the name, the
-    # 20 bytes that zipfile adds for large files, and this padding, whose own header has 4.
+    # Tensors begin at multiples of 64 bytes, so that the file can be mapped. The local header has 30 bytes, the name,
+    # 20 bytes that zipfile adds for large files, and this padding with a header of 4 bytes.
     assert archive.fp is not None
     start = archive.fp.tell() + 30 + len(info.filename) + 20 + 4
     padding = -start % _ALIGNMENT
@@ -105,10 +105,10 @@ def _write_record(archive: zipfile.ZipFile, name: str, data: bytes | memoryview)
 
 
 def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
-    """The contents of a file of ``torch.save``, with an `ArchivedTensor` in each tensor's place.
+    """Read a file of ``torch.save``, an `ArchivedTensor` for each tensor. The file is mapped, no code in it runs.
 
-    The file is mapped, and no code in it runs. ``allowed``: full names of classes beyond those of
-    ``weights_only=True``, each with its stand-in. CheckpointCorruptError: it names another class, or is damaged.
+    ``allowed``: full name to stand-in of classes beyond those of ``weights_only=True``. CheckpointCorruptError: the
+    file names another class, or is damaged.
     """
     if not path.is_file() or not zipfile.is_zipfile(path):
         raise CheckpointError(
@@ -139,5 +139,5 @@ def _archived(path: Path, size: int, tensor: Tensor) -> ArchivedTensor:
 
 
 def materialize(value: Any) -> Any:
-    """``value`` with a tensor in the place of every `StoredTensor`; all of them are read."""
+    """Read every `StoredTensor` in ``value``."""
     return tree_map_only(StoredTensor, lambda stored: stored.read(), value)

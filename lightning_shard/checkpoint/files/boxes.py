@@ -1,13 +1,13 @@
-"""``boxes.bin``: where each box of each tensor lies in the files, as numbers that a rank reads tensor by tensor.
+"""``boxes.bin``: the place of each box of each tensor in the files, as numbers that a rank decodes tensor by tensor.
 
-64-bit integers, little endian: of each of the manifest's tensors, by sorted key, the number of its boxes and of their
-bytes here; then each tensor's boxes, compressed by zlib: a row for each (the number of its file among the sorted
-``.distcp`` files, first byte and length there, offsets and sizes by dim), after the first as the difference to the one
-before, column by column. So 16,384 ranks' boxes take a byte or two each.
+Its integers have 64 bits, little endian. First, for each of the manifest's tensors by sorted key: the number of its
+boxes and of the bytes of its table. Then the tables, compressed by zlib. A row is a box: the number of its file among
+the sorted ``.distcp`` files, first byte and length there, offsets and sizes by dim. Rows after the first are stored as
+differences to the row before, column by column. So each box of 16,384 ranks takes a byte or two.
 
-``.metadata`` says the same to torch's tools, as objects that take 30 us for each box of all ranks. It is a pickle, and
-can name any function to call: torch's, and our own in format 1, is read by mapping the names that torch's own
-metadata has to inert records; every other name is refused. The records are checked against the manifest.
+``.metadata`` says the same to torch's tools, in objects that take 30 us for each box of all ranks. It is a pickle, and
+a pickle can name any function to call. So torch's own, and ours in format 1, are read by mapping the names in torch's
+metadata to inert records. Every other name is refused. The records are checked against the manifest.
 """
 
 import io
@@ -16,7 +16,7 @@ import pickletools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from reprlib import repr as shown  # values that share their parts have texts without end
+from reprlib import repr as shown  # the full text of values that share their parts may be endless
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,40 +38,29 @@ class TensorFacts(NamedTuple):
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slot: layout.SlotName | None = None  # Of optimizer state, which it is.
+    slot: layout.SlotName | None = None  # of a tensor of optimizer state
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BoxesByRank:
-    """The boxes that all ranks write, each rank's in the order in which it writes them."""
+class PlannedBoxes:
+    """The boxes that all ranks write, by tensor in the order of keys."""
 
-    tensors: Sequence[TensorFacts]  # By sorted key.
-    counts: Sequence[int]  # By rank, how many of the boxes are its own.
-    tensor: Integers  # Of each box the number of its tensor.
-    boxes: Integers  # Shape ``(boxes, 2, dims)``: offsets and sizes; behind a tensor's own dims 0 and 1.
-    described: list[Any] = field(default_factory=list)  # Where they lay in the last save, and the files that say so.
-
-    def tables(self, places: Integers) -> Iterator[tuple[TensorFacts, Integers]]:
-        """Each tensor, and its boxes as in `StoredBoxes`; ``places``: ``(boxes, 3)``, file, first byte and length."""
-        order = np.argsort(self.tensor, kind="stable")
-        ends = np.searchsorted(self.tensor[order], np.arange(len(self.tensors) + 1))
-        for number, facts in enumerate(self.tensors):
-            rows = order[ends[number] : ends[number + 1]]
-            boxes = self.boxes[rows][:, :, : len(facts.shape)]
-            yield facts, np.concatenate([places[rows], boxes.reshape(len(rows), -1)], axis=1)
+    # Rows as of `StoredBoxes`. Instead of a place: rank, number among the boxes that the rank writes, 0.
+    tables: Sequence[tuple[TensorFacts, Integers]]
+    described: list[Any] = field(default_factory=list)  # places in the last save, and the files that describe them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredBoxes:
-    """The boxes of one tensor, which together are all of it."""
+    """The boxes of one tensor in the files. Together they are all of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: Integers  # Shape ``(boxes, 3 + 2 * len(shape))``: number of the file, first byte, length, offsets, sizes.
+    rows: Integers  # (boxes, 3 + 2 * len(shape)): number of the file, first byte, length, offsets, sizes
     files: Sequence[str]
 
     def meeting(self, chunk: ChunkStorageMetadata) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        """Row of each box that has elements in common with ``chunk``, where these begin and where they end."""
+        """Yield the row of each box that overlaps ``chunk``, and the offsets of the overlap's begin and end."""
         begin, sizes = self._begin_and_sizes()
         offsets = np.array(chunk.offsets, dtype=np.int64)
         low = np.maximum(begin, offsets)
@@ -84,7 +73,7 @@ class StoredBoxes:
         return self.rows[:, 3 : 3 + ndim], self.rows[:, 3 + ndim :]
 
     def checked(self, key: str, sizes: Integers) -> "StoredBoxes":
-        """These boxes; CheckpointCorruptError: one is not in the tensor, or in ``files``, whose bytes are ``sizes``."""
+        """Return these boxes. CheckpointCorruptError: one is not inside the tensor, or a file, of ``sizes`` bytes."""
         begin, extent = self._begin_and_sizes()
         shape = np.array(self.shape, dtype=np.int64)
         file, start, length = self.rows[:, 0], self.rows[:, 1], self.rows[:, 2]
@@ -97,15 +86,17 @@ class StoredBoxes:
         return self
 
     def check_covered(self, key: str) -> None:
-        """Raise CheckpointCorruptError where the boxes, `checked`, are not all of the tensor, each element once."""
+        """CheckpointCorruptError: the boxes, which are `checked`, do not have each element once."""
         if not covered_once(self.shape, *self._begin_and_sizes()):
             raise CheckpointCorruptError(f"the boxes of {key} do not make up its shape {self.shape} without overlap")
 
 
 def covered_once(shape: Sequence[int], begin: Integers, sizes: Integers) -> bool:
-    """Whether the boxes ``begin`` and ``sizes``, inside of ``shape``, have each element once. Each stretch between ends
-    of boxes along a dim has a random weight, an element the product of its stretches', all modulo 2**64. If the boxes'
-    sum is that of the tensor, they cover it once, but for one chance in billions.
+    """True if the boxes ``begin`` and ``sizes``, inside of ``shape``, have each element once.
+
+    Each stretch between ends of boxes along a dim gets a random weight. An element's weight is the product of its
+    stretches', modulo 2**64. If the boxes' weights add up to the tensor's, they cover it once, except by a chance of
+    one in billions.
     """
     random = np.random.default_rng()
     found, wanted = np.ones(len(begin), dtype=np.uint64), np.ones(1, dtype=np.uint64)
@@ -120,7 +111,7 @@ def covered_once(shape: Sequence[int], begin: Integers, sizes: Integers) -> bool
 
 
 def encode_boxes(tables: Iterable[Integers]) -> bytes:
-    """The contents of ``boxes.bin``; ``tables``: the rows of each tensor's boxes, by sorted key."""
+    """Return the contents of ``boxes.bin``. ``tables``: the rows of each tensor's boxes, by sorted key."""
     counts, blocks = [], []
     for rows in tables:
         counts.append(len(rows))
@@ -131,19 +122,19 @@ def encode_boxes(tables: Iterable[Integers]) -> bytes:
 
 
 class DecodedBoxes(Mapping[str, StoredBoxes]):
-    """Key to boxes, decoded and `checked` when they are asked for, and not kept."""
+    """Key to boxes, decoded and `checked` at each access and not kept."""
 
     def __init__(self, data: bytes, manifest: Manifest) -> None:
         """CheckpointCorruptError: ``data`` does not describe the manifest's tensors."""
         self._manifest = manifest
         self._files, self._sizes = data_files(manifest.files)
-        self._tables: dict[str, tuple[memoryview, int]] = {}  # Of each tensor what is stored, and the number of boxes.
+        self._tables: dict[str, tuple[memoryview, int]] = {}  # compressed table, number of boxes
         numbers: Integers = np.frombuffer(data[: 16 * len(manifest.tensors)], dtype="<i8").reshape(-1, 2)
         at, most = numbers.nbytes, sum(self._sizes.tolist())
         for key, (count, size) in zip(sorted(manifest.tensors), numbers.tolist(), strict=True):
             if count < 1 or size < 0 or at + size > len(data):
                 raise CheckpointCorruptError(f"it ends before the boxes of {key} do")
-            if count * self._width(key) * 8 > most:  # a box takes far more in its file
+            if count * self._width(key) * 8 > most:  # a box takes more bytes in its file
                 raise CheckpointCorruptError(f"{key} has {count} boxes, for which the files are too small")
             self._tables[key] = memoryview(data)[at : at + size], count
             at += size
@@ -178,7 +169,7 @@ class DecodedBoxes(Mapping[str, StoredBoxes]):
 
 
 def data_files(files: Mapping[str, layout.FileEntry]) -> tuple[list[str], Any]:
-    """The names in the order in which boxes number them, and the bytes of each."""
+    """Return the names of the data files in the order in which boxes number them, and their sizes in bytes."""
     names = sorted(name for name in files if name.endswith(layout.DATA_SUFFIX))
     return names, np.array([files[name].size for name in names], dtype=np.int64)
 
@@ -186,13 +177,14 @@ def data_files(files: Mapping[str, layout.FileEntry]) -> tuple[list[str], Any]:
 _DCP = "torch.distributed.checkpoint.metadata"
 _NAMES = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta"
 _RECORDS = {(_DCP, name) for name in _NAMES.split()} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-# What torch's own writer notes besides: items that are no tensors, and the path that was written to.
+# Torch's own writer also records items that are no tensors, and the path of the checkpoint.
 _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
 def read_boxes(directory: Directory, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> Mapping[str, StoredBoxes]:
-    """Key to where the tensor lies: by ``boxes.bin``, in format 1 by ``.metadata``. ``share``: this rank and the
-    number of ranks, each of which looks whether the boxes of its part of the tensors make them up.
+    """Return key to the boxes of each tensor, from ``boxes.bin``, in format 1 from ``.metadata``.
+
+    ``share``: this rank and the number of ranks. Each checks that the boxes of its part of the tensors make them up.
     CheckpointCorruptError: a file that does not match its checksum, names a class that is not torch's metadata, or does
     not describe exactly the manifest's tensors in the manifest's files.
     """
@@ -219,8 +211,10 @@ def boxes_file(manifest: Manifest) -> str:
 def parse_foreign_metadata(
     data: bytes, files: Mapping[str, layout.FileEntry], where: object
 ) -> tuple[dict[str, StoredBoxes], dict[str, StorageInfo], dict[str, tuple[str | int, ...]]]:
-    """What a ``.metadata`` of another library says, beside ``files``: key to each tensor, to the place of each other
-    item, and to where each was in the nested dictionary that was saved. Errors as of `read_boxes`.
+    """Read another library's ``.metadata``, which describes ``files``. Errors as of `read_boxes`.
+
+    Returned: key to the boxes of each tensor, key to the place of each other item, and key to the path of either in the
+    nested dictionary that was saved.
     """
     with layout.damaged_if(f"{where} is no checkpoint metadata", where):
         root, tensors, items = _parse(data, _FOREIGN_RECORDS, files)
@@ -231,20 +225,20 @@ def parse_foreign_metadata(
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names in torch's metadata, each as a record class or function of this instance alone."""
+    """Maps the names in torch's metadata to record classes and functions of this instance alone."""
 
     def __init__(self, data: bytes, records: Iterable[tuple[str, str]]) -> None:
         super().__init__(io.BytesIO(data))
         self._known: dict[tuple[str, str], Any] = {known: type(known[1], (_Record,), {}) for known in records}
-        # Fresh functions: even an attribute that the pickle sets on one is gone after this reading.
+        # New functions each time, so that an attribute that the pickle sets on one does not stay.
         self._known["torch", "Size"] = lambda sizes=(): tuple(sizes)
         self._known["torch.serialization", "_get_layout"] = lambda name: name
         self._known[_DCP, "_MEM_FORMAT_ENCODING"] = lambda code: code
-        # Python 3.11.0 to 3.11.3, Debian's among them, pickle a member of an enumeration as an attribute of it.
+        # Python 3.11.0 to 3.11.3 (Debian 12) pickle a member of an enumeration as getattr(enumeration, name).
         self._known["builtins", "getattr"] = lambda owner, name: name
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name; CheckpointCorruptError for a name that torch's metadata does not have."""
+        """CheckpointCorruptError for a name that torch's metadata does not have."""
         if (module, name) in self._known:
             return self._known[module, name]
         if module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype):
@@ -261,7 +255,7 @@ class _Record:
     state: Any = None
 
     def __init__(self, *_: Any) -> None:
-        """Whatever it was built from is not looked at."""
+        """Ignore the arguments."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -276,14 +270,14 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
 def _parse(
     data: bytes, records: Iterable[tuple[str, str]], files: Mapping[str, layout.FileEntry]
 ) -> tuple[dict[str, Any], dict[str, StoredBoxes], dict[str, StorageInfo]]:
-    """The root's fields, key to boxes of each tensor, and key to place of each item that is no tensor."""
-    # pickle takes memory for as many objects as the largest number that one is given.
+    """Return the root's fields, key to boxes of each tensor, and key to place of each item that is no tensor."""
+    # pickle allocates memory up to the largest number that it is told to give an object.
     if any(op.name in ("PUT", "LONG_BINPUT") and (arg or 0) > len(data) for op, arg, _ in pickletools.genops(data)):
         raise CheckpointCorruptError(f"it numbers more objects than its {len(data)} bytes can hold")
     root = _fields(_Unpickler(data, records).load(), "Metadata")
     names, sizes = data_files(files)
     numbers = {name: number for number, name in enumerate(names)}
-    places: dict[tuple[str, tuple[int, ...] | None], StorageInfo] = {}  # By key and offsets of a box; None: no tensor.
+    places: dict[tuple[str, tuple[int, ...] | None], StorageInfo] = {}  # by key and offsets of a box (None: no tensor)
     for record, value in root["storage_data"].items():
         index = _fields(record, "MetadataIndex")
         places[index["fqn"], index.get("offset")] = _location(value, files)

@@ -1,6 +1,6 @@
-"""Putting a complete checkpoint in place at once, removing one at once, and what is being written in the background.
+"""Atomic publishing and removal of checkpoints, cleaning up after killed saves, and writes in the background.
 
-A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and exchanges the two names in one step; where the filesystem
+A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and exchanges the two names in one step. If the filesystem
 can't, the old one is ``.NAME.old-TOKEN`` for a moment, in which readers find the new one (`layout.current`).
 """
 
@@ -24,12 +24,13 @@ from lightning_shard.checkpoint.files.location import AnyPath, Location, StorePa
 from lightning_shard.checkpoint.files.manifest import foreign_entries, is_checkpoint
 from lightning_shard.errors import CheckpointError
 
-# A `.full.ckpt` save has a moment in which its parts are complete, and not read yet.
+# Without locks, younger leftovers may belong to a running save. With locks, the parts of a `.full.ckpt` save are
+# unlocked between their completion and their use.
 _IDLE_SECONDS = 600.0
 
 
 def check_replaceable(path: Path) -> None:
-    """CheckpointError if ``path`` is a directory with what no checkpoint has; files and links are replaced."""
+    """CheckpointError if ``path`` is a directory with files that no checkpoint has. Files and links are replaced."""
     if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and foreign_entries(path):
         raise CheckpointError(
             f"{path} is a directory with files that no checkpoint has; saving there would delete them: choose "
@@ -37,10 +38,10 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def begin(path: Location, token: str) -> Location:
+def create_temporary(path: Location, token: str) -> Location:
     """Create and return the empty temporary directory for a save to ``path``. Rank 0 calls it."""
     if isinstance(path, StorePath):
-        return stores.begin(path, token)
+        return stores.create_folder(path, token)
     check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = layout.temporary_sibling(path, token)
@@ -50,13 +51,13 @@ def begin(path: Location, token: str) -> Location:
             lock(temporary)
         if temporary.exists():
             return temporary
-        unlock(temporary)  # another job's save took it for a leftover ahead of the lock
+        unlock(temporary)  # another job's save deleted it as a leftover before the lock
 
 
-def publish(temporary: Location, path: Location, token: str) -> None:
-    """Put the complete ``temporary`` at ``path``; delete what that replaces and interrupted saves left. On rank 0."""
+def publish_checkpoint(temporary: Location, path: Location, token: str) -> None:
+    """Put the complete ``temporary`` at ``path``, then delete the old one and leftovers. Rank 0 calls it."""
     if isinstance(path, StorePath):
-        stores.publish(path, token)
+        stores.publish_folder(path, token)
         return
     assert isinstance(temporary, Path)
     sync_directory(temporary)
@@ -65,18 +66,19 @@ def publish(temporary: Location, path: Location, token: str) -> None:
     _delete_leftovers(path, temporary)
     with contextlib.suppress(OSError):
         if layout.has_locks(path.parent):
-            clean(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)  # of checkpoints that are not saved again
+            # also the leftovers of checkpoints that are not saved again
+            clean_folder(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)
 
 
 def _replace(temporary: Path, path: Path, token: str) -> None:
-    """Give what is at ``temporary`` the name ``path``; what was there is a leftover then."""
+    """Rename ``temporary`` to ``path``. The old file or directory becomes a leftover."""
     check_replaceable(path)
     while not _rename_to_free_name(temporary, path) and not _exchange(temporary, path):
         aside, token = layout.temporary_sibling(path, token, layout.ASIDE), layout.new_token()
         try:
             os.rename(path, aside)
         except FileNotFoundError:
-            continue  # another job that saves there was faster
+            continue  # another job's save was faster
         try:
             if _rename_to_free_name(temporary, path):
                 os.rename(aside, temporary)
@@ -88,7 +90,7 @@ def _replace(temporary: Path, path: Path, token: str) -> None:
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> bool:
-    """Rename it; False if something is at the path, which another job may have saved there a moment ago."""
+    """Rename it. False if ``path`` exists: another job may have saved there a moment ago."""
     if os.path.lexists(path):
         return False
     try:
@@ -100,13 +102,13 @@ def _rename_to_free_name(temporary: Path, path: Path) -> bool:
     return True
 
 
-def remove(path: AnyPath) -> None:
-    """Delete the checkpoint at ``path``, if there is one, and leftovers of saves to it; first it is renamed, so that no
-    damaged one is left under its name. CheckpointError: a directory that is no checkpoint.
+def remove_checkpoint(path: AnyPath) -> None:
+    """Delete the checkpoint at ``path``, if any, and leftovers of saves to it. It is renamed first, so that its name
+    never leads to a damaged one. CheckpointError: a directory that is no checkpoint.
     """
     path = location(path)
     if isinstance(path, StorePath):
-        stores.remove(path)
+        stores.remove_stored(path)
         return
     check_replaceable(path)
     with contextlib.suppress(FileNotFoundError):  # two jobs that save in one folder may remove the same
@@ -114,8 +116,8 @@ def remove(path: AnyPath) -> None:
     _delete_leftovers(path, own)
 
 
-def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
-    """Make ``name`` a relative link to the checkpoint ``path``, at once; what is there is replaced as by a save."""
+def link_checkpoint(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
+    """Make ``name`` a relative link to the checkpoint ``path``, atomically. It replaces ``name`` as a save does."""
     name, token = Path(name), layout.new_token()
     temporary = layout.temporary_sibling(name, token)
     os.symlink(os.path.relpath(path, name.parent), temporary)
@@ -125,10 +127,10 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 
 def _delete_leftovers(path: Path, own: Path) -> None:
-    """Delete what saves to ``path`` left: ``own``, this save's, and what is not locked; without locks what is old."""
+    """Delete leftovers of saves to ``path``: ``own``, and unlocked ones. Without locks, old ones."""
     name = re.escape(path.name)
     with contextlib.suppress(OSError):
-        # Those with two dots and tokens are of the parts of a `.full.ckpt` or `.hf` save.
+        # The second form is the temporary directory of a `.full.ckpt` or `.hf.ckpt` save.
         for leftover in layout.leftovers(path.parent, rf"({name}|\.{name}\.{layout.TEMPORARY}-[0-9a-f]+)"):
             if leftover == own or layout.has_locks(path.parent) or _idle_seconds(leftover) >= _IDLE_SECONDS:
                 _delete_unless_locked(leftover, path)
@@ -138,13 +140,15 @@ def _idle_seconds(leftover: Path) -> float:
     return time.time() - os.lstat(leftover).st_mtime
 
 
-def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequence[Location]:
-    """What interrupted saves and removals left in ``folder``, for so long; with ``remove`` it is deleted. Not what a
-    process writes or reads (on a filesystem without locks nobody may be saving), nor what a checkpoint is read from.
+def clean_folder(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequence[Location]:
+    """Find, and with ``remove`` delete, leftovers of interrupted saves and removals that are ``idle_seconds`` old.
+
+    Locked ones, which a process writes or reads, stay, as do those that readers need. On a filesystem without locks
+    nobody may be saving meanwhile.
     """
     folder = location(folder)
     if isinstance(folder, StorePath):
-        return stores.clean(folder, remove=remove, idle_seconds=idle_seconds)
+        return stores.clean_store(folder, remove=remove, idle_seconds=idle_seconds)
     found = []
     for leftover in layout.leftovers(folder):
         path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
@@ -158,7 +162,7 @@ def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequen
 
 
 def _delete_unless_locked(leftover: Path, path: Path, *, really: bool = True) -> bool:
-    """Delete what a save to ``path`` left; False if it is locked. Not ``really``: only look."""
+    """Delete a leftover of a save to ``path``. False if it is locked. Not ``really``: only check."""
     try:
         descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -169,7 +173,7 @@ def _delete_unless_locked(leftover: Path, path: Path, *, really: bool = True) ->
         if really:
             foreign = foreign_entries(leftover) if descriptor is not None and leftover.is_dir() else []
             if foreign and path.is_file():
-                return False  # they have no place there
+                return False  # there is no directory to move them to
             for entry in foreign:
                 path.mkdir(exist_ok=True)
                 if not (path / entry.name).exists():
@@ -182,9 +186,9 @@ def _delete_unless_locked(leftover: Path, path: Path, *, really: bool = True) ->
 
 
 def delete_tree(path: Location) -> None:
-    """Delete a file, link or directory as far as that is possible; what stays is a leftover for the next save."""
+    """Delete a file, link or directory as far as possible. The rest is a leftover for the next save."""
     if isinstance(path, StorePath):
-        stores.give_up(path)
+        stores.delete_folder(path)
         return
     unlock(path)
     if path.is_dir() and not path.is_symlink():
@@ -196,7 +200,7 @@ def delete_tree(path: Location) -> None:
 
 @contextlib.contextmanager
 def deleted_on_failure(temporary: Location, *, here: bool = True) -> Iterator[None]:
-    """Delete ``temporary`` where the block fails; ``here``: whether this is the process that does."""
+    """Delete ``temporary`` if the block fails. ``here``: this process deletes it."""
     try:
         yield
     except BaseException:
@@ -212,7 +216,7 @@ def sizes(directory: Location) -> dict[str, int]:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk, where its filesystem can."""
+    """Flush a directory's entries to the disk, if its filesystem can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -228,7 +232,7 @@ _RENAME_EXCHANGE = 2
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where there is no such call, or nothing at a name any more."""
+    """Swap two names in one step. False if there is no such call, or no file at a name any more."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError, TypeError):
@@ -241,13 +245,12 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
-# Directories that this process has locked, with the descriptors of the locks. A lock tells what a process is writing
-# from what one left behind.
+# Path to descriptor of each lock of this process. A lock tells a running save from a leftover.
 _locked: dict[Path, int] = {}
 
 
 def lock(directory: Path) -> None:
-    """Lock a directory or a file while this process writes it; the lock ends with the process, however it ends."""
+    """Lock a directory or file while this process writes it. The lock ends with the process, however it ends."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -263,10 +266,10 @@ def unlock(directory: Path) -> None:
 
 
 class BackgroundWrite:
-    """A checkpoint that a thread of this rank writes; the thread agrees with those of the other ranks."""
+    """A checkpoint that a thread writes, together with the threads of other ranks."""
 
     def __init__(self, work: Callable[[BackgroundWrite], None]) -> None:
-        """Start ``work(self)`` in a thread; it calls `completed` once the checkpoint is complete."""
+        """Start ``work(self)`` in a thread. It calls `mark_complete` once the checkpoint is complete."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] | None = []
@@ -276,20 +279,19 @@ class BackgroundWrite:
         self.thread.start()
 
     def wait(self) -> BaseException | None:
-        """Wait for the end; the error that it failed with, the same on every rank, or None."""
+        """Wait for the end and return its error, the same on every rank, or None."""
         self.thread.join()
         return self._failure
 
     def when_complete(self, act: Callable[[], None]) -> None:
-        """Call ``act`` once the checkpoint is complete, which may be now; never, if it does not become complete."""
+        """Call ``act`` once the checkpoint is complete, or now if it is. Never, if the save fails."""
         with self._lock:
             if self._waiting is not None:
                 self._waiting.append(act)
             else:
                 act()
 
-    def completed(self) -> None:
-        """The checkpoint is complete: do what waited for it."""
+    def mark_complete(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting or [], None
             for act in waiting:
@@ -298,7 +300,7 @@ class BackgroundWrite:
     def _run(self, work: Callable[[BackgroundWrite], None]) -> None:
         try:
             work(self)
-        except BaseException as error:  # raised where the outcome is asked for
+        except BaseException as error:  # `wait` returns it
             self._failure = error
         finally:
             _running.discard(self)
@@ -307,8 +309,8 @@ class BackgroundWrite:
 _running: set[BackgroundWrite] = set()
 
 
-def settle() -> None:
-    """Wait for all that this process writes in the background; failures are raised where the save was begun."""
+def wait_for_background_saves() -> None:
+    """Wait for all saves of this process. Their errors are raised by the code that started them."""
     for write in list(_running):
         if write.thread is not threading.current_thread():
             write.wait()

@@ -1,6 +1,6 @@
-"""Checksums of files: sha256 of a short file, and of a long one sha256 over the digests of its blocks.
+"""Checksums of files: sha256 of a short file, and for a long one sha256 of the digests of its blocks.
 
-Blocks are hashed by several threads while the file is written or read, since one thread hashes 1 to 2 GB/s.
+Several threads hash blocks while the file is written or read, because one thread hashes only 1 to 2 GB/s.
 """
 
 import hashlib
@@ -9,27 +9,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 BLOCK = 1 << 24
-"""Bytes of a block. A file of at most as many has a plain sha256."""
+"""Bytes of a block. A file of at most one block has a plain sha256."""
 
 LEAST_BLOCK = 1 << 20
-"""The smallest that is read."""
+"""Smallest block that is accepted when reading."""
 
-_AT_ONCE = 1 << 18  # Fewer bytes are hashed by the thread that has them.
+_AT_ONCE = 1 << 18  # bytes from which another thread hashes
 
 
 class FileHash:
-    """The checksum of one file, whose bytes are given in order."""
+    """The checksum of one file. Its bytes are given in order."""
 
     def __init__(self, block: int = BLOCK) -> None:
-        """Hash blocks of ``block`` bytes each; 0: the whole file, by one thread, as formats up to 8 do."""
+        """Hash blocks of ``block`` bytes, or with 0 the whole file by one thread, as formats up to 8 do."""
         self._block, self._filled = block, 0
         self._hashes = [hashlib.sha256()]
-        self._last: Future[None] | None = None  # Of the last block.
-        # Nothing starts before it has work.
+        self._last: Future[None] | None = None  # of the last block
+        # Threads start with their first work.
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="checksum")
 
     def begin_update(self, data: Any) -> list["Future[None]"]:
-        """Begin to hash ``data``, which must stay as it is until the results were waited for."""
+        """Start hashing ``data``, which must not change until the returned jobs are done."""
         rest, jobs = memoryview(data).cast("B"), list[Future[None]]()
         while len(rest):
             if self._block and self._filled == self._block:
@@ -48,12 +48,11 @@ class FileHash:
         return jobs
 
     def update(self, data: Any) -> None:
-        """Hash ``data``."""
         for job in self.begin_update(data):
             job.result()
 
     def entry(self) -> tuple[str, int]:
-        """The checksum as hexadecimal digits, and the bytes of its blocks: 0 if it is a plain sha256."""
+        """Return the checksum as hexadecimal digits, and the bytes of its blocks, 0 for a plain sha256."""
         self._threads.shutdown()
         first, *others = self._hashes
         if not others:

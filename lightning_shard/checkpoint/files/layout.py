@@ -1,11 +1,11 @@
-"""What a portable checkpoint looks like on disk: names of files and of tensors, checks, a directory that is open.
+"""A portable checkpoint on disk: names of files and tensors, checks, and reading from an open directory.
 
-``NAME.ckpt/`` holds torch.distributed.checkpoint files (``.metadata`` and ``__<rank>_<n>.distcp``, tensors only, which
-may end with what its rank alone goes on with), ``boxes.bin``, ``trainer.pt`` (everything else, loads with
-``weights_only=True``) and, written last, ``manifest.json``, without which it is no checkpoint.
+``NAME.ckpt/`` holds torch.distributed.checkpoint files (``.metadata`` and ``__<rank>_<n>.distcp``, tensors only, with
+an optional state of the rank at the end), ``boxes.bin``, ``trainer.pt`` (everything else, loads with
+``weights_only=True``) and ``manifest.json``. The manifest is written last. Without it there is no checkpoint.
 
-Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` (what it stands for is in the manifest, `SlotName`,
-since FQNs and slots have dots) and ``average.<fqn>`` of averages of weights. Others are not read.
+Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` (split by the manifest's `SlotName`, since FQNs and
+slots have dots) and ``average.<fqn>`` for averages of weights. Others are not read.
 """
 
 import contextlib
@@ -43,20 +43,20 @@ OPTIMIZER_PREFIX = "optimizer."
 AVERAGE_PREFIX = "average."
 
 OPTIMIZER_STATES = "optimizer_states"
-"""Key in ``trainer.pt`` of the optimizers' hyperparameters by group, and of their state that is no tensor."""
+"""Key in ``trainer.pt`` of the optimizers' hyperparameters by group and their state outside of tensors."""
 
 RUN_STATE = "lightning_shard"
-"""Key in ``trainer.pt`` of what Lightning's checkpoint has no place for. Its ``ranks``, by rank, are in data files."""
+"""Key in ``trainer.pt`` of state that Lightning's checkpoint lacks. Its ``ranks``, by rank, are in data files."""
 
-EXTRA_STATE = "module_extra_state"  # Key in ``trainer.pt`` of what the module keeps beyond parameters and buffers.
+EXTRA_STATE = "module_extra_state"  # key in ``trainer.pt`` of the module's state beyond parameters and buffers
 AVERAGING_STATE = "averaging_state"
-"""Key in ``trainer.pt``, Lightning's own, of how many updates (``n_averaged``) are in the averages of weights."""
+"""Lightning's key in ``trainer.pt`` of the number of updates (``n_averaged``) in the averages of weights."""
 
 TEMPORARY, ASIDE = "tmp", "old"
 
 
 class SlotName(NamedTuple):
-    """Which optimizer state a tensor is: ``exp_avg`` of ``encoder.weight`` in optimizer 0."""
+    """Name of a tensor of optimizer state, such as ``exp_avg`` of ``encoder.weight`` in optimizer 0."""
 
     optimizer: int
     fqn: str
@@ -68,39 +68,38 @@ class SlotName(NamedTuple):
 
 
 def other_form(path: StrPath) -> str | None:
-    """What a checkpoint of this path is by its name if no directory of this form: ``"full"`` (``*.full.ckpt``), one
-    stock Lightning file; ``"hf"`` (``*.hf.ckpt``, or ModelCheckpoint's ``.hf-v1.ckpt``), a folder for Hugging Face.
+    """The form that a path's name asks for: ``"full"`` (``*.full.ckpt``), one stock Lightning file, ``"hf"``
+    (``*.hf.ckpt``, or ModelCheckpoint's ``.hf-v1.ckpt``), a folder for Hugging Face, or None, a portable directory.
     """
     found = re.search(rf"\.(full|hf)(-v\d+)?\.ckpt(\.{TEMPORARY}-\w+)?$", os.fspath(path))
     return found[1] if found else None
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a save may write a file of this name into a portable directory."""
+    """True if a save may write a file of this name into a portable directory."""
     return name in (MANIFEST, TRAINER_STATE, METADATA, BOXES) or name.endswith(DATA_SUFFIX)
 
 
 def without_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
-    """Those whose keys begin with ``prefix``, by what follows it."""
+    """Select the keys that begin with ``prefix``, and remove it."""
     return {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Size in bytes of a file and its checksum (see `lightning_shard.checkpoint.files.hashing`)."""
+    """Size and checksum of a file (see `lightning_shard.checkpoint.files.hashing`)."""
 
-    size: int
-    sha256: str  # Hexadecimal.
-    block: int = 0  # Bytes of the blocks over whose digests it was taken; 0: over the file.
+    size: int  # bytes
+    sha256: str  # hexadecimal
+    block: int = 0  # bytes of the blocks whose digests were hashed, 0 if the file itself was
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """``torch.float32`` for ``"float32"``; ValueError for what is no dtype, or one without plain elements."""
+    """ValueError for a name of no dtype, or of one without plain elements."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype) or name.startswith(("q", "bits")):
         raise ValueError(f"{name!r} is no torch dtype of numbers")
@@ -108,7 +107,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_relative(name: str) -> str:
-    """``name`` if it is a file name inside the checkpoint's directory; CheckpointCorruptError if it leaves it."""
+    """Return ``name`` if it stays inside the checkpoint's directory, else CheckpointCorruptError."""
     path = PurePosixPath(name)
     if not path.parts or "\\" in name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
         raise CheckpointCorruptError(
@@ -119,7 +118,9 @@ def check_relative(name: str) -> str:
 
 @contextlib.contextmanager
 def damaged_if(said: str | Callable[[Exception], str], where: object = "") -> Iterator[None]:
-    """Raise CheckpointCorruptError, with what is ``said`` of it and ``where``, for any error but a CheckpointError."""
+    """Turn errors of the block into CheckpointCorruptError with the text ``said``. CheckpointErrors stay. ``where`` is
+    put before the text of a CheckpointCorruptError.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -131,26 +132,23 @@ def damaged_if(said: str | Callable[[Exception], str], where: object = "") -> It
         raise CheckpointCorruptError(text) from error
 
 
-# Beside a checkpoint
-
-
 def new_token() -> str:
     return secrets.token_hex(6)
 
 
 def temporary_sibling(path: Path, token: str, kind: str = TEMPORARY) -> Path:
-    """``.NAME.tmp-TOKEN``, which a save writes into or deletes; `ASIDE`: the old one, if names can't be exchanged."""
+    """``.NAME.tmp-TOKEN``, which a save writes or deletes. `ASIDE`: the old one, if names can't be exchanged."""
     return path.with_name(f".{path.name}.{kind}-{token}")
 
 
 def leftovers(folder: Path, name: str = r".+\.ckpt(\..+)?", kinds: Iterable[str] = (TEMPORARY, ASIDE)) -> list[Path]:
-    """What unfinished saves and removals of what has such a ``name`` in ``folder`` have, or left behind."""
+    """Temporary siblings in ``folder`` of paths with a matching ``name``, of running or killed saves and removals."""
     pattern = re.compile(rf"\.{name}\.({'|'.join(kinds)})-[0-9a-f]{{4,12}}")
     return sorted(entry for entry in folder.iterdir() if pattern.fullmatch(entry.name)) if folder.is_dir() else []
 
 
 def current(path: Path) -> Path:
-    """Where the checkpoint ``path`` is: there, or beside it between two renames: the new one if complete."""
+    """Return the place of the checkpoint ``path``. Between two renames it is a sibling, the new one if complete."""
     for aside in [] if os.path.lexists(path) else leftovers(path.parent, re.escape(path.name), [ASIDE]):
         new = temporary_sibling(path, aside.name.rpartition("-")[2])
         return new if (new / MANIFEST).exists() else aside
@@ -158,7 +156,7 @@ def current(path: Path) -> Path:
 
 
 def checkpoint_names(folder: Location) -> list[Path] | list[StorePath]:
-    """What in ``folder`` may be a checkpoint: its entries that are not hidden, and those that are being replaced."""
+    """Entries of ``folder`` that may be checkpoints: those not hidden, and those that are being replaced."""
     if isinstance(folder, StorePath):
         return [folder / name for name, size in sorted(folder.entries().items()) if size is None]
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
@@ -169,33 +167,33 @@ def checkpoint_names(folder: Location) -> list[Path] | list[StorePath]:
 _BLOCK = 1 << 24
 _PATIENCE_SECONDS = 10.0
 ATTEMPTS, ATTEMPT_SECONDS = 25, 0.002
-"""Of what is replaced, renamed or removed while it is looked at, until what was seen is said of it."""
+"""Attempts to read a path that saves replace meanwhile, before an error is raised, and the pause between them."""
 
 
 class Directory:
-    """A directory and a shared lock on it, which saves and removals leave alone; its files are opened by its
-    descriptor. On a filesystem without locks they may be deleted: reading on is an error that says so.
+    """An open directory with a shared lock, so that saves and removals do not delete it. Its files are opened by its
+    descriptor. On a filesystem without locks they may be deleted. Reading then raises CheckpointReplacedError.
     """
 
     at_once_bytes = 1 << 20
-    """Of a box, up to which it is read by one call."""
+    """Size up to which a box is read by one call."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path: Location = path
         self.descriptor = descriptor
         self.unchecked: dict[str, FileEntry] = {}
-        """Files that are still to be compared with size and checksum, when they are first opened."""
+        """Files to compare with size and checksum when they are first opened."""
         self.close: Callable[[], object] = weakref.finalize(self, release, descriptor)
-        """Let go of it now; else with this object, which a traceback may keep."""
+        """Release it now. Otherwise that happens with this object's end, which a traceback may delay."""
 
     def sizes(self) -> dict[str, int]:
-        """Name to bytes of each regular file in it."""
+        """Name to bytes of each regular file in the directory."""
         with os.scandir(self.descriptor) as entries:
             return {e.name: e.stat(follow_symlinks=False).st_size for e in entries if e.is_file(follow_symlinks=False)}
 
     def open(self, name: str) -> BinaryIO:
-        """Open a regular file that lies in the directory. CheckpointCorruptError for a link, a pipe, a device or a
-        missing file; CheckpointReplacedError where it was replaced on a filesystem without locks, or removed by hand.
+        """Open a regular file in the directory. CheckpointCorruptError for a link, a pipe, a device or a missing file.
+        CheckpointReplacedError if the directory was replaced on a filesystem without locks, or removed by hand.
         """
         check_relative(name)
         stream = self._open(name)
@@ -212,7 +210,7 @@ class Directory:
                 for folder in folders:
                     at = os.open(folder, flags | os.O_DIRECTORY, dir_fd=at)
                     opened.callback(os.close, at)
-                # A pipe would block and a device may act when it is opened; a link leads anywhere.
+                # Opening a pipe would block, and opening a device may act. A link leads anywhere.
                 if not stat.S_ISREG(os.stat(last, dir_fd=at, follow_symlinks=False).st_mode):
                     raise CheckpointCorruptError(f"{where} is not a regular file inside the checkpoint")
                 return os.fdopen(os.open(last, flags, dir_fd=at), "rb")
@@ -221,7 +219,7 @@ class Directory:
             raise CheckpointCorruptError(f"{where} can't be read ({error.strerror})") from error
 
     def check(self, name: str, entry: FileEntry, take: Callable[[bytes], object] | None = None) -> None:
-        """Compare a file with its size and checksum; ``take`` is called with its bytes. Errors as of `open`."""
+        """Compare a file with its size and checksum, and pass its bytes to ``take``. Errors as of `open`."""
         where, digest = self.path / name, FileHash(entry.block)
         with self.open(name) as stream:
             if (size := stream.seek(0, os.SEEK_END)) != entry.size:
@@ -245,7 +243,7 @@ class Directory:
             )
 
     def read(self, name: str, files: Mapping[str, FileEntry]) -> bytes:
-        """The contents of one of ``files`` after `check`: the bytes that were checked are those that are returned."""
+        """Return the contents of one of ``files`` after `check`: the very bytes that were checked."""
         if name not in files:
             raise CheckpointCorruptError(f"{self.path}: the manifest does not list {name}")
         blocks: list[bytes] = []
@@ -253,7 +251,7 @@ class Directory:
         return b"".join(blocks)
 
     def damaged(self, names: Iterable[str], files: Mapping[str, FileEntry]) -> dict[str, str]:
-        """Which of the files ``names`` are not as ``files`` lists them, and what is wrong with each."""
+        """Name to error of those files among ``names`` that differ from their entries in ``files``."""
         damage: dict[str, str] = {}
         for name in names:
             try:
@@ -263,20 +261,20 @@ class Directory:
         return damage
 
     def check_current(self) -> None:
-        """CheckpointReplacedError where something else, or nothing, is at the path now."""
+        """CheckpointReplacedError if the path leads to another directory now, or to none."""
         if not _is_at(Path(str(self.path)), self.descriptor):
             raise CheckpointReplacedError(f"{self.path} was replaced or removed while it was read: read it again")
 
 
 def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Directory:
-    """Open ``path``, or what an interrupted replacement left. FileNotFoundError, which may be for a moment alone."""
+    """Open ``path``, or its sibling after an interrupted replacement. FileNotFoundError, which may pass in a moment."""
     path, patience = Path(path), time.monotonic() + _PATIENCE_SECONDS
     while True:
         now_at = current(path)
         directory = Directory(path, os.open(now_at, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        # A save has the lock of what it is putting in place right now.
+        # A save holds the lock of a directory that it is publishing.
         locked = not lock or try_lock(directory.descriptor, fcntl.LOCK_SH)
-        # What was replaced ahead of the lock may be deleted by now.
+        # A directory that was replaced before the lock may be deleted by now.
         if locked and _is_at(now_at, directory.descriptor):
             return directory
         if time.monotonic() > patience:
@@ -285,7 +283,7 @@ def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Direct
 
 
 def again_if_replaced(read: Callable[P, T]) -> Callable[P, T]:
-    """``read``, called again where a save was faster than it."""
+    """Decorate ``read`` to be called again after CheckpointReplacedError."""
 
     @wraps(read)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -299,7 +297,7 @@ def again_if_replaced(read: Callable[P, T]) -> Callable[P, T]:
 
 
 def try_lock(descriptor: int, how: int) -> bool:
-    """Take a lock (``fcntl.LOCK_SH`` or ``LOCK_EX``); False while another process has one that excludes it."""
+    """Take a lock (``fcntl.LOCK_SH`` or ``LOCK_EX``). False while another process holds a conflicting one."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -310,7 +308,7 @@ def try_lock(descriptor: int, how: int) -> bool:
 
 
 def has_locks(folder: Path) -> bool:
-    """Whether the filesystem of ``folder`` has locks: Lustre and NFS may be mounted without."""
+    """True if the filesystem of ``folder`` has locks. Lustre and NFS may be mounted without."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -329,8 +327,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def release(descriptor: int) -> None:
-    """Give a lock back and close its descriptor."""
+    """Release a lock and close its descriptor."""
     with contextlib.suppress(OSError):
-        # Closing it is not enough: a process that was forked meanwhile (a DataLoader's worker) has it open too.
+        # Closing is not enough: a process forked meanwhile (a DataLoader's worker) has it open too.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

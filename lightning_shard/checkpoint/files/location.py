@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a path of the file system, or a place in an object store, which fsspec reaches."""
+"""Location of a checkpoint: a path of the file system, or a key in an object store that fsspec reaches."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_shard.errors import CheckpointError, CheckpointUnreachableError, 
 
 StrPath = str | os.PathLike[str]
 
-# As S3's, Google's and Azure's servers say it. In a bucket that is there, what is not found is only not there yet.
+# Errors of S3's, Google's and Azure's servers. A missing key in an existing bucket may only not be there yet.
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|(bucket|container) does not exist", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class StorePath:
-    """A key in a store, or what keys begin with; what ``pathlib.Path`` has under a name here means the same. No listing
-    is cached, as others write too. CheckpointUnreachableError: no answer, a refusal, or no such bucket.
+    """A key, or prefix of keys, in a store, with some members of ``pathlib.Path``. No listing is cached, because others
+    write too. CheckpointUnreachableError: no answer, a refusal, or no such bucket.
     """
 
     fs: AbstractFileSystem
@@ -63,12 +63,12 @@ class StorePath:
     is_dir = exists
 
     def open(self, mode: str) -> BinaryIO:
-        """A new object, which goes up in parts while it is written, and appears when it is closed."""
+        """Open a new object. It is uploaded in parts while it is written, and appears when it is closed."""
         with self._asking():
             return cast(BinaryIO, self.fs.open(self.key, mode.replace("x", "w")))
 
     def entries(self) -> dict[str, int | None]:
-        """Name to bytes of each object that lies directly here, None for what has others below it."""
+        """Name to bytes of each object directly below, None for a prefix of others."""
         found: dict[str, int | None] = {}
         with contextlib.suppress(FileNotFoundError), self._asking():
             for entry in self.fs.ls(self.key, detail=True):
@@ -81,21 +81,21 @@ class StorePath:
             return bytes(self.fs.cat_file(self.key, start=start, end=end))
 
     def write(self, data: bytes) -> None:
-        """Make it an object with ``data``, by one request: who reads meanwhile gets the old ones or the new ones."""
+        """Write the object by one request, so that readers get the old bytes or the new."""
         with self._asking():
             self.fs.pipe_file(self.key, data)
 
     def delete(self) -> None:
-        """Delete the object and all that lie below; nothing if there is none."""
+        """Delete the object and all below it, if any."""
         with contextlib.suppress(FileNotFoundError), self._asking():
             if not has_magic(self.key):
                 self.fs.rm(self.key, recursive=True)
                 return
-            for key in self.fs.find(self.key):  # fsspec would take the key for a pattern
+            for key in self.fs.find(self.key):  # fsspec's rm would take the key for a pattern
                 self.fs.rm_file(key)
 
     def idle_seconds(self) -> float:
-        """How long ago the object was written; 0 where the store doesn't say."""
+        """Seconds since the object was written. 0 if the store doesn't say."""
         with contextlib.suppress(FileNotFoundError, NotImplementedError), self._asking():
             return time.time() - float(self.fs.modified(self.key).timestamp())
         return 0.0
@@ -126,7 +126,7 @@ def _is_url(path: StrPath) -> bool:
 
 
 def location(path: AnyPath, options: Mapping[str, Any] | None = None) -> Location:
-    """What ``path`` names; ``options`` are fsspec's. CheckpointError: no such store, or no package; not for a path."""
+    """Resolve a path or URL. ``options``: fsspec's. CheckpointError: no store, no package, or options for a path."""
     if isinstance(path, StorePath):
         return path
     if not _is_url(path):
@@ -147,7 +147,7 @@ def location(path: AnyPath, options: Mapping[str, Any] | None = None) -> Locatio
         raise CheckpointError(f"{os.fspath(path)} names no store that fsspec reaches: {error}") from error
     if isinstance(fs, LocalFileSystem):
         return Path(key)
-    if "//" in key.rstrip("/"):  # below which fsspec's listings find nothing
+    if "//" in key.rstrip("/"):  # fsspec's listings find nothing below such a key
         raise CheckpointError(
             f"{os.fspath(path)} has two slashes in a row, which stores do not take for one: remove one."
         )
@@ -155,16 +155,16 @@ def location(path: AnyPath, options: Mapping[str, Any] | None = None) -> Locatio
 
 
 def common_to_all(where: Location) -> str:
-    """What ``where`` has to be of, in words."""
+    """Name the requirement that all ranks see ``where`` alike."""
     if isinstance(where, StorePath):
         return "a store that is the same on all machines, and that nobody cleans meanwhile"
     return "a directory that all machines share"
 
 
-def refuse_url(path: StrPath, what: str) -> None:
-    """Raise CheckpointError where ``path`` is of an object store, on which there is no such thing as ``what``."""
+def refuse_url(path: StrPath, unsupported: str) -> None:
+    """CheckpointError if ``path`` is in an object store, which does not support this form."""
     if _is_url(path):
         raise CheckpointError(
             f"{os.fspath(path)} is of an object store, where only checkpoint directories are written and read, and not "
-            f"{what}: give a folder of the file system."
+            f"{unsupported}: give a folder of the file system."
         )

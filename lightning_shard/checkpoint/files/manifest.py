@@ -1,7 +1,7 @@
-"""``manifest.json``: what a checkpoint holds, and the facts of the run that wrote it; and its contents in these terms.
+"""``manifest.json``: the list of a checkpoint's contents and the facts of its run, and `Contents` in these terms.
 
-Contents are live before a save, or stored in files of any form. Tensors that are stored stay in their files until one
-is asked for: converting and exporting take one after the other, so that memory is bounded by the largest.
+Contents are live before a save, or stored in files of any form. Stored tensors are read one at a time on request. So
+converting and exporting need memory for the largest one only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_shard.versions import installed
 
 FORMAT = "lightning_shard.checkpoint"
 FORMAT_VERSION = 8
-"""Version 1 had no ``slots`` and no ``boxes.bin``, and ``trainer.pt`` had the states of all ranks. Those between were
+"""Version 1 had no ``slots`` and no ``boxes.bin``, and ``trainer.pt`` had the states of all ranks. Versions 2 to 7 were
 never released."""
 
 _MOST_BYTES = 1 << 30
@@ -40,19 +40,17 @@ _LIBRARIES = ("python", "lightning-shard", "torch", "lightning", "deepspeed", "n
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a checkpoint says of the run that wrote it, on its way from the run to the disk and back."""
+    """Facts of the run that wrote a checkpoint."""
 
-    engine: str  # ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or another library.
-    policy: str  # The precision policy in words.
-    # The dtypes that were measured on live tensors, in plain JSON values; empty where none were.
-    ledger: Mapping[str, Any] = field(default_factory=dict)
+    engine: str  # ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or another library
+    policy: str  # the precision policy in words
+    ledger: Mapping[str, Any] = field(default_factory=dict)  # dtypes measured on live tensors, in plain JSON values
     # Of a training state: ``name`` of the run, optimizer ``step`` and ``time`` (seconds since 1970) of the save.
     run: Mapping[str, Any] = field(default_factory=dict)
     # FQN to digest (`lightning_shard.checkpoint.save_plan`) of each frozen parameter that was left out.
     frozen: Mapping[str, str] = field(default_factory=dict)
-    world_size: int = 1  # Number of ranks that wrote it; a save sets it.
-    # Versions of the libraries that wrote it; a save sets them.
-    versions: Mapping[str, str] = field(default_factory=dict)
+    world_size: int = 1  # number of ranks that wrote it, set by a save
+    versions: Mapping[str, str] = field(default_factory=dict)  # of libraries, set by a save
 
 
 class TensorEntry(NamedTuple):
@@ -63,16 +61,16 @@ class TensorEntry(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     facts: Facts
-    tensors: Mapping[str, TensorEntry]  # Key to global shape and dtype; each tensor once.
-    aliases: Mapping[str, str]  # Key of a tied name to the key under which its tensor is stored.
-    slots: Mapping[str, layout.SlotName]  # Key of each tensor of optimizer state to what it is.
-    files: Mapping[str, layout.FileEntry]  # Relative name to size and checksum, of every file but the manifest.
-    format_version: int = FORMAT_VERSION  # Readers refuse others than version 1 and their own.
-    # sha256 of the other fields in canonical JSON, which names this very checkpoint; empty before it is written.
+    tensors: Mapping[str, TensorEntry]  # key to global shape and dtype, each tensor once
+    aliases: Mapping[str, str]  # key of a tied name to the key of its tensor
+    slots: Mapping[str, layout.SlotName]  # key of each tensor of optimizer state to its name
+    files: Mapping[str, layout.FileEntry]  # relative name to size and checksum, of every file but the manifest
+    format_version: int = FORMAT_VERSION  # readers refuse others than version 1 and their own
+    # sha256 of the other fields in canonical JSON, which identifies the checkpoint. Empty before it is written.
     digest: str = ""
 
     def to_json(self) -> str:
-        """The file's text, with the digest computed."""
+        """Return the file's text, with the digest."""
         told = dict(_slots_by_name(self.tensors, self.aliases))
         fields = {
             "format": FORMAT,
@@ -93,8 +91,8 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str, where: str | os.PathLike[str] = layout.MANIFEST) -> Manifest:
-        """The manifest in ``text``; ``where``: the file, in errors. CheckpointCorruptError: it is no manifest, was
-        changed, or names a file outside of the directory; CheckpointError: another version of this package wrote it.
+        """Parse ``text``. ``where``: the file, for errors. CheckpointCorruptError: it is no manifest, was changed, or
+        names a file outside of the directory. CheckpointError: another version of this package wrote it.
         """
 
         def reason(error: Exception) -> str:
@@ -145,7 +143,7 @@ _FILE = {"size": int, "sha256": str, "block": int}
 
 
 def _typed(fields: Any, kinds: Mapping[str, Any]) -> Any:
-    """``fields``, once each of ``kinds`` is among them and of its kind; others are not looked at."""
+    """Return ``fields`` after checking that each of ``kinds`` is among them and of its kind."""
     for name, kind in kinds.items():
         if not isinstance(fields[name], kind):
             raise ValueError(f"{name} is {fields[name]!r}, not {getattr(kind, '__name__', kind)}")
@@ -164,7 +162,7 @@ def _file_entry(fields: Mapping[str, Any]) -> layout.FileEntry:
 
 
 def _lines(value: Any, depth: int) -> str:
-    """JSON with a line for each entry down to ``depth``, and no other whitespace."""
+    """Format as JSON with a line for each entry down to ``depth``, and no other whitespace."""
     if not isinstance(value, dict) or not value or not depth:
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
     return "{\n" + ",\n".join(f"{json.dumps(key)}:{_lines(value[key], depth - 1)}" for key in sorted(value)) + "\n}"
@@ -176,14 +174,14 @@ def _digest(fields: Mapping[str, Any]) -> str:
 
 
 def _tensor_entry(value: Any) -> TensorEntry:
-    dtype, *shape = (value["dtype"], *value["shape"]) if isinstance(value, dict) else value  # of version 1
+    dtype, *shape = (value["dtype"], *value["shape"]) if isinstance(value, dict) else value  # version 1
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape} is not a list of sizes")
     return TensorEntry(tuple(shape), layout.torch_dtype(dtype))
 
 
 def _slots(named: Mapping[str, Any], tensors: Collection[str], aliases: Collection[str]) -> dict[str, layout.SlotName]:
-    """Of each key of optimizer state what it is: as ``named``, else as the key tells."""
+    """Key of each tensor of optimizer state to its name: as in ``named``, else split by `_slots_by_name`."""
     told, found = dict(_slots_by_name(tensors, aliases)), {k: layout.SlotName(*name) for k, name in named.items()}
     if any([type(part) for part in name] != [int, str, str] for name in found.values()):
         raise ValueError("slots are not optimizer, FQN and slot")
@@ -193,21 +191,21 @@ def _slots(named: Mapping[str, Any], tensors: Collection[str], aliases: Collecti
 
 
 def _slots_by_name(tensors: Collection[str], aliases: Collection[str]) -> Iterator[tuple[str, layout.SlotName]]:
-    """By the longest FQN of the model with which a key goes on behind the optimizer's number."""
+    """Split keys by the longest FQN of the model that follows the optimizer's number."""
     fqns = {k.removeprefix(layout.MODEL_PREFIX) for k in (*tensors, *aliases) if k.startswith(layout.MODEL_PREFIX)}
     for key in tensors:
         if key.startswith(layout.OPTIMIZER_PREFIX):
             _, index, rest = key.split(".", 2)
             parts = rest.split(".")
-            # A parameter that was left out of the model is known by no name; most slots have no dot.
+            # The model lacks a parameter that was left out. Its slot is taken to have no dot, as most.
             end = next((end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in fqns), len(parts) - 1)
             yield key, layout.SlotName(int(index), ".".join(parts[:end]), ".".join(parts[end:]))
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the installed libraries that take part in a checkpoint, without importing them; torch's own build."""
+    """Return the versions of the libraries that take part in a checkpoint, without importing them."""
     versions = {library: version for library in _LIBRARIES if (version := installed(library)) is not None}
-    return {**versions, "torch": str(torch.__version__)}  # the package of a CUDA build may leave "+cu130" out
+    return {**versions, "torch": str(torch.__version__)}  # the package's metadata may lack "+cu130"
 
 
 def read_manifest(path: AnyPath) -> Manifest:
@@ -215,7 +213,7 @@ def read_manifest(path: AnyPath) -> Manifest:
 
 
 def open_checkpoint_directory(path: AnyPath, *, lock: bool = True) -> tuple[Directory, Manifest]:
-    """The checkpoint directory ``path``, open, and its manifest; CheckpointNotFoundError for a half-written one too."""
+    """Open the checkpoint directory ``path``. CheckpointNotFoundError, for a half-written one too."""
     path = location(path)
     if isinstance(path, StorePath):
         return _with_manifest(open_store(path))
@@ -249,14 +247,14 @@ def _with_manifest(directory: Directory) -> tuple[Directory, Manifest]:
 
 
 def foreign_entries(directory: Path) -> list[Path]:
-    """What in ``directory`` no save wrote: not of the names of a checkpoint's files, nor listed in its manifest."""
+    """Return the entries of ``directory`` that no save wrote: neither named like its files nor in its manifest."""
     there = {entry.name: entry for entry in directory.iterdir()}
     entries = [entry for name, entry in there.items() if not layout.is_own_name(name)]
     if not (directory / layout.MANIFEST).is_file():
-        hidden = directory.name.startswith(".")  # what a save or a removal of this package left, in any state
+        hidden = directory.name.startswith(".")  # a leftover of a save or removal, in any state
         if not hidden and layout.METADATA in there and layout.TRAINER_STATE not in there:
-            return [*there.values()]  # torch's form, of another program
-        # Nobody else puts files into what a save of that layout left when it was interrupted.
+            return [*there.values()]  # torch's form, by another program
+        # All files in a leftover of Hugging Face's layout are the interrupted save's.
         return [] if hidden and layout.other_form(directory) == "hf" else entries
     try:
         listed = {name.partition("/")[0] for name in read_manifest(directory).files} if entries else set()
@@ -266,7 +264,7 @@ def foreign_entries(directory: Path) -> list[Path]:
 
 
 def _why_not_found(directory: Path) -> str | None:
-    """None where there is a manifest by now."""
+    """Explain that there is no checkpoint. None if there is a manifest by now."""
     try:
         names = os.listdir(directory)
         if layout.MANIFEST in names:
@@ -287,7 +285,7 @@ def _why_not_found(directory: Path) -> str | None:
 
 
 def other_content(path: Path) -> str:
-    """A sentence on weights alone, or on a folder with checkpoints, at a path that is none; ``""`` of others."""
+    """Say that a path has weights alone or a folder of checkpoints. ``""`` of other contents."""
     if path.suffix == ".safetensors" or any(path.glob("*.safetensors")):
         return f" It has weights alone, from which none resumes: callbacks.PretrainedWeights({str(path)!r}) loads them."
     inside = [each for each in path.rglob("*.ckpt") if each.is_file() or (each / layout.MANIFEST).exists()]
@@ -303,7 +301,7 @@ def damaged(directory: Location, damage: Mapping[str, str]) -> errors.Checkpoint
 
 
 def is_checkpoint(path: AnyPath) -> bool:
-    """Whether ``path`` is a directory with a valid manifest; a half-written one is not. Never raises."""
+    """True if ``path`` is a directory with a valid manifest, which is written last."""
     try:
         read_manifest(path)
     except errors.CheckpointError:
@@ -315,17 +313,17 @@ PORTABLE, FULL = "portable", "full"
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """View the memory of a contiguous tensor on the host."""
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTensor:
-    """A tensor in a file, which a save reads when its turn comes."""
+    """A tensor in a file. A save reads it when its turn comes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], Tensor]  # A new contiguous tensor on the host; every call reads again.
+    read: Callable[[], Tensor]  # returns a new contiguous tensor on the host, read again by each call
 
     @property
     def nbytes(self) -> int:
@@ -340,24 +338,23 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is to be saved on one rank, or what was stored."""
+    """The contents of a checkpoint: one rank's live part before a save, or all that is stored."""
 
-    # Key to tensor, each tensor once: a `StoredTensor`, or this rank's plain tensor (full), DTensor or what stands for
-    # one (see `lightning_shard.checkpoint.files.tensor_files`).
+    # Key to tensor, each tensor once: a `StoredTensor`, or this rank's plain tensor (full), DTensor or object that
+    # stands for one (`lightning_shard.checkpoint.files.tensor_files`).
     tensors: Mapping[str, Any]
-    trainer_state: Mapping[str, Any]  # What ``trainer.pt`` has. In a save rank 0's counts.
-    facts: Facts  # In a save rank 0's count.
-    aliases: Mapping[str, str] = field(default_factory=dict)  # Key of a tied name to the key of its tensor.
-    # Key of each tensor of optimizer state to what it is.
-    slots: Mapping[str, layout.SlotName] = field(default_factory=dict)
-    own_state: Mapping[str, Any] | None = None  # In a save: what this rank alone goes on with.
-    # Of what was stored: that of each rank that saved it, read when called; None: `trainer_state` has it, or nothing.
+    trainer_state: Mapping[str, Any]  # the contents of ``trainer.pt``, in a save rank 0's
+    facts: Facts  # in a save rank 0's
+    aliases: Mapping[str, str] = field(default_factory=dict)  # key of a tied name to the key of its tensor
+    slots: Mapping[str, layout.SlotName] = field(default_factory=dict)  # key of optimizer state to its name
+    own_state: Mapping[str, Any] | None = None  # in a save: state of this rank alone
+    # Reads the states that ranks saved for themselves, by rank. None if `trainer_state` has them, or there are none.
     own_states: Callable[[], list[dict[str, Any]]] | None = None
-    form: str = PORTABLE  # ``"portable"``, ``"full"``, or what another library calls its own.
+    form: str = PORTABLE  # ``"portable"``, ``"full"``, or another library's name of its own
 
     @property
     def whole_state(self) -> Mapping[str, Any]:
-        """`trainer_state` with what each rank keeps of itself, where other ranks, or other forms, are to have it."""
+        """`trainer_state` with the ranks' own states, for other forms."""
         if self.own_states is None:
             return self.trainer_state
         run = {**self.trainer_state[layout.RUN_STATE], "ranks": self.own_states()}
@@ -365,12 +362,12 @@ class Contents:
 
     @property
     def has_averages(self) -> bool:
-        """Whether there are averages of weights, with an update in them."""
+        """True if there are averages of weights with at least one update."""
         updates = self.trainer_state.get(layout.AVERAGING_STATE, {}).get("n_averaged", 1)
         return any(key.startswith(layout.AVERAGE_PREFIX) for key in self.tensors) and bool(updates)
 
     def averaged(self) -> Contents:
-        """The same with averages in the place of their weights; CheckpointError where there are none, or no updates."""
+        """Replace weights by their averages. CheckpointError if there are none, or no updates in them."""
         averages = layout.without_prefix(layout.AVERAGE_PREFIX, self.tensors)
         if not self.has_averages:
             raise errors.CheckpointError(
@@ -385,13 +382,15 @@ class Contents:
         weights: Mapping[str, Any],
         aliases: Mapping[str, str],
         slots: Mapping[layout.SlotName, Any],
-        further: Mapping[str, Any] | None = None,
+        averages: Mapping[str, Any] | None = None,
         **rest: Any,
     ) -> Contents:
-        """Of weights by FQN, tied FQNs to those, optimizer state, and ``further`` tensors by key; ``rest`` as here."""
+        """Make contents from weights, aliases and averages by FQN, and optimizer state by name."""
         tensors = {layout.MODEL_PREFIX + fqn: tensor for fqn, tensor in weights.items()}
+        tensors |= {name.key: tensor for name, tensor in slots.items()}
+        tensors |= {layout.AVERAGE_PREFIX + fqn: tensor for fqn, tensor in (averages or {}).items()}
         return Contents(
-            tensors={**tensors, **{name.key: tensor for name, tensor in slots.items()}, **(further or {})},
+            tensors=tensors,
             aliases={layout.MODEL_PREFIX + alias: layout.MODEL_PREFIX + fqn for alias, fqn in aliases.items()},
             slots={name.key: name for name in slots},
             **rest,

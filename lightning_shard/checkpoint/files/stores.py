@@ -1,13 +1,13 @@
-"""Checkpoints on object stores, through fsspec: ``s3://``, ``gs://``, ``memory://`` and its kin.
+"""Checkpoints on object stores, through fsspec: ``s3://``, ``gs://``, ``memory://`` and others.
 
-A store has no rename, no lock and no sync, but objects that appear whole. So every rank writes its files to where they
-stay, below a folder of this save alone: ``last.ckpt/4f00a1b2c3d4/...``, which copied to a disk is a checkpoint.
-``last.ckpt/manifest.json``, written last, names that folder and the one before. An empty object
-``.last.ckpt.tmp-4f00a1b2c3d4`` is there while that save, or a removal, goes on: killed ones leave it.
+A store has no rename, lock or sync, but its objects appear whole. So every rank writes its files to their final place,
+in a folder of this save alone: ``last.ckpt/4f00a1b2c3d4/...``. A copy of it on a disk is a checkpoint. The pointer
+``last.ckpt/manifest.json``, written last, names that folder and the one before. The empty object
+``.last.ckpt.tmp-4f00a1b2c3d4`` marks a running save or removal. Killed ones leave it.
 
-Below a folder nothing is written twice, so that no reader mixes two saves, and what a replacement leaves stays until
-the next one. Files go up in parts while they are written, and are read by ranges. A directory that another tool copied
-to the store as it is is a checkpoint too.
+No object in a folder is written twice, so that no reader mixes two saves. The folder of a replaced save stays until the
+next replacement. Files are uploaded in parts while they are written, and read by ranges. A directory that another tool
+copied to the store unchanged is a checkpoint too.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from lightning_shard.checkpoint.files.location import StorePath
 
 _TOKEN = re.compile("[0-9a-f]{12}")
 _MARKER = re.compile(r"\.(.+)\.tmp-([0-9a-f]{12})")
-_BUFFER_BYTES = 1 << 24  # of what is read ahead
+_BUFFER_BYTES = 1 << 24  # read ahead
 _MOST_BYTES = 4096  # of a pointer
 _IDLE_SECONDS = 86400.0
-"""There are no locks: what began longer ago was killed, and may be deleted by other saves in the folder."""
+"""Age from which other saves in the folder delete a save's leftovers. There are no locks to tell whether it runs."""
 
 _OPENINGS = 20  # of a checkpoint that is replaced all the time
 
 
 @dataclass(frozen=True)
 class _Pointer:
-    """Which folder is the checkpoint, and which was before; "": the files lie beside it, as another tool put them."""
+    """The folders of the current save and the one before. "": the files lie next to the manifest, by another tool."""
 
     folder: str
     before: str
@@ -50,14 +50,14 @@ class _Pointer:
 
 
 def _pointer(path: StorePath) -> _Pointer | None:
-    """None where there is no manifest. CheckpointCorruptError, and FileNotFoundError where it was removed meanwhile."""
+    """None if there is no manifest. CheckpointCorruptError. FileNotFoundError if it was removed meanwhile."""
     size = path.entries().get(MANIFEST)
     if size is None or size > _MOST_BYTES:
         return None if size is None else _Pointer("", "")
     data = (path / MANIFEST).read(0, _MOST_BYTES)
     found = re.search(rb'"folder": "([0-9a-f]{12})", "before": "([0-9a-f]{12}|)"', data)
     if found is None:
-        return _Pointer("", "")  # or damaged, and no manifest then
+        return _Pointer("", "")  # a manifest, or a damaged pointer, which then fails as a manifest
     pointer = _Pointer(*(group.decode() for group in found.groups()))
     if pointer.encode() != data:
         raise errors.CheckpointCorruptError(f"{path / MANIFEST} was damaged or changed after it was written")
@@ -65,9 +65,9 @@ def _pointer(path: StorePath) -> _Pointer | None:
 
 
 class StoreDirectory(Directory):
-    """A folder of a store that is open for reading. There is no lock: what two saves replaced since is an error."""
+    """A folder of a store, open for reading. There is no lock: reading after two replacements is an error."""
 
-    at_once_bytes = 1 << 62  # One request for a box, whatever its size.
+    at_once_bytes = 1 << 62  # one request for a box of any size
 
     def __init__(self, path: StorePath, folder: StorePath) -> None:
         self.path: StorePath = path
@@ -79,7 +79,7 @@ class StoreDirectory(Directory):
         return self._sizes
 
     def check_current(self) -> None:
-        """What it was opened as has the sizes that it had; a file that is gone is told when it is read."""
+        """Do nothing: sizes are of the folder that was opened, and reading finds a missing file."""
 
     def _open(self, name: str) -> BinaryIO:
         if name not in self._sizes:
@@ -101,7 +101,7 @@ class StoreDirectory(Directory):
 
 
 class _Object(AbstractBufferedFile):
-    """An object as a file, of which ``fetch`` gives ranges."""
+    """An object as a file. ``fetch(start, end)`` returns its bytes."""
 
     def __init__(self, at: StorePath, size: int, fetch: Callable[[int, int], bytes]) -> None:
         self._fetch_range = fetch
@@ -109,7 +109,7 @@ class _Object(AbstractBufferedFile):
 
 
 def open_store(path: StorePath) -> StoreDirectory:
-    """Open the checkpoint ``path``; CheckpointNotFoundError where there is no manifest, or none yet."""
+    """Open the checkpoint ``path``. CheckpointNotFoundError if there is no manifest (yet)."""
     for _ in range(_OPENINGS):
         try:
             pointer = _pointer(path)
@@ -119,7 +119,7 @@ def open_store(path: StorePath) -> StoreDirectory:
         except FileNotFoundError:
             continue
         if MANIFEST in directory.sizes():
-            return directory  # else it was replaced twice in between
+            return directory  # otherwise it was replaced twice meanwhile
     else:
         raise errors.CheckpointCorruptError(f"{path / MANIFEST} names a folder that has none")
     if path.is_file():
@@ -134,67 +134,68 @@ def _marker(path: StorePath, token: str) -> StorePath:
     return path.parent / f".{path.name}.tmp-{token}"
 
 
-def begin(path: StorePath, token: str) -> StorePath:
-    """The folder for a save to ``path``; as `commit.create_temporary`."""
+def create_folder(path: StorePath, token: str) -> StorePath:
+    """Return the folder for a save to ``path`` after marking it as running (`commit.create_temporary`)."""
     if path.is_file():
         raise errors.CheckpointError(f"{path} is a file, which a checkpoint does not replace: choose another path")
     _marker(path, token).write(b"")
     return path / token
 
 
-def give_up(folder: StorePath) -> None:
-    """Delete what a save has written that failed, as far as that is possible."""
+def delete_folder(folder: StorePath) -> None:
+    """Delete the folder of a failed save, as far as possible."""
     with contextlib.suppress(errors.CheckpointError):
         folder.delete()
         _marker(folder.parent, folder.name).delete()
 
 
-def publish(path: StorePath, token: str) -> None:
-    """Make the complete folder of a save the checkpoint at ``path``, and delete what nobody reads any more."""
+def publish_folder(path: StorePath, token: str) -> None:
+    """Make the complete folder of a save the checkpoint at ``path``, and delete folders that nobody reads any more."""
     old = None
     with contextlib.suppress(errors.CheckpointCorruptError, FileNotFoundError):
         old = _pointer(path)
     (path / MANIFEST).write(_Pointer(token, old.folder if old else "").encode())
     _marker(path, token).delete()
-    _tidy(path)
-    clean(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)
+    _delete_unreferenced(path)
+    clean_store(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)
 
 
-def remove(path: StorePath) -> None:
-    """Delete the checkpoint at ``path``, first what makes it one; a user's own objects there stay."""
+def remove_stored(path: StorePath) -> None:
+    """Delete the checkpoint at ``path``, the pointer first. A user's own objects there stay."""
     marker = _marker(path, layout.new_token())
     marker.write(b"")
     (path / MANIFEST).delete()
-    _tidy(path)
+    _delete_unreferenced(path)
     marker.delete()
 
 
-def clean(folder: StorePath, *, remove: bool, idle_seconds: float = 0.0) -> list[StorePath]:
-    """What killed saves and removals left in ``folder``, as `commit.clean_folder`; nobody may have saved there since."""
+def clean_store(folder: StorePath, *, remove: bool, idle_seconds: float = 0.0) -> list[StorePath]:
+    """Find, and with ``remove`` delete, leftovers in ``folder`` (`commit.clean_folder`). Nobody may be saving there."""
     markers = _markers(folder)
     stale = [(name, token) for name, token in markers if _marker(folder / name, token).idle_seconds() >= idle_seconds]
     for name, token in stale if remove else ():
-        _tidy(folder / name, stale)
+        _delete_unreferenced(folder / name, stale)
         _marker(folder / name, token).delete()
     return [folder / name / token for name, token in stale]
 
 
 def _markers(folder: StorePath) -> list[tuple[str, str]]:
-    """Name of each checkpoint in ``folder`` that is being saved or removed, or was when that ended, and the token."""
+    """Name and token of each save or removal in ``folder`` that runs or was killed."""
     found = [_MARKER.fullmatch(name) for name, size in folder.entries().items() if size is not None]
     return [(match[1], match[2]) for match in found if match]
 
 
-def _tidy(path: StorePath, stale: Collection[tuple[str, str]] = ()) -> None:
-    """Delete all of ``path`` that saves wrote, but what its pointer names and what is being saved, but for ``stale``
-    saves. In this order: what a save had written before the listing has its marker, or else its pointer, after it.
+def _delete_unreferenced(path: StorePath, stale: Collection[tuple[str, str]] = ()) -> None:
+    """Delete the objects that saves to ``path`` wrote, except for the pointer's folders and running saves that are not
+    ``stale``. Objects are listed first, then markers, then the pointer: a save that wrote before the first listing has
+    a marker in the second or is named by the pointer.
     """
     entries = path.entries()
     kept = {token for name, token in _markers(path.parent) if name == path.name and (name, token) not in stale}
     try:
         pointer = _pointer(path)
     except (errors.CheckpointCorruptError, FileNotFoundError):
-        return  # It can't be told.
+        return  # the folders in use are unknown
     if pointer is not None:
         kept |= {pointer.folder, pointer.before}
     for name, size in entries.items():

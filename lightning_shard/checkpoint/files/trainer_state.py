@@ -1,7 +1,7 @@
-"""``trainer.pt``: everything in a checkpoint that is not a tensor of the model or an optimizer.
+"""``trainer.pt``: everything in a checkpoint except tensors of the model and of optimizers.
 
-It loads with ``weights_only=True``, which is tested when it is written. Plain containers that ``weights_only=True``
-refuses (numpy arrays, ``deque``, ``defaultdict``, ``frozenset``) are written as a dictionary with `_KIND`.
+It loads with ``weights_only=True``, which is tested on writing. Plain containers that ``weights_only=True`` refuses
+(numpy arrays, ``deque``, ``defaultdict``, ``frozenset``) are written as a dictionary with `_KIND`.
 """
 
 import copy
@@ -32,7 +32,9 @@ _FACTORIES = {"None": None, **{kind.__name__: kind for kind in (bool, dict, floa
 
 
 def encode_trainer_state(state: Mapping[str, Any], *, stock: bool = False) -> bytes:
-    """The bytes of ``trainer.pt``. CheckpointError: what would not load, or be another value in ``stock`` Lightning."""
+    """Return the bytes of ``trainer.pt``. CheckpointError: values that would not load, or load as others in ``stock``
+    Lightning.
+    """
     data, problem = _encode(dict(state))
     if problem is not None:
         data, problem = _encode(state := _plain(dict(state), stock))
@@ -48,17 +50,16 @@ def encode_trainer_state(state: Mapping[str, Any], *, stock: bool = False) -> by
 
 
 def can_be_saved(value: Any) -> bool:
-    """Whether ``trainer.pt`` can have ``value`` in it."""
+    """True if ``trainer.pt`` can hold ``value``."""
     return _encode(value)[1] is None or _encode(_plain(value, stock=False))[1] is None
 
 
 def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, Any]:
-    """The contents of ``trainer.pt``, as of `decode_state`."""
     return decode_state(directory.read(TRAINER_STATE, manifest.files), directory.path / TRAINER_STATE)
 
 
 def decode_state(data: bytes, where: Location) -> dict[str, Any]:
-    """What `encode_trainer_state` was given, on the CPU. CheckpointCorruptError: changed, or it names a class."""
+    """Reverse `encode_trainer_state`, on the CPU. CheckpointCorruptError: changed bytes, or ones that name a class."""
     with damaged_if(partial(refusal, where)):
         state = load_archive(io.BytesIO(data), where)
         tensors = [part for part in parts(state) if isinstance(part, Tensor) and part.layout == torch.strided]
@@ -71,14 +72,14 @@ def decode_state(data: bytes, where: Location) -> dict[str, Any]:
 
 
 def load_archive(file: BinaryIO, where: Location) -> Any:
-    """What ``torch.save`` wrote to ``file``, tensors on the CPU, after `check_archive`; nothing in it runs."""
+    """Load a file of ``torch.save`` after `check_archive`, tensors on the CPU. Nothing in it runs."""
     check_archive(file, where)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
 
 
 def check_archive(file: Path | BinaryIO, where: Location) -> list[zipfile.ZipInfo]:
-    """The records of a file of ``torch.save``. CheckpointCorruptError: one is compressed or lies in another one."""
+    """Return the records of a file of ``torch.save``. CheckpointCorruptError: compressed or overlapping ones."""
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if packed := [info for info in records if info.compress_type != zipfile.ZIP_STORED]:
@@ -93,7 +94,7 @@ def check_archive(file: Path | BinaryIO, where: Location) -> list[zipfile.ZipInf
 
 
 def refusal(path: object, error: Exception) -> str:
-    """One sentence on what ``torch.load`` refused in ``path``, with the name of the class, if it was one."""
+    """Describe in one sentence why ``torch.load`` refused ``path``, with the name of a refused class."""
     named = re.search(r"GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S+)|Unsupported class (\S+)", str(error))
     if named is None:
         return f"{path} can't be read: {first_line(error)}"
@@ -104,7 +105,7 @@ def refusal(path: object, error: Exception) -> str:
 
 
 def _encode(value: Any) -> tuple[bytes, str | None]:
-    """The bytes of ``value`` and None, or what is wrong with it."""
+    """Return the bytes of ``value`` and None, or no bytes and the problem."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -112,17 +113,17 @@ def _encode(value: Any) -> tuple[bytes, str | None]:
         torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:  # pickling runs the objects' own code, which may raise anything
         return b"", first_line(error)
-    # Of a DTensor only rank 0's shard would be written.
+    # Only rank 0's shard of a DTensor would be written.
     return buffer.getvalue(), "a DTensor" if any(isinstance(part, DTensor) for part in parts(value)) else None
 
 
 def _plain(value: Any, stock: bool) -> Any:
-    """``value`` with what ``weights_only=True`` loads in the place of numpy's numbers and what `_restored` makes."""
+    """Replace numpy's numbers, and containers that `_restored` restores, by values that ``weights_only=True`` loads."""
     kind = type(value)
     if isinstance(value, np.generic):
         return value.item()
     if kind in (dict, OrderedDict):
-        new = copy.copy(value)  # with the attributes that a module's state_dict has
+        new = copy.copy(value)  # keeps the attributes of a module's state_dict
         new.clear()
         new.update(
             (key.item() if isinstance(key, np.generic) else key, _plain(each, stock)) for key, each in value.items()
@@ -144,7 +145,7 @@ def _plain(value: Any, stock: bool) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """What `_plain` was given, but for numbers; containers of ``value`` are filled anew."""
+    """Reverse `_plain`, except for numbers. Lists and dictionaries are changed in place."""
     if type(value) is tuple:
         return tuple(map(_restored, value))
     if type(value) in (dict, OrderedDict):
@@ -163,7 +164,7 @@ def _restored(value: Any) -> Any:
 
 
 def _offenders(value: Any, path: str) -> list[str]:
-    """``path: type`` for every innermost part of ``value`` that can't be saved or loaded."""
+    """Return ``path: type`` for every innermost part of ``value`` that can't be saved or loaded."""
     if _encode(value)[1] is None:
         return []
     where, found, children = path or "top level", list[str](), list[tuple[Any, Any]]()
@@ -178,7 +179,7 @@ def _offenders(value: Any, path: str) -> list[str]:
 
 
 def parts(value: Any) -> Iterator[Any]:
-    """The innermost parts of ``value``, or itself."""
+    """Yield the innermost parts of ``value``, or ``value`` itself."""
     if isinstance(value, (Mapping, list, tuple)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from parts(part)

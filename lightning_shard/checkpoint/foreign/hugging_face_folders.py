@@ -1,9 +1,9 @@
 """Checkpoints in Hugging Face's layout: a folder that ``from_pretrained`` opens, written from training on any engine.
 
-Files and tensors' names in them are the library's own answer: on one rank its ``save_pretrained`` is given a number in
-the place of each tensor. The values come from a portable directory of the weights, which the ranks write without
-gathering and share out, file by file; a rank has one full tensor at a time. Exported weights are safetensors files with
-an index, written one tensor at a time (https://github.com/huggingface/safetensors#format).
+The library itself names the files and the tensors in them: one rank calls its ``save_pretrained`` with a number for
+each tensor. The values come from a portable directory of the weights, which ranks write without gathering. The ranks
+divide the files, and each holds one full tensor at a time. torch's ``HuggingFaceStorageWriter`` would hold all tensors
+of a file. Exported weights are safetensors files with an index (https://github.com/huggingface/safetensors#format).
 """
 
 import json
@@ -44,9 +44,10 @@ def export(
     module: str = "",
     max_shard_bytes: int = 5 * 10**9,
 ) -> list[Path]:
-    """Write the weights and buffers of ``stored`` into ``folder``; returns the files. One process calls it. Arguments
-    as of `lightning_shard.tools.export`. Other files in ``folder`` stay, older safetensors files are refused. A tied
-    tensor is written once, under its first name. CheckpointError: nothing was written, or no file that was not whole.
+    """Write the weights and buffers of ``stored`` into ``folder`` and return the files. One process calls it.
+
+    Arguments as of `lightning_shard.tools.export`. Other files in ``folder`` stay, older safetensors files are refused.
+    A tied tensor is written once, under its first name. CheckpointError: no file stays behind.
     """
     target = Path(folder)
     tensors = _selected(stored, module)
@@ -57,16 +58,16 @@ def export(
     if older := sorted(path.name for path in target.glob("*.safetensors*")) if target.is_dir() else []:
         raise CheckpointError(f"{target} has {listed(older)} of an earlier export: choose an empty directory")
     files = split({key: _as(dtype, tensor) for key, tensor in tensors.items()}, max_shard_bytes)
-    # The index last: without it no reader takes the files for whole.
+    # The index is written last. Without it no reader takes the files for complete.
     index = index_of(files)
     written = [target / name for name in (*files, *index)]
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
         for name, chosen in files.items():
-            _publish(target, name, partial(write_tensors, tensors=chosen))
+            _write_in_place(target, name, partial(write_tensors, tensors=chosen))
         for name, data in index.items():
-            _publish(target, name, partial(write_file, data=data))
+            _write_in_place(target, name, partial(write_file, data=data))
     except BaseException:
         for path in written:
             path.unlink(missing_ok=True)
@@ -77,7 +78,7 @@ def export(
 
 
 def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:
-    """Name in the submodule to tensor, each tensor once."""
+    """Return name in the submodule to tensor, each tensor once."""
     prefix = f"{layout.MODEL_PREFIX}{module}." if module else layout.MODEL_PREFIX
     chosen: dict[str, StoredTensor] = {}
     seen: set[int] = set()
@@ -93,14 +94,14 @@ def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:
 
 
 def _as(dtype: torch.dtype | None, tensor: StoredTensor) -> StoredTensor:
-    """``tensor`` in ``dtype``, if it is of a floating-point one and that is not None."""
+    """Convert a floating-point tensor to ``dtype``, unless that is None."""
     if dtype is None or not tensor.dtype.is_floating_point:
         return tensor
     return StoredTensor(shape=tensor.shape, dtype=dtype, read=lambda: tensor.read().to(dtype))
 
 
 def split(tensors: Mapping[str, StoredTensor], most_bytes: int) -> dict[str, dict[str, StoredTensor]]:
-    """Name of each safetensors file to its tensors: at most ``most_bytes``, or one tensor."""
+    """Divide tensors into safetensors files of at most ``most_bytes``, or of one tensor. Returned: by file name."""
     shards: list[dict[str, StoredTensor]] = [{}]
     used = 0
     for key, tensor in tensors.items():
@@ -115,7 +116,7 @@ def split(tensors: Mapping[str, StoredTensor], most_bytes: int) -> dict[str, dic
 
 
 def index_of(files: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, bytes]:
-    """Name and contents of the index of what `split` gave; nothing for one file."""
+    """Return name and contents of the index of the ``files`` of `split`. One file has none."""
     if len(files) == 1:
         return {}
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
@@ -140,8 +141,8 @@ def write_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> FileEntry:
     return stream.entry()
 
 
-def _publish(folder: Path, name: str, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place and move it there."""
+def _write_in_place(folder: Path, name: str, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name, then rename it."""
     temporary = layout.temporary_sibling(folder / name, layout.new_token())
     with commit.deleted_on_failure(temporary):
         write(temporary)
@@ -160,10 +161,10 @@ class Skeleton:
     """The folder without the tensors' values."""
 
     files: Mapping[str, bytes]
-    tensors: Mapping[str, Mapping[str, str]]  # Name of each safetensors file to its keys, and the FQN of each.
+    tensors: Mapping[str, Mapping[str, str]]  # name of each safetensors file to its keys and their FQNs
 
     def part_of(self, contents: Contents) -> Contents:
-        """The weights that are to be written, averages where there are some, and nothing else of a save."""
+        """Select the folder's weights from a save, or their averages if there are any."""
         contents = contents.averaged() if contents.has_averages else contents
         keys = {layout.MODEL_PREFIX + fqn for names in self.tensors.values() for fqn in names.values()}
         if lost := sorted(keys - contents.tensors.keys()):
@@ -173,7 +174,7 @@ class Skeleton:
 
 
 def _pretrained_model(module: nn.Module) -> tuple[str, nn.Module]:
-    """FQN of the one model of transformers or PEFT that ``module`` has or is, and the model."""
+    """Find the one model of transformers or PEFT in ``module``. Returned: its FQN and the model."""
     found: dict[str, nn.Module] = {}
     for name, part in unwrapped_modules(module):
         if _is_one_of(part, _MODELS) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
@@ -197,14 +198,15 @@ def _pretrained_model(module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _is_one_of(thing: Any, classes: Collection[str]) -> bool:
-    """Whether it is of one of these classes, which need not be imported."""
+    """``isinstance`` by names of classes, which need not be imported."""
     return any(kind.__name__ in classes for kind in type(thing).__mro__)
 
 
 def skeleton(module: nn.Module, owners: Collection[Any]) -> Skeleton:
-    """What is written of the model that ``module`` has, and the tokenizer (or processor), an attribute of one of
-    ``owners`` or beside the model's configuration. One rank calls it. CheckpointError: no model or several, several
-    adapters or prompts.
+    """Make the skeleton of the model in ``module`` and its tokenizer or processor. One rank calls it.
+
+    The tokenizer is an attribute of one of ``owners``, or is loaded from the model's ``name_or_path``. CheckpointError:
+    no model or several, several adapters, or prompts.
     """
     name, model = _pretrained_model(module)
     prefix = f"{name}." if name else ""
@@ -229,7 +231,7 @@ def _processors(model: Any, owners: Collection[Any]) -> list[Any]:
     source = getattr(getattr(model, "config", None), "name_or_path", None)
     try:
         return [AutoTokenizer.from_pretrained(source, local_files_only=True)] if source else []
-    except Exception:  # there are models without one
+    except Exception:  # some models have none
         return []
 
 
@@ -239,7 +241,7 @@ def _read(folder: Path, order: list[str]) -> Skeleton:
     files: dict[str, bytes] = {}
     tensors: dict[str, dict[str, str]] = {}
     for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
-        # An adapter of another name than "default" lies in a folder of that name.
+        # PEFT writes an adapter that is not named "default" into a folder of its name.
         base = file.parent if (file.parent / "adapter_config.json").exists() else folder
         name = file.relative_to(base).as_posix()
         if file.suffix != ".safetensors":
@@ -249,8 +251,8 @@ def _read(folder: Path, order: list[str]) -> Skeleton:
     return Skeleton(files=files, tensors=tensors)
 
 
-def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton) -> None:
-    """Write the folder ``target``, at once, from the directory ``parts`` and remove that. All ranks call it."""
+def write_hugging_face(ranks: Ranks, target: Path, parts: Path, skeleton: Skeleton) -> None:
+    """Write the folder ``target`` atomically from the directory ``parts``, and delete that. All ranks call it."""
     token = layout.new_token()
 
     def complete() -> None:
@@ -261,28 +263,29 @@ def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton
         commit.publish_checkpoint(temporary, target, token)
 
     try:
-        temporary = cast(Path, ranks.first(f"writing {target}", lambda: commit.create_temporary(target, token)))  # rank 0's token
+        # The token is rank 0's.
+        temporary = cast(Path, ranks.first(f"writing {target}", lambda: commit.create_temporary(target, token)))
         with commit.deleted_on_failure(temporary, here=ranks.is_first):
-            written = ranks.collect(f"writing {target}", lambda: _write_share(ranks, temporary, parts, wanted))
+            written = ranks.collect(f"writing {target}", lambda: _write_share(ranks, temporary, parts, skeleton))
             ranks.first(f"completing {target}", complete)
     finally:
         if ranks.is_first:
-            commit.delete_tree(parts)  # Whatever still reads them.
+            commit.delete_tree(parts)  # also if it is still being read
 
 
-def _write_share(ranks: Ranks, temporary: Path, parts: Path, wanted: Skeleton) -> dict[str, FileEntry]:
-    """Write every so many-th file; rank 0 those without tensors too."""
-    stored = open_portable(parts, compared=False)  # It was written a moment ago, and each rank reads a part of a file.
+def _write_share(ranks: Ranks, temporary: Path, parts: Path, skeleton: Skeleton) -> dict[str, FileEntry]:
+    """Write this rank's share of the files with tensors, and on rank 0 all others."""
+    stored = open_portable(parts, compared=False)  # written a moment ago, and each rank reads only parts of files
     entries: dict[str, FileEntry] = {}
-    for whole, keys in wanted.tensors.items():
+    for whole, keys in skeleton.tensors.items():
         tensors = {key: stored.tensors[layout.MODEL_PREFIX + fqn] for key, fqn in keys.items()}
         files = split(tensors, _MOST_BYTES) if whole == SINGLE else {whole: tensors}
         for name in list(files)[ranks.rank :: ranks.size]:
             entries[name] = write_tensors(temporary / name, files[name])
         if ranks.is_first:
             dtypes = [tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point]
-            other = {**wanted.files, **index_of(files)}
-            if _CONFIG in other and dtypes:  # The module's parameters may be of another dtype than the master weights.
+            other = {**skeleton.files, **index_of(files)}
+            if _CONFIG in other and dtypes:  # the module's dtype may differ from the master weights'
                 config = {**json.loads(other[_CONFIG]), "dtype": layout.dtype_name(max(dtypes, key=dtypes.count))}
                 other[_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
             for name, data in other.items():

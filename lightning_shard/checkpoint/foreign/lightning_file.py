@@ -1,5 +1,7 @@
-"""One stock Lightning ``.ckpt`` file, read and written tensor by tensor: the ``full`` form, and as Lightning writes it.
-Stock files number the parameters that an optimizer steps; ours note the names, a live run knows them.
+"""Reading and writing one stock Lightning ``.ckpt`` file tensor by tensor: the ``full`` form, and Lightning's own.
+
+Stock files number the parameters of an optimizer. The ``full`` form adds their names. For Lightning's own, a live run
+gives them.
 """
 
 import itertools
@@ -21,14 +23,14 @@ from lightning_shard.tensors.flat import AnyOptimizer
 from lightning_shard.tensors.names import fqns
 
 NOTES = "lightning_shard_full"
-"""Key of the ``full`` form under which our own notes are; stock Lightning does not look at it."""
+"""Key of the ``full`` form for our own notes, which stock Lightning ignores."""
 
 
 def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
-    """Write ``stored`` as one stock Lightning file, in place at once. One process calls it. CheckpointError."""
+    """Write ``stored`` as one stock Lightning file, atomically. One process calls it. CheckpointError."""
     target = Path(os.path.abspath(path))
     commit.check_replaceable(target)
-    encode_trainer_state(stored.trainer_state, stock=True)  # which refuses what the file's readers would
+    encode_trainer_state(stored.trainer_state, stock=True)  # refuses values that readers of the file would refuse
     target.parent.mkdir(parents=True, exist_ok=True)
     token = layout.new_token()
     temporary = layout.temporary_sibling(target, token)
@@ -42,7 +44,7 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
 
 
 def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
-    """What ``Trainer.dump_checkpoint`` would have returned under one process."""
+    """Make the dictionary that ``Trainer.dump_checkpoint`` returns under one process."""
     state = dict(stored.whole_state)
     extra = state.pop(layout.EXTRA_STATE, {})
     saved = state.pop(layout.OPTIMIZER_STATES, None)
@@ -63,7 +65,7 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
             slots.setdefault((name.optimizer, name.fqn), {})[name.slot] = stored.tensors[key]
         state[layout.OPTIMIZER_STATES] = [_stock_optimizer(part, slots, index) for index, part in enumerate(saved)]
     if "fit_loop" in (loops := state.get("loops", {})):
-        # Loaders' states are in our own part, by rank; a stock Trainer has no loader that takes them.
+        # Our own part has loaders' states by rank. A stock Trainer has no loader that takes them.
         fit = loops["fit_loop"]
         without_positions = {**fit, "state_dict": {**fit["state_dict"], "combined_loader": []}}
         state["loops"] = {**loops, "fit_loop": without_positions}
@@ -71,7 +73,7 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
     if averages:
         names = {a: key.removeprefix(layout.MODEL_PREFIX) for a, key in zip(tied, stored.aliases.values(), strict=True)}
         averaged = {fqn: averages.get(names.get(fqn, fqn), tensor) for fqn, tensor in own.items()}
-        # Where the callback that took them looks for them.
+        # Put them in the place that the callback which took them reads.
         callbacks = state.get("callbacks", {})
         if taker := next((name for name, saved in callbacks.items() if _is_stochastic(saved)), None):
             state["callbacks"] = {**callbacks, taker: {**callbacks[taker], "average_model_state": averaged}}
@@ -81,14 +83,14 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
 
 
 def _is_stochastic(saved: Any) -> bool:
-    """Whether a callback's state is that of ``StochasticWeightAveraging``, which has averages in it."""
+    """True for the state of a ``StochasticWeightAveraging`` callback, which holds averages."""
     return isinstance(saved, Mapping) and isinstance(saved.get("average_model_state"), Mapping)
 
 
 def _stock_optimizer(
     described: Mapping[str, Any], slots: Mapping[tuple[int, str], Mapping[str, StoredTensor]], index: int
 ) -> dict[str, Any]:
-    """``Optimizer.state_dict()``: state and groups by number."""
+    """Make the ``Optimizer.state_dict()``: state and groups by number."""
     numbers = itertools.count()
     named = [{next(numbers): fqn for fqn in group["params"]} for group in described["groups"]]
     plain = described["slots"]
@@ -99,12 +101,11 @@ def _stock_optimizer(
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleNames:
-    """What a stock file does not say: which of its tensors are which of a module's and its optimizers'."""
+    """Names that a stock file lacks."""
 
-    # FQNs of parameters and persistent buffers, tied ones under all names; the rest is extra state.
+    # FQNs of parameters and persistent buffers, tied ones under all names. Other entries are extra state.
     tensors: Collection[str]
-    # Per optimizer the FQNs of its parameters in the order in which it numbers them.
-    optimizers: Sequence[Sequence[str]]
+    optimizers: Sequence[Sequence[str]]  # FQNs of each optimizer's parameters in the order of their numbers
 
     @staticmethod
     def of(module: nn.Module, optimizers: Sequence[AnyOptimizer]) -> "ModuleNames":
@@ -117,9 +118,9 @@ class ModuleNames:
 
 
 def open_full(path: str | os.PathLike[str], names: ModuleNames | None = None, *, number: bool = False) -> Contents:
-    """The stock Lightning file ``path``; no tensor is read yet. ``names`` is needed for the optimizer state of a file
-    that stock Lightning wrote; ``number`` calls its parameters ``#0``, ``#1``, ... otherwise. CheckpointCorruptError: a
-    damaged file or one that names another class; CheckpointMismatchError: optimizer state that can't be named.
+    """Open the stock Lightning file ``path``. No tensor is read yet. Optimizer state that stock Lightning wrote needs
+    ``names``, or ``number`` to call its parameters ``#0``, ``#1``, ... CheckpointCorruptError: a file that is damaged
+    or names another class. CheckpointMismatchError: optimizer state without names.
     """
     tree = read_archive(Path(path))
     if not isinstance(tree, dict) or not isinstance(tree.get("state_dict"), dict):
@@ -141,7 +142,7 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
     for saved in filter(_is_stochastic, tree.get("callbacks", {}).values()):
         averaged, saved["average_model_state"] = saved["average_model_state"], {}
     weights, aliases, extra = _module_tensors(own, names)
-    averages = {layout.AVERAGE_PREFIX + fqn: average for fqn, average in averaged.items() if fqn in weights}
+    averages = {fqn: average for fqn, average in averaged.items() if fqn in weights}
     states = tree.pop(layout.OPTIMIZER_STATES, None)
     state = materialize(tree)
     state[layout.EXTRA_STATE] = materialize(extra)
@@ -163,14 +164,14 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
 
 
 def is_extra(name: str, value: Any) -> bool:
-    """Whether an entry of another library's ``state_dict`` is what ``get_extra_state`` gave, by torch's name of it."""
+    """True if an entry of another library's ``state_dict`` is extra state, by type or torch's name of it."""
     return not isinstance(value, StoredTensor) or name.endswith("_extra_state")
 
 
 def _module_tensors(
     state_dict: Mapping[str, Any], names: ModuleNames | None
 ) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, Any]]:
-    """Tensors and aliases by FQN, and what is neither parameter nor buffer by name."""
+    """Return tensors and aliases by FQN, and extra state by name."""
     tensors: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}
@@ -179,7 +180,7 @@ def _module_tensors(
         if is_extra(fqn, value) or (names is not None and fqn not in names.tensors):
             extra[fqn] = value
             continue
-        # Tensors without elements lie in one place without being tied.
+        # Tensors without elements share an address without being tied.
         first = places.setdefault((value.dtype, *value.place), fqn) if value.nbytes else fqn
         if first == fqn:
             tensors[fqn] = value
@@ -191,7 +192,7 @@ def _module_tensors(
 def _named(
     path: str | os.PathLike[str], states: Sequence[Mapping[str, Any]], names: ModuleNames | None, number: bool
 ) -> Sequence[Sequence[str]]:
-    """Names by optimizer, in the order of the groups, checked against how many parameters the file has."""
+    """Return names by optimizer, in the order of groups, checked against the file's numbers of parameters."""
     counts = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
     if names is not None and [len(stepped) for stepped in names.optimizers] == counts:
         return names.optimizers
@@ -212,7 +213,7 @@ def _named(
 def described_optimizer(
     index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[layout.SlotName, StoredTensor]
 ) -> dict[str, Any]:
-    """A ``state_dict`` as `optimizer_states` describes it, tensors into ``slots``; ``stepped``: FQNs by group."""
+    """Describe a ``state_dict`` as `optimizer_states` does, with tensors in ``slots``. ``stepped``: FQNs in order."""
     name_of = dict(zip([number for group in state["param_groups"] for number in group["params"]], stepped, strict=True))
     groups = [
         {"params": [name_of[number] for number in group["params"]], **materialize(hyperparameters(group))}

@@ -1,5 +1,5 @@
-"""Pretrained weights from one safetensors file or an index of many into a module, sharded or not: every rank reads the
-parts that it has and nothing else, one box at a time.
+"""Loading pretrained weights from safetensors files into a module, sharded or not. Every rank reads only the parts that
+it has, one box at a time.
 """
 
 import json
@@ -38,7 +38,7 @@ class Entry:
 
 
 class SafetensorsReader(ExitStack):
-    """Reads boxes of tensors; the files are mapped, not loaded, while it is open."""
+    """Reads boxes of tensors. The files are mapped while it is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class SafetensorsReader(ExitStack):
         self.callback(self._opened.clear)
 
     def entries(self, path: StrPath) -> dict[str, Entry]:
-        """Key to entry of every tensor in the file, the index (``*.index.json``) or the directory ``path``.
-        CheckpointNotFoundError, or CheckpointCorruptError for a file that is damaged or leaves the directory.
+        """Return key to entry of every tensor in the file, index (``*.index.json``) or directory ``path``.
+        CheckpointNotFoundError. CheckpointCorruptError: a file that is damaged or outside of the directory.
         """
         refuse_url(path, "safetensors files")
         found: dict[str, Entry] = {}
@@ -61,7 +61,7 @@ class SafetensorsReader(ExitStack):
         return found
 
     def read(self, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The box of a tensor at ``offsets``, in the file's dtype; only its bytes are read."""
+        """Read the box of a tensor at ``offsets``, in the file's dtype, and no other bytes."""
         opened = self._open(entry.file)
         try:
             if tuple(sizes) == entry.shape:
@@ -83,7 +83,7 @@ class SafetensorsReader(ExitStack):
 
 
 def _files(path: Path) -> Mapping[Path, list[str] | None]:
-    """File to the keys that are wanted of it; None: all that it has."""
+    """Return file to the keys to read from it, None for all."""
     if path.is_dir():
         path = next((file for file in [path / SINGLE, path / INDEX] if file.is_file()), path)
     if not path.is_file():
@@ -121,24 +121,24 @@ def load_pretrained(
         def on_fit_start(self):
             load_pretrained(self.encoder, "weights/minilm", rename={"pooler": None})
 
-    A checkpoint that the Trainer resumes from is read afterwards and so wins. Values are cast to the dtype of the
-    tensor that they go to; masters are fp32 and get fp32 values unrounded.
+    A checkpoint that the Trainer resumes from is read afterwards and so wins. Values are cast to the dtype of their
+    tensor. Masters are fp32 and get fp32 values unrounded.
 
     Args:
         module: the module, or a submodule of it, whose names the files have.
         path: a file, an index of many (``model.safetensors.index.json``), or a directory with one of them; on every
             rank.
-        rename: beginnings of the files' names, cut at a dot, to what stands there in the module; the longest that
-            fits counts. "" is the beginning of every name, None leaves tensors out: ``{"bert": "", "cls": None}``.
+        rename: prefixes of the files' names, cut at a dot, to prefixes in the module. The longest match counts. "" is
+            a prefix of every name, None leaves tensors out: ``{"bert": "", "cls": None}``.
         strict: refuse tensors of the module that the files lack and tensors of the files that the module lacks.
-        group: as for checkpoints; default: the default process group.
+        group: process group of the ranks. None: the default group.
 
     Returns:
-        What was left alone on either side; nothing if ``strict``.
+        The names left alone on either side, none if ``strict``.
 
     Raises:
         CheckpointError: the same on every rank, before any value was changed: no such files, damaged ones,
-            CheckpointMismatchError for what does not fit, a module on the meta device.
+            CheckpointMismatchError for names or shapes that differ, a module on the meta device.
     """
     ranks = Ranks.of(group)
     with SafetensorsReader() as reader:
@@ -149,7 +149,7 @@ def load_pretrained(
             entries = _renamed(reader.entries(path), rename or {})
             shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
             found = match(shapes, names.aliases, {name: entry.shape for name, entry in entries.items()})
-            report = found.judge(path, strict, where="the files", hint="rename maps names. ")
+            report = found.report_or_raise(path, strict, where="the files", hint="rename maps names. ")
             if on_meta := [name for name in found.sources if getattr(live[name], "is_meta", False)]:
                 raise errors.CheckpointError(
                     f"{on_meta[0]} is on the meta device and has no memory yet: load pretrained weights in "
@@ -192,6 +192,6 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
 
 
 def _same(tensor: Any, one: Entry, other: Entry, reader: SafetensorsReader) -> bool:
-    """Whether two entries have the same values, compared where this rank has ``tensor``."""
+    """True if two entries have the same values in this rank's boxes of ``tensor``."""
     boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in chunks_of(tensor) if c.sizes.numel()]
     return one.shape == other.shape and all(torch.equal(reader.read(one, *b), reader.read(other, *b)) for b in boxes)

@@ -1,8 +1,9 @@
 """Reading directories of DeepSpeed ZeRO, stages 1 to 3, as DeepSpeed or stock Lightning writes them, and of stock FSDP.
 
-ZeRO keeps flat fp32 partitions and slots without names, one list per rank; where a parameter lies follows from
-``param_shapes``, as in DeepSpeed's ``zero_to_fp32.py``: stages 1 and 2 divide a group of parameters, laid out one after
-the other, into one stretch per rank; stage 3 divides every parameter. A tensor is put together when asked for.
+ZeRO keeps flat fp32 partitions and unnamed slots, one list per rank. The place of each parameter follows from
+``param_shapes``: stages 1 and 2 concatenate a group of parameters and cut it into one stretch per rank, stage 3 cuts
+every parameter. Tensors are joined on request. DeepSpeed's ``zero_to_fp32.py``, the source of the arithmetic, can't be
+called: it loads with ``weights_only=False`` and drops optimizer state.
 
 Stock Lightning's FSDPStrategy and ModelParallelStrategy write torch.distributed.checkpoint files with the module under
 ``model`` (or ``state_dict``), each optimizer under ``optimizer_<i>`` with parameters by name, and ``meta.pt``.
@@ -36,24 +37,24 @@ _MODEL, _OPTIM = "_model_states.pt", "_optim_states.pt"
 
 
 class _Inert:
-    """Stands for an object of DeepSpeed's of which nothing is read."""
+    """Stand-in for objects of DeepSpeed that are not read."""
 
     def __new__(cls, *_: Any) -> "_Inert":
         return super().__new__(cls)
 
 
 class _ZeroStage(enum.IntEnum):
-    """Stands for DeepSpeed's enumeration, with its names."""
+    """Stand-in for DeepSpeed's enumeration, with its names."""
 
     disabled, optimizer_states, gradients, weights, max_stage = 0, 1, 2, 3, 3
 
 
 def _member(kind: type, name: str) -> _ZeroStage:
-    """How Python 3.11.0 to 3.11.3 pickle a member of an enumeration: as getattr, which has nothing else here."""
+    """Stand-in for getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
     return _ZeroStage[name]
 
 
-# The classes that the files need, and what stands for each: DeepSpeed itself is neither imported nor run.
+# Classes that the files name, and their stand-ins. DeepSpeed itself is neither imported nor run.
 _ALLOWED = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage,
     "builtins.getattr": _member,
@@ -62,7 +63,7 @@ _ALLOWED = {
     "deepspeed.utils.tensor_fragment.fragment_address": _Inert,
 }
 
-# What DeepSpeed's engine puts beside the user's own entries (``DeepSpeedEngine._save_checkpoint``).
+# Entries of DeepSpeed's engine, among the user's own (``DeepSpeedEngine._save_checkpoint``).
 _OWN = {
     *("module", "buffer_names", "optimizer", "param_shapes", "shared_params", "frozen_param_shapes"),
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
@@ -72,7 +73,7 @@ _OWN = {
 
 
 def deepspeed_folder(path: Path) -> Path | None:
-    """The folder with the ranks' files: ``path`` itself, what ``latest`` in it names, or Lightning's own; or None."""
+    """Find the folder with the ranks' files: ``path``, the one that its ``latest`` names, or Lightning's subfolder."""
     if (path / "latest").is_file():
         return path / layout.check_relative((path / "latest").read_text(encoding="utf-8", errors="replace").strip())
     folders = (path, path / "checkpoint")
@@ -80,8 +81,8 @@ def deepspeed_folder(path: Path) -> Path | None:
 
 
 def open_deepspeed(path: layout.StrPath) -> Contents:
-    """The checkpoint in the directory ``path``; no tensor is read yet. CheckpointCorruptError: a damaged file or one
-    that names another class; CheckpointError: model and expert parallelism, stage 0, elastic checkpoints.
+    """Open the checkpoint in the directory ``path``. No tensor is read yet. CheckpointCorruptError: a file that is
+    damaged or names another class. CheckpointError: model and expert parallelism, stage 0, elastic checkpoints.
     """
     folder = deepspeed_folder(Path(path))
     assert folder is not None
@@ -130,7 +131,7 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
         form=engine,
         facts=Facts(engine=engine, policy="not recorded", world_size=world, versions=versions),
         weights=weights,
-        # Stage 3 saves no values of what nothing steps.
+        # Stage 3 saves no values of parameters that no optimizer steps.
         aliases={_clean(alias): _clean(name) for alias, name in shared.items() if _clean(name) in weights},
         slots=slots,
         trainer_state=_trainer_state(models[0])
@@ -141,7 +142,7 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
 def _rest_of_module(
     models: Sequence[Mapping[str, Any]], stage: int, known: Collection[str]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Frozen parameters and buffers by FQN, and what is neither by name."""
+    """Return frozen parameters and buffers by FQN, and extra state by name."""
     tensors: dict[str, StoredTensor] = {}
     extra: dict[str, Any] = {}
     frozen = dict(models[0].get("frozen_param_shapes") or {}) if stage == 3 else {}
@@ -157,31 +158,31 @@ def _rest_of_module(
             extra[fqn] = value
         elif stage < 3 or value.shape != (0,) or name in models[0]["buffer_names"]:
             tensors[fqn] = value
-        # Else trainable, but stepped by no optimizer: stage 3 saves the values of such parameters nowhere.
+        # Otherwise it is trainable but in no optimizer. Stage 3 saves no values of it.
     return tensors, extra
 
 
 def _trainer_state(model: dict[str, Any]) -> dict[str, Any]:
-    """What the user, or Lightning, had saved along; and what Lightning needs to go on from a plain checkpoint."""
+    """Return the entries of the user or Lightning, and those that Lightning needs to resume."""
     state: dict[str, Any] = materialize({key: value for key, value in model.items() if key not in _OWN})
     schedule = materialize(model.get("lr_scheduler"))
     state.setdefault("lr_schedulers", [schedule] if isinstance(schedule, dict) and "last_epoch" in schedule else [])
     state.setdefault("epoch", 0)
     state.setdefault("global_step", model.get("global_steps", 0))
-    # Lightning's migrations of older checkpoints have nothing to do here.
+    # The present version, so that Lightning migrates nothing.
     state.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
     return state
 
 
 def _clean(name: str) -> str:
-    """Without the prefix that Lightning's wrapper gave names before 2.0."""
+    """Remove the prefix of Lightning's wrapper before 2.0."""
     return name.removeprefix("_forward_module.").removeprefix("module.")
 
 
 def _optimizer(
     bases: Sequence[Mapping[str, Any]], places: "Mapping[str, _Place]", stage: int
 ) -> tuple[dict[str, Any], dict[layout.SlotName, StoredTensor]]:
-    """The groups' description and the slots' tensors. A state's number is that of its flat group, in order."""
+    """Return the groups' description and the slots' tensors. A state has the number of its flat group."""
     numbers = [number for group in bases[0]["param_groups"] for number in group["params"]]
     inside: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -206,14 +207,14 @@ def _optimizer(
 
 
 def _scalar(value: Any) -> StoredTensor:
-    """A count of steps as torch's optimizers keep it."""
+    """Return a step count in the form of torch's optimizers."""
     number = float(value.read() if isinstance(value, StoredTensor) else value)
     return StoredTensor(shape=(), dtype=torch.float32, read=lambda: torch.tensor(number, dtype=torch.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a parameter lies: in ``group`` of the flat lists, from ``offset`` on."""
+    """The place of a parameter: ``group`` in the flat lists, and ``offset`` there."""
 
     group: int
     offset: int
@@ -221,7 +222,7 @@ class _Place:
 
 
 def _places(shapes: Sequence[Mapping[str, Any]], paddings: Any, world: int) -> dict[str, _Place]:
-    """Name to place. ``world``: of stage 3, where every parameter is divided over the ranks on its own; else 0."""
+    """Name to place. ``world``: number of ranks that divide every parameter (stage 3), 0 in other stages."""
     found: dict[str, _Place] = {}
     for group, named in enumerate(shapes):
         offset = 0
@@ -236,13 +237,13 @@ def _places(shapes: Sequence[Mapping[str, Any]], paddings: Any, world: int) -> d
 
 
 def _flat_tensor(parts: Sequence[ArchivedTensor], place: _Place, stage: int) -> StoredTensor:
-    """The parameter at ``place``, or a slot that lies like it; ``parts`` has each rank's flat tensor of its group."""
+    """Return the parameter, or slot, at ``place``. ``parts``: each rank's flat tensor of the group."""
     numel = torch.Size(place.shape).numel()
     if stage == 3:
         share = -(-numel // len(parts))
         ranges = [(part, place.offset, place.offset + share) for part in parts]
     else:
-        # Each rank has a stretch of the group as long as rank 0's; padding at the group's end is not stored.
+        # All ranks' stretches are as long as rank 0's, except that padding at the group's end is not stored.
         size, end = parts[0].shape[0], place.offset + numel
         ranges = [
             (part, max(place.offset - rank * size, 0), min(end - rank * size, size))
@@ -253,7 +254,7 @@ def _flat_tensor(parts: Sequence[ArchivedTensor], place: _Place, stage: int) -> 
 
 
 def _joined(ranges: Sequence[tuple[ArchivedTensor, int, int]], shape: tuple[int, ...]) -> StoredTensor:
-    """The values of 1-D ``ranges`` (tensor, first, last) one after the other, up to the elements of ``shape``."""
+    """Concatenate 1-D ``ranges`` (tensor, first, last), cut to the elements of ``shape``."""
     numel = torch.Size(shape).numel()
     if sum(last - first for _, first, last in ranges) < numel or any(last > t.shape[0] for t, _, last in ranges):
         raise CheckpointCorruptError(f"the ranks' partitions are too short for a parameter of shape {shape}")
@@ -282,7 +283,7 @@ def is_stock_fsdp(path: Path) -> bool:
 
 
 def open_stock_fsdp(path: layout.StrPath) -> Contents:
-    """The directory ``path``; no tensor is read yet. CheckpointCorruptError: damaged, or it names another class."""
+    """Open the directory ``path``. No tensor is read yet. CheckpointCorruptError: damaged, or names another class."""
     with layout.damaged_if(f"{path} is no directory of Lightning's FSDPStrategy"):
         return _stored_in(Path(path), open_directory(path))
 
@@ -302,7 +303,7 @@ def _stored_in(path: Path, directory: Directory) -> Contents:
         else:
             read = partial(read_full, directory, tensors, key)
             value = StoredTensor(shape=tensors[key].shape, dtype=tensors[key].dtype, read=read)
-            if parts[1] == "state":  # of an optimizer, whose slot may be a tensor of a class of its own
+            if parts[1] == "state":  # a slot, perhaps of the tensors inside a tensor subclass
                 parts = (*parts[:3], ".".join(map(str, parts[3:])))
         place = tree
         for part in parts[:-1]:

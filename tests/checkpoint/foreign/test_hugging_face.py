@@ -21,8 +21,8 @@ from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.foreign import hugging_face_folders
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.checkpoint.load import open_newest, open_portable
-from lightning_shard.checkpoint.save_plan import Plans, live_values
 from lightning_shard.checkpoint.save import prepare_save, training_state
+from lightning_shard.checkpoint.save_plan import SavePlanner, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from tests.checkpoint.compare import stored
@@ -204,8 +204,10 @@ def begin_and_finish(module: Llama, path: Path, run: Any = None) -> None:
         facts = Facts(engine="none", policy="none", run=run or {})
         return training_state(module=module, optimizers=[], trainer_state={}, facts=facts)
 
-    begun = prepare_save(Ranks.of(), str(path), collect, Plans(), lambda: hugging_face_folders.skeleton(module, [module]))
-    begun.finish(Ranks.of(), live_values(begun.state.tensors))
+    pending = prepare_save(
+        Ranks.of(), str(path), collect, SavePlanner(), lambda: hugging_face_folders.skeleton(module, [module])
+    )
+    pending.write(Ranks.of(), live_values(pending.contents.tensors))
 
 
 def save_many_files(path: Path) -> None:
