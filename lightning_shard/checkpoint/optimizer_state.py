@@ -324,13 +324,8 @@ def own_values(optimizers: Sequence[AnyOptimizer]) -> list[dict[str, Any]]:
 
 
 def _own_values(optimizer: Optimizer) -> dict[str, Any]:
-    own = {name: value for name, value in vars(optimizer).items() if name != "param_groups" and _is_small(value)}
-    return copy.deepcopy(own)
-
-
-def _is_small(value: Any) -> bool:
-    """True for a number or text, or a container of at most 64 of them."""
-    return len(list(parts(value))) <= 64 and _is_plain(value)
+    own = {name: value for name, value in vars(optimizer).items() if name != "param_groups"}
+    return copy.deepcopy({k: v for k, v in own.items() if len(list(parts(v))) <= 64 and _is_plain(v)})
 
 
 def _is_plain(value: Any) -> bool:

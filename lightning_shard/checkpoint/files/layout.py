@@ -98,14 +98,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """ValueError for a name of no dtype, or of one without plain elements."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype) or name.startswith(("q", "bits")):
-        raise ValueError(f"{name!r} is no torch dtype of numbers")
-    return dtype
-
-
 def check_relative(name: str) -> str:
     """Return ``name`` if it stays inside the checkpoint's directory, else CheckpointCorruptError."""
     path = PurePosixPath(name)

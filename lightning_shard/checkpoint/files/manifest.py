@@ -79,7 +79,7 @@ class Manifest:
             "tensors": {key: [layout.dtype_name(dtype), *shape] for key, (shape, dtype) in self.tensors.items()},
             "aliases": dict(self.aliases),
             "slots": {key: name for key, name in self.slots.items() if name != told.get(key)},
-            "files": {name: _file_fields(entry) for name, entry in self.files.items()},
+            "files": {k: {n: v for n, v in asdict(e).items() if n != "block" or v} for k, e in self.files.items()},
         }
         try:
             fields["digest"] = _digest(fields)
@@ -150,10 +150,6 @@ def _typed(fields: Any, kinds: Mapping[str, Any]) -> Any:
     return fields
 
 
-def _file_fields(entry: layout.FileEntry) -> dict[str, Any]:
-    return {name: value for name, value in asdict(entry).items() if name != "block" or value}
-
-
 def _file_entry(fields: Mapping[str, Any]) -> layout.FileEntry:
     found = _typed({"block": 0, **fields}, _FILE)
     if found["block"] != 0 and found["block"] < LEAST_BLOCK:
@@ -177,7 +173,10 @@ def _tensor_entry(value: Any) -> TensorEntry:
     dtype, *shape = (value["dtype"], *value["shape"]) if isinstance(value, dict) else value  # version 1
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape} is not a list of sizes")
-    return TensorEntry(tuple(shape), layout.torch_dtype(dtype))
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(found, torch.dtype) or dtype.startswith(("q", "bits")):
+        raise ValueError(f"{dtype!r} is no torch dtype of numbers")
+    return TensorEntry(tuple(shape), found)
 
 
 def _slots(named: Mapping[str, Any], tensors: Collection[str], aliases: Collection[str]) -> dict[str, layout.SlotName]:

@@ -57,7 +57,9 @@ def export(
         raise CheckpointError(f"{target} is a file; safetensors files are exported into a directory")
     if older := sorted(path.name for path in target.glob("*.safetensors*")) if target.is_dir() else []:
         raise CheckpointError(f"{target} has {listed(older)} of an earlier export: choose an empty directory")
-    files = split({key: _as(dtype, tensor) for key, tensor in tensors.items()}, max_shard_bytes)
+    if dtype is not None:
+        tensors = {key: _converted(t, dtype) if t.dtype.is_floating_point else t for key, t in tensors.items()}
+    files = split(tensors, max_shard_bytes)
     # The index is written last. Without it no reader takes the files for complete.
     index = index_of(files)
     written = [target / name for name in (*files, *index)]
@@ -93,10 +95,7 @@ def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:
     return chosen
 
 
-def _as(dtype: torch.dtype | None, tensor: StoredTensor) -> StoredTensor:
-    """Convert a floating-point tensor to ``dtype``, unless that is None."""
-    if dtype is None or not tensor.dtype.is_floating_point:
-        return tensor
+def _converted(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(shape=tensor.shape, dtype=dtype, read=lambda: tensor.read().to(dtype))
 
 
