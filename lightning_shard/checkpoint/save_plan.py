@@ -159,7 +159,7 @@ def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> t
     tensor, boxes = tensor[chosen], boxes[chosen]
     rows = np.zeros((len(boxes), 3 + 2 * dims), dtype=np.int64)
     rows[:, 0], rows[:, 1] = rank[chosen], np.concatenate([np.arange(len(part)) for part in mine])
-    rows[:, 3:] = boxes.reshape(len(boxes), -1)
+    rows[:, 3:] = boxes.reshape(len(boxes), 2 * dims)
     order = np.argsort(tensor, kind="stable")
     parts = np.split(rows[order], np.searchsorted(tensor[order], np.arange(1, len(tensors))))
     columns = [[*range(3 + len(t.shape)), *range(3 + dims, 3 + dims + len(t.shape))] for t in tensors]
