@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.files.boxes import DecodedBoxes, PlannedBoxes, T
 from lightning_shard.checkpoint.files.layout import BOXES, FileEntry
 from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry
 from lightning_shard.checkpoint.files.tensor_files import WrittenFiles, data_file, describe_boxes
-from lightning_shard.checkpoint.save_plan import LocalBoxes, divide, local_boxes, who_describes
+from lightning_shard.checkpoint.save_plan import LocalBoxes, divide_boxes, local_boxes, who_describes
 from lightning_shard.tensors.flat import boxes
 
 LAYOUTS = {"rows": "sharded by rows (FSDP2)", "flat": "flat partitions (ZeRO)", "whole": "replicas (DDP)"}
@@ -141,7 +141,7 @@ def time_of_plan(size: int, layout: str, tensors: dict[str, tuple[int, ...]]) ->
     def plan() -> int:
         held = [pickle.loads(part) for part in sent]
         who_describes(held)
-        for numbers in divide(facts_of(tensors), held)[0]:
+        for numbers in divide_boxes(facts_of(tensors), held)[0]:
             pickle.dumps(numbers)
         return sum(len(part.boxes) for part in held)
 
@@ -205,7 +205,7 @@ def measure_large(size: int) -> report.Row:
     def plan() -> None:
         held = [pickle.loads(part) for part in sent]
         who_describes(held)
-        made.append(divide(facts, held))
+        made.append(divide_boxes(facts, held))
         for part in made[0][0]:
             pickle.dumps(part)
 

@@ -64,7 +64,9 @@ class Match:
         return LoadReport(missing=(*self.missing, *self.kept), unexpected=tuple(self.unexpected))
 
 
-def match(live: Shapes, aliases: Mapping[str, str], stored: Shapes, homes: Mapping[str, str] | None = None) -> Match:
+def match_names(
+    live: Shapes, aliases: Mapping[str, str], stored: Shapes, homes: Mapping[str, str] | None = None
+) -> Match:
     """Find each live tensor among the stored ones. Both map a name to a full shape, each tensor once.
 
     ``aliases``: another name of a tied live tensor to its name. ``homes``: each searched name to its key in ``stored``.
@@ -107,7 +109,7 @@ def match_keys(found: Manifest, state: StateDict, names: Names, wanted: Wanted, 
     for key, tensor in live.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
             raise CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
-    matched = match({key: tuple(tensor.shape) for key, tensor in live.items()}, aliases, stored, homes)
+    matched = match_names({key: tuple(tensor.shape) for key, tensor in live.items()}, aliases, stored, homes)
     own = {names.aliases.get(name, name) for name in state.kept}
     for fqn in own:
         if names.tensors[fqn].shape != (full := tuple(wanted[layout.MODEL_PREFIX][fqn].shape)):

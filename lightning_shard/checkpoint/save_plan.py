@@ -83,7 +83,7 @@ class SavePlanner:
             return who_describes(found)
 
         def decide(described: list[list[TensorFacts]]) -> list[Integers]:
-            numbers, plan = divide([facts for part in described for facts in part], by_rank)
+            numbers, plan = divide_boxes([facts for part in described for facts in part], by_rank)
             made.append(plan)
             return numbers
 
@@ -127,7 +127,9 @@ def who_describes(by_rank: Sequence[LocalBoxes]) -> list[Integers]:
     return [first[cuts[rank] : cuts[rank + 1]] - starts[rank] for rank in range(len(by_rank))]
 
 
-def divide(described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tuple[list[Integers], PlannedBoxes]:
+def divide_boxes(
+    described: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]
+) -> tuple[list[Integers], PlannedBoxes]:
     """Give every box of the ``described`` tensors to one rank. ``by_rank``: the boxes of each rank.
 
     Returned: by rank the numbers of the boxes that it writes, among all that it has, and all boxes that are written.

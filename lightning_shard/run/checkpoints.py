@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.location import StrPath, location, refuse_url
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
-from lightning_shard.checkpoint.foreign.hugging_face_folders import Skeleton, skeleton
+from lightning_shard.checkpoint.foreign.hugging_face_folders import Skeleton, make_skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.hyperparameters import KEYS, plain_hyperparameters
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
@@ -198,7 +198,7 @@ class Checkpoints(CheckpointIO):
 
     def _skeleton(self) -> Skeleton:
         trainer = getattr(self.module, "trainer", None)
-        return skeleton(self.module, [self.module, *filter(None, [getattr(trainer, "datamodule", None)])])
+        return make_skeleton(self.module, [self.module, *filter(None, [getattr(trainer, "datamodule", None)])])
 
     def synchronize(self) -> None:
         """Put what is stepped in place, and rank 0's buffers on every rank. All ranks call it."""

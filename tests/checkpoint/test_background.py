@@ -246,13 +246,13 @@ def test_a_rank_that_dies_fails_the_others(tmp_path: Path, dying_rank: int) -> N
 def plans_of_saves(folder: str) -> list[int]:
     """How often rank 0 has made a plan after each of several saves; one rank's part changes before the fourth."""
     made: list[int] = []
-    original = save_plan.divide
+    original = save_plan.divide_boxes
 
     def counted(*args: Any) -> Any:
         made.append(1)
         return original(*args)
 
-    save_plan.divide = counted
+    save_plan.divide_boxes = counted
     saver, rank, counts = Saver(), dist.get_rank(), []
 
     def flat(start: int, stop: int) -> FlatTensor:
@@ -267,7 +267,7 @@ def plans_of_saves(folder: str) -> list[int]:
             saver.finish_background_save()
             assert torch.equal(stored(path)["model.w"], torch.arange(10.0))
     finally:
-        save_plan.divide = original
+        save_plan.divide_boxes = original
     return counts
 
 

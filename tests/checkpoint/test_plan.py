@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.files.boxes import PlannedBoxes, TensorFacts, co
 from lightning_shard.checkpoint.files.manifest import Contents, StoredTensor
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.save import write_portable
-from lightning_shard.checkpoint.save_plan import divide, local_boxes, who_describes
+from lightning_shard.checkpoint.save_plan import divide_boxes, local_boxes, who_describes
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import FACTS, save_tensors
 from tests.harness import run_distributed
@@ -50,7 +50,7 @@ def divided_among(*ranks: list[Part]) -> tuple[list[list[int]], PlannedBoxes]:
         parts[number][0] for parts, wanted in zip(ranks, who_describes(by_rank), strict=True) for number in wanted
     ]
     assert len(set(described)) == len(described)
-    numbers, written = divide(described, by_rank)
+    numbers, written = divide_boxes(described, by_rank)
     return [part.tolist() for part in numbers], written
 
 

@@ -201,7 +201,7 @@ def _is_one_of(thing: Any, classes: Collection[str]) -> bool:
     return any(kind.__name__ in classes for kind in type(thing).__mro__)
 
 
-def skeleton(module: nn.Module, owners: Collection[Any]) -> Skeleton:
+def make_skeleton(module: nn.Module, owners: Collection[Any]) -> Skeleton:
     """Make the skeleton of the model in ``module`` and its tokenizer or processor. One rank calls it.
 
     The tokenizer is an attribute of one of ``owners``, or is loaded from the model's ``name_or_path``. CheckpointError:

@@ -19,7 +19,7 @@ from lightning_shard import errors
 from lightning_shard.checkpoint.files.layout import StrPath, check_relative
 from lightning_shard.checkpoint.files.location import refuse_url
 from lightning_shard.checkpoint.files.tensor_files import chunks_of, fill
-from lightning_shard.checkpoint.matching import LoadReport, match
+from lightning_shard.checkpoint.matching import LoadReport, match_names
 from lightning_shard.checkpoint.optimizer_state import sharded_names
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
@@ -148,7 +148,7 @@ def load_pretrained(
             live = masters.live_tensors(names.tensors)
             entries = _renamed(reader.entries(path), rename or {})
             shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
-            found = match(shapes, names.aliases, {name: entry.shape for name, entry in entries.items()})
+            found = match_names(shapes, names.aliases, {name: entry.shape for name, entry in entries.items()})
             report = found.report_or_raise(path, strict, where="the files", hint="rename maps names. ")
             if on_meta := [name for name in found.sources if getattr(live[name], "is_meta", False)]:
                 raise errors.CheckpointError(

@@ -205,7 +205,7 @@ def begin_and_finish(module: Llama, path: Path, run: Any = None) -> None:
         return training_state(module=module, optimizers=[], trainer_state={}, facts=facts)
 
     pending = prepare_save(
-        Ranks.of(), str(path), collect, SavePlanner(), lambda: hugging_face_folders.skeleton(module, [module])
+        Ranks.of(), str(path), collect, SavePlanner(), lambda: hugging_face_folders.make_skeleton(module, [module])
     )
     pending.write(Ranks.of(), live_values(pending.contents.tensors))
 
