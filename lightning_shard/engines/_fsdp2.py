@@ -1,4 +1,4 @@
-"""The one importer of torch's private FSDP2 parts, but for the repairs of versions before 2.15."""
+"""The one importer of torch's private FSDP2 objects, except for repairs of versions before 2.15."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
@@ -35,28 +35,27 @@ if before_2_15.IS_NEEDED:
 
 
 def units_of(root: nn.Module) -> list[Any]:
-    """The FSDP modules of ``root``, itself first if it is one, in the order of registration."""
+    """The FSDP modules of ``root``, itself included, in the order of registration."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def gather(module: FSDPModule) -> None:
-    """Gather ``module``'s own unit as ``unshard`` does, which forgets gradients' dtype if nothing is trainable now."""
+    """Gather ``module``'s own unit. The public ``unshard`` forgets the gradients' dtype if all is frozen now."""
     if (group := _group_of(module)) is not None:
         group.unshard()
         group.wait_for_unshard()
 
 
 class Units:
-    """Units of a sharded tree, listed once: no step walks its modules."""
+    """The units of a sharded tree, listed once so that no step walks its modules."""
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
         self._states = list(dict.fromkeys(map(_state_of, units)))
         self._groups = [group for state in self._states if (group := state._fsdp_param_group) is not None]
 
     def reshard(self) -> None:
-        """Reshard every unit, without communication: an evaluation forward leaves the root's parameters gathered. A
-        unit of several modules of which not all have run waits for the others, and torch would leave it gathered, with
-        the values of that time.
+        """Reshard every unit, without communication. An evaluation forward leaves the root's parameters gathered. So
+        does torch with a unit of several modules if only some of them have run, and its values would be stale later.
         """
         for state in self._states:
             if waiting := state._modules_to_run_forward:
@@ -70,23 +69,23 @@ class Units:
             group.reshard()
 
     def finish_gathers(self) -> None:
-        """End what was gathered ahead for units that did not run, or they would run on the values of that time."""
+        """End prefetched gathers of units that did not run, which would later run on stale values."""
         for group in self._groups:
             group.wait_for_unshard()
 
     def reshard_after_backward(self, enabled: bool) -> None:
-        """Say for every unit whether its parameters are freed after its backward pass."""
+        """Set for every unit whether its parameters are freed after its backward pass."""
         for group in self._groups:
             group.reshard_after_backward = enabled
 
 
 def leave_out_nested(module: FSDPModule, depth: str) -> None:
-    """Let a call of ``module`` run without FSDP's hooks while it is nested in another, as the module's attribute
-    ``depth`` counts: its end would be taken for that of the outer one, which goes on.
+    """Skip FSDP's hooks in a call of ``module`` that is nested in another one, as counted by its attribute ``depth``.
+    The hook at the end of the inner call would reshard under the outer one.
     """
     state = _state_of(module)
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        if type(handle) is RemovableHandle:  # of a unit of several modules it is another
+        if type(handle) is RemovableHandle:  # a unit of several modules has handles of another type
             hooks = handle.hooks_dict_ref()
             assert hooks is not None
             hooks[handle.id] = partial(_unless_nested, vars(module), depth, hooks[handle.id])
@@ -97,20 +96,20 @@ def _unless_nested(attributes: Mapping[str, Any], depth: str, hook: Callable[...
 
 
 def expect_gradients(root: nn.Module) -> None:
-    """Tell units whose parameters were all frozen at first in which dtypes to reduce, should they be thawed."""
+    """Give units with only frozen parameters the dtypes of a reduction, in case they are thawed."""
     for group in _groups_of(root) if before_2_15.IS_NEEDED else ():
         before_2_15.expect_gradients(group)
 
 
 def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
-    """Reduce all units' gradients over ``group``: torch's own way makes a group in each run, with torch's timeout."""
+    """Reduce all units' gradients over ``group``. torch's own setting makes a group per run, with torch's timeout."""
     for unit in _groups_of(root):
         unit.mesh_info.reduce_scatter_process_group = group
 
 
 def leave_inputs_alone(module: FSDPModule, before: Callable[[], None]) -> None:
-    """Let the unit of ``module``, which is not the root, learn by `after_backward` when its backward pass is over.
-    ``before`` is called when one begins.
+    """Detect the end of the backward pass of ``module``'s unit by `after_backward` in place of nodes on its inputs.
+    ``module`` is not the root. ``before`` is called when a backward pass begins.
     """
     if (group := _group_of(module)) is None:
         return
@@ -135,7 +134,7 @@ def leave_inputs_alone(module: FSDPModule, before: Callable[[], None]) -> None:
         return replaced(output, given, join_own)
 
     def hook_own(register: Callable[..., Any], output: Any) -> Any:
-        # Not what the module only hands on, whose gradient would gather the unit once more after its backward pass.
+        # Without tensors that the module only returns: their gradient would gather the unit again after its backward.
         register(own)
         own.clear()
         return output
@@ -146,28 +145,27 @@ def leave_inputs_alone(module: FSDPModule, before: Callable[[], None]) -> None:
 
 
 def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes that ``module``'s unit computes and reduces fp32 parameters in."""
+    """The compute and the reduction dtype of ``module``'s unit for fp32 parameters."""
     mp_policy = _state_of(module)._mp_policy
     compute = mp_policy.param_dtype or torch.float32
     return compute, mp_policy.reduce_dtype or (compute if before_2_15.IS_NEEDED else torch.float32)
 
 
 def reduction_dtypes(root: nn.Module) -> set[torch.dtype]:
-    """The dtypes in which units of ``root`` with trainable parameters reduce their gradients."""
+    """The dtypes in which ``root``'s units with trainable parameters reduce gradients."""
     groups = ((module, _group_of(module)) for module in units_of(root))
     trained = [m for m, group in groups if group and any(p.sharded_param.requires_grad for p in group.fsdp_params)]
     return {dtypes_of(module)[1] for module in trained}
 
 
 def round_each_use(root: nn.Module) -> None:
-    """Round the gradient of each use of a gathered parameter to the dtype that it computes in, and add uses of one
-    backward pass up in it, as a loop over ``parameter.to(dtype)`` and DeepSpeed do. Sums over micro-batches are in the
-    dtype of the reduction.
+    """Round each use's gradient of a gathered parameter to the compute dtype and sum the uses of one backward pass in
+    it, as a loop with ``parameter.to(dtype)`` and DeepSpeed do. Sums over micro-batches have the reduction's dtype.
 
-    Before torch 2.15 autograd does so by itself, as the gathered parameter has the compute dtype. From 2.15 on FSDP
-    sets its ``grad_dtype`` to None, or to the dtype of the reduction (``FSDPParamGroup._set_unsharded_grad_dtypes``),
-    so that the gradient of a use in fp32 is not rounded. And it keeps the sum over micro-batches in ``grad``, whose
-    dtype must be ``grad_dtype``: the sum is set aside while a graph of this unit may be run backward.
+    Before torch 2.15 autograd does so, because the gathered parameter has the compute dtype. From 2.15 on FSDP sets its
+    ``grad_dtype`` to None or to the dtype of the reduction (``FSDPParamGroup._set_unsharded_grad_dtypes``), which does
+    not round the gradient of an fp32 use. It also keeps the sum over micro-batches in ``grad``, whose dtype must be
+    ``grad_dtype``. So the sum is set aside while a graph of this unit may run backward.
     """
     for module in () if before_2_15.IS_NEEDED else units_of(root):
         compute, reduce = dtypes_of(module)
@@ -210,14 +208,14 @@ def _add_to_sums(sums: dict[Any, Tensor | None], post_backward: Callable[..., An
 
 
 def _sum_so_far(group: Any, parameter: Any) -> Tensor | None:
-    """The full gradient of a parameter that waits to be reduced; all of it, or its sum over earlier micro-batches."""
+    """The full unreduced gradient of a parameter: the whole sum, or its sum over earlier micro-batches."""
     aside: Tensor | None = vars(group).get(_SUMS, {}).get(parameter)
     return parameter.unsharded_accumulated_grad if aside is None else aside
 
 
 def accumulated_gradients(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shard and gradient, of each gradient of ``root``'s units that waits for others: full ones of a gathered unit, and
-    those in which reduced ones are added up.
+    """Shard and gradient for each gradient of ``root``'s units that waits for further micro-batches: full ones of
+    gathered units, and reduced shards.
     """
     for group, parameter in [(each, p) for each in _groups_of(root) for p in each.fsdp_params]:
         shard, full = parameter.sharded_param, _full(parameter)
@@ -231,22 +229,22 @@ def accumulated_gradients(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def begin_sums(root: nn.Module, wanted: Set[nn.Parameter]) -> None:
-    """Begin the sums over micro-batches of ``wanted`` shards' gradients in each unit that has others, where torch
-    reduces gradients of one dtype only.
+    """Start the sums over micro-batches for ``wanted`` shards in each unit that has other sums, if torch reduces only
+    gradients of one dtype.
     """
     for group in _groups_of(root) if before_2_15.IS_NEEDED else ():
         before_2_15.begin_sums(group, wanted)
 
 
 def reduce_always(root: nn.Module, enabled: bool) -> None:
-    """Let units reduce zeros for parameters without a gradient, so that ranks' reductions are of the same ones."""
+    """Make units reduce zeros for parameters without a gradient, so that all ranks reduce the same parameters."""
     for unit in units_of(root):
         unit.set_reduce_scatter_unused_params(enabled, recurse=False)
 
 
 def watch_gradients(root: nn.Module, note: Callable[[nn.Parameter], None]) -> Callable[[], None]:
-    """Call ``note`` with the shard of each parameter that has a gradient as its unit's is about to be reduced or kept;
-    returns what ends that.
+    """Call ``note`` with the shard of each parameter that has a gradient when its unit reduces or accumulates it.
+    Returns the undo.
     """
     before = [(group, group.post_backward) for group in _groups_of(root)]
     for group, post_backward in before:
@@ -268,7 +266,7 @@ def _note_gradients(group: Any, note: Callable[[Any], None], post_backward: Call
 
 
 def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
-    """What ``root``'s units gather their parameters into; without memory while they are not gathered."""
+    """The tensors that ``root``'s units gather parameters into. They have no memory while resharded."""
     for parameter in _parameters_below(root):
         yield from parameter.all_gather_outputs
         if (full := _full(parameter)) is not None:
@@ -278,7 +276,7 @@ def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
 
 
 def full_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Any]]:
-    """Shard and full parameter of each of ``module``'s unit that was gathered once, and FSDP's object for it."""
+    """Shard, full parameter and FSDP's object, for each parameter of ``module``'s unit that was gathered before."""
     group = _group_of(module)
     for parameter in [] if group is None else group.fsdp_params:
         if (full := _full(parameter)) is not None:
@@ -286,7 +284,7 @@ def full_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Any]]:
 
 
 def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Shard, gathered parameter and the padded 1-D memory that FSDP gathers it into, of ``module``'s gathered unit."""
+    """Shard, gathered parameter and its padded 1-D all-gather output, if ``module``'s unit is gathered now."""
     for shard, full, parameter in full_parameters(module):
         outputs = parameter.all_gather_outputs
         if parameter.sharded_state.name == "UNSHARDED" and len(outputs) == 1:
@@ -294,17 +292,17 @@ def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tenso
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """The shards of all units below ``root``, gathered or not, and whether FSDP keeps each on the host."""
+    """The shards of all units of ``root``, gathered or not, and whether FSDP offloads each to the host."""
     return ((parameter.sharded_param, parameter.offload_to_cpu) for parameter in _parameters_below(root))
 
 
 def _full(parameter: Any) -> Any:
-    """What FSDP gathers ``parameter`` into; None: it was not gathered yet."""
+    """The full parameter, or None before the first gather."""
     return getattr(parameter, "unsharded_param", None)
 
 
 def _shard_after_forward(parameter: Any) -> Any:
-    """With an integer `reshard_after_forward` the shard over fewer ranks, while there is one."""
+    """The shard over fewer ranks that an integer `reshard_after_forward` keeps, while there is one."""
     return getattr(parameter, "_sharded_post_forward_param", None)
 
 
@@ -313,7 +311,7 @@ def _state_of(module: FSDPModule) -> Any:
 
 
 def _group_of(module: FSDPModule) -> Any:
-    """The parameters of ``module``'s unit; None: it has none of its own."""
+    """The parameter group of ``module``'s unit, or None if it has no parameters."""
     return _state_of(module)._fsdp_param_group
 
 

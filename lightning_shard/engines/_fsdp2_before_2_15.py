@@ -1,7 +1,7 @@
-"""Repairs of FSDP2 that torch makes itself from 2.15 on. The file goes when 2.14 is supported no longer.
+"""Repairs of FSDP2 that torch has itself since 2.15. Delete this file when 2.14 is no longer supported.
 
-Before 2.15 a parameter group keeps the sum over micro-batches beside the gathered parameter's ``grad``, reduces
-gradients of one dtype only, and reads the dtype of its reduction from parameters that are trainable at first.
+Before 2.15 a parameter group keeps the sum over micro-batches apart from the gathered parameter's ``grad``, reduces
+gradients of one dtype only, and reads the dtype of its reduction from the parameters that are trainable at first.
 """
 
 from collections.abc import Set
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 IS_NEEDED = not hasattr(FSDPModule, "set_manual_backward_finalization")
-"""Whether the installed torch is older than 2.15, which has this public method and the changes above."""
+"""Whether the installed torch is older than 2.15, which added this public method."""
 
 
 def begin_sums(group: Any, wanted: Set[Tensor]) -> None:
-    """Begin the sums over micro-batches of ``wanted`` shards' gradients with zeros in a group that has other sums:
-    gradients of the last micro-batch alone would have another dtype than the sums, and torch refuses to reduce both.
+    """Start the sums over micro-batches of ``wanted`` shards with zeros, in a group that has other sums. Gradients of
+    the last micro-batch alone would have another dtype than the sums, and torch refuses to reduce both.
     """
     lacking = [parameter for parameter in group.fsdp_params if parameter.unsharded_accumulated_grad is None]
     for parameter in lacking if len(lacking) < len(group.fsdp_params) else ():
@@ -28,12 +28,12 @@ def begin_sums(group: Any, wanted: Set[Tensor]) -> None:
 
 
 def expect_gradients(group: Any) -> None:
-    """Let a group whose parameters are all frozen know in which dtype to reduce, should they be thawed."""
+    """Give a group with only frozen parameters the dtype of its reduction, in case they are thawed."""
     shards = [parameter.sharded_param for parameter in group.fsdp_params]
     (dtype, trainable), *others = {(shard.dtype, shard.requires_grad) for shard in shards}
     if trainable or others or not dtype.is_floating_point:
         return
-    # FSDP settles it by the parameters that are trainable at that moment.
+    # ``lazy_init`` reads the dtype from the parameters that are trainable at that moment.
     for shard in shards:
         shard.requires_grad_()
     group.lazy_init()

@@ -1,8 +1,8 @@
-"""Inputs of recomputed modules in pinned host memory while backward is far away, the same to the last bit.
+"""Offload inputs of recomputed modules to pinned host memory until backward needs them, bitwise unchanged.
 
-A checkpointed module saves its inputs alone, through the hooks that are set around it. One is copied to the host while
-its module computes, and leaves the device when the next module begins. Backward copies each to the device while the
-module after it computes. On CPUs inputs stay on the host, as they are.
+A checkpointed module saves only its inputs, through the saved-tensor hooks around it. An input is copied to the host
+while its module computes, and is freed on the device when the next module begins. Backward copies it to the device
+while the module after it computes. On CPUs inputs stay as they are.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from lightning_shard.tensors.tracing import storage_key, version
 
 @dataclass(eq=False)
 class _Input:
-    """An input, which autograd's graph keeps alive."""
+    """A saved input, which autograd's graph keeps alive."""
 
     host: Tensor
-    device: Tensor | None  # While it is on the device.
-    copied: Any  # The event after the last copy; None where nothing is late.
-    version: int  # That of the tensor that was saved.
-    before: Callable[[], "_Input | None"]  # The one that was saved before it, which backward needs after it.
+    device: Tensor | None  # None while it is on the host only.
+    copied: Any  # The event after the last copy, or None if copies are synchronous.
+    version: int  # The saved tensor's version counter.
+    before: Callable[[], "_Input | None"]  # The input saved before this one, which backward needs next.
 
 
 class HostInputs:
@@ -37,11 +37,11 @@ class HostInputs:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, a checkpointed forward, with activations among its positional arguments on the host."""
+        """``run``, a checkpointed forward, with the activations among its positional arguments offloaded."""
         return partial(self._run, run)
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Masks and tables of positions are the same tensors in all modules.
+        # Only activations: masks and tables of positions are the same tensors in all modules.
         own = {storage_key(a) for a in args if isinstance(a, Tensor) and a.requires_grad and not a.is_leaf}
 
         def save(tensor: Tensor) -> Tensor | _Input:
@@ -52,7 +52,7 @@ class HostInputs:
 
     def _save(self, tensor: Tensor) -> Tensor | _Input:
         host = self.on_host(tensor)
-        if host is None or host.stride() != tensor.stride():  # it has gaps, or elements that are one
+        if host is None or host.stride() != tensor.stride():  # with gaps, or expanded
             return tensor
         newest = self._newest()
         if newest is not None and newest.device is not None:
@@ -85,11 +85,11 @@ class HostInputs:
         if version(saved.device) != saved.version:
             raise RuntimeError(
                 f"A tensor of shape {tuple(saved.device.shape)} that a recomputed module took was changed in place "
-                "since, so that backward would compute something else. Write x = x + y in place of x += y."
+                "since, so backward would compute with other values. Write x = x + y in place of x += y."
             )
 
     def on_host(self, tensor: Tensor) -> Tensor | None:
-        """Memory for a copy of ``tensor``; None: it is on the host."""
+        """Memory for a copy of ``tensor``, or None if it is on the host."""
         self._device = tensor.device
         return None if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu", pin_memory=True)
 
@@ -98,7 +98,7 @@ class HostInputs:
         return torch.empty_like(host, device=self._device)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """Copy beside what computes, after all that it has begun; an event that tells of the end."""
+        """Copy on another stream, after all work that was queued so far. Returns the event of its end."""
         if self._device not in self._streams:
             self._streams[self._device] = torch.Stream(self._device)
         stream = self._streams[self._device]
@@ -106,5 +106,5 @@ class HostInputs:
         with stream:
             to.copy_(source, non_blocking=True)
         if to.device == self._device:
-            to.record_stream(stream)  # a graph that is dropped may free it meanwhile
+            to.record_stream(stream)  # if the graph is dropped, it is freed during the copy
         return stream.record_event()

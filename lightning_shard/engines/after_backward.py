@@ -1,11 +1,11 @@
-"""Calling a function when a module's backward pass is over, on all engines without a change to autograd's sums.
+"""Call a function at the end of a module's backward pass without changing the order of autograd's sums.
 
-FSDP2 and DeepSpeed's stage 3 learn of that by a node of autograd's graph between a module and each of its inputs. What
-a module sends back to an input adds up there, before it meets what other modules send back to the same tensor: another
-order of sums than DDP's. And where query, key and value of nn.MultiheadAttention are one tensor, it gets three copies,
-and multiplies in another way. Here the node is beside the graph: a module's outputs depend on it, and it depends on
-nothing. Of the nodes that are ready autograd runs the one that was made last, and this one was made before all of the
-module's; so it runs after them and the accumulation of their gradients, and before those of earlier modules.
+FSDP2 and DeepSpeed's stage 3 put a node of autograd's graph between a module and each of its inputs. The module's
+gradients of an input are summed in that node before other modules' gradients of the same tensor are added, which is
+another order of sums than DDP's. If query, key and value of nn.MultiheadAttention are one tensor, it also gets three
+copies, and multiplies in another way. Here the module's outputs depend on one extra node, which depends on nothing.
+Autograd runs ready nodes newest first. This node is older than the module's, so it runs after them and after the
+accumulation of their gradients, and before the nodes of earlier modules.
 """
 
 import inspect
@@ -20,8 +20,8 @@ from lightning_shard.tensors.tracing import version
 
 
 def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
-    """To be made before a module's forward: ``after`` is called when the backward pass since then is over. None without
-    a graph. Each ``device`` has a queue of nodes.
+    """Make the extra node before a module's forward. ``after`` is called when the backward pass of all later nodes is
+    over. ``device`` is the module's, because autograd has a queue of nodes per device. None if gradients are disabled.
     """
     if not torch.is_grad_enabled():
         return None
@@ -29,16 +29,16 @@ def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
 
 
 def join(output: Tensor, marked: Tensor, before: Callable[[], Any] | None = None) -> Tensor:
-    """``output``, made since `mark`, from which a backward pass reaches ``marked``, and calls ``before`` on its way."""
+    """Make ``output`` depend on ``marked``. A backward pass from it first calls ``before``."""
     return _Join.apply(output, marked, before)
 
 
 Given = Mapping[int, tuple[Tensor, int]]
-"""Tensors by their ids, with how often each was written to."""
+"""Tensors by their ids, each with its version counter."""
 
 
 def given_tensors(inputs: Any) -> Given:
-    """The tensors in ``inputs``, those of a module that is about to run; in containers as of `rebuilt`."""
+    """The tensors in the ``inputs`` of a module that is about to run, in containers that `rebuilt` knows."""
     found: dict[int, tuple[Tensor, int]] = {}
 
     def note(tensor: Tensor) -> bool:
@@ -50,8 +50,8 @@ def given_tensors(inputs: Any) -> Given:
 
 
 def replaced(output: Any, given: Given, replace: Callable[[Tensor], Tensor]) -> Any:
-    """``output`` with what ``replace`` makes of the tensors in it that require gradients; see `rebuilt`. Those that the
-    module was ``given`` and hands on as they came stay, so that gradients can be taken with respect to them.
+    """Apply ``replace`` to the tensors in ``output`` that require gradients, see `rebuilt`. Unchanged inputs
+    (``given``) that the module returns stay the same objects, so that gradients can be taken with respect to them.
     """
 
     def is_own(tensor: Tensor) -> bool:
@@ -62,7 +62,7 @@ def replaced(output: Any, given: Given, replace: Callable[[Tensor], Tensor]) -> 
 
 
 def _with_signature(function: Callable[..., Any]) -> Any:
-    """``function`` as a static method with its signature, which autograd asks for in each call, made once."""
+    """``function`` as a static method with a stored signature: autograd computes the signature in each call."""
     vars(function)["__signature__"] = inspect.signature(function)
     return staticmethod(function)
 
@@ -89,7 +89,7 @@ class _Join(torch.autograd.Function):
 
     @_with_signature
     def forward(output: Tensor, marked: Tensor, before: Callable[[], Any] | None) -> Tensor:
-        # No view, which torch would refuse to change in place.
+        # Not a view, because torch refuses to change views of a custom function in place.
         return output.detach()
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Refuse operators that a sharded DTensor answers wrongly, whose writes it loses, or that gather where nobody sees it.
+"""Refuse operators on a sharded DTensor that return wrong values, lose writes, or gather unseen.
 
-torch reads a number of this rank's shard, draws the same random numbers for each shard on CPUs, takes means of means of
-uneven shards, and gives a copy for a row of a sharded dimension, so that ``weight[0].zero_()`` changes nothing. Others
-gather in the middle of an expression, which hangs under ``rank_zero_only``. Each raises on the rank that asks.
+``item()`` reads this rank's shard. On CPUs random fills draw the same numbers for each shard. A mean over uneven shards
+is a mean of means. A row of a sharded dimension is a copy, so ``weight[0].zero_()`` changes nothing. Other operators
+gather in the middle of an expression, which hangs under ``rank_zero_only``. Each raises on the calling rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,8 @@ _dispatcher: Any = DTensor._op_dispatcher
 require(type(_dispatcher), "_custom_op_handlers")
 require(torch.ops.aten, "_softmax _log_softmax _unique2 _index_put_impl_")
 
-# But ``equal``, which torch answers alike on all ranks, and Lightning's finetuning callbacks ask on all.
-_NUMBERS = "allclose"
-"""Beside ``item``. A norm or a sum of shards is no number either before it is reduced."""
+# Not ``equal``: torch returns the same on all ranks, and Lightning's finetuning callbacks call it on all.
+_NUMBERS = "allclose"  # Besides ``item``, which also refuses the number of a norm or a sum over shards.
 
 _RANDOM = (
     "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ rand_like randn_like randint_like"
@@ -44,7 +43,7 @@ CONTRACT = (
 )
 BETWEEN_STEPS = (
     "write between steps, as in on_train_batch_start or on_train_batch_end, with "
-    "lightning_shard.full_parameters(trainer, write=True) or set_full_tensor (examples/guides/contract.md, where "
+    "lightning_shard.full_parameters(trainer, write=True) or set_full_tensor (examples/guides/contract.md, whose "
     "average_teacher is the momentum update of a teacher)"
 )
 
@@ -54,7 +53,7 @@ _replaced: dict[Any, Any] = {}
 
 
 def install() -> Callable[[], None]:
-    """Refuse the operators of the table in this process, until the result is called."""
+    """Refuse the operators in this process until the returned function is called."""
     global _engines
     handlers = _dispatcher._custom_op_handlers
     if _engines == 0:
@@ -80,7 +79,7 @@ def _uninstall() -> None:
 
 
 def is_whole(tensor: DTensor) -> bool:
-    """Whether this rank has all of ``tensor``."""
+    """Whether this rank has the full ``tensor``."""
     return all(isinstance(placement, Replicate) or ranks == 1 for placement, ranks in _placed(tensor))
 
 
@@ -119,7 +118,7 @@ def _along_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of shards of one size torch has the mean without communication."""
+    """Allow means over even shards, which torch computes as a partial value without communication."""
     tensor = args[0]
     uneven = any(
         isinstance(placement, Shard) and tensor.shape[placement.dim] % ranks for placement, ranks in _placed(tensor)
@@ -128,7 +127,7 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dims_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> set[int]:
-    """The dimensions that an operator works along: those that it is given, or all."""
+    """The dimensions that an operator works along: its argument ``dim``, or all."""
     for index, argument in enumerate(schema_of(op).arguments):
         if argument.name in ("dim", "dims"):
             given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -142,7 +141,7 @@ def _takes_all(size: int, start: int | None = None, end: int | None = None, step
 
 
 def _of_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The dispatcher has one handler for an operator and no way past it, so that it is taken out for the call."""
+    """Call torch's operator. The dispatcher can't bypass a handler, so the handler is removed during the call."""
     handlers = _dispatcher._custom_op_handlers
     handler = handlers.pop(op)
     if op in _replaced:
@@ -156,7 +155,7 @@ def _of_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _refusal(op: Any, tensor: DTensor) -> ConfigurationError:
     shown = "item() (a number, as by float, bool or if)" if op is READ_NUMBER else op.name().removeprefix("aten::")
     return ConfigurationError(
-        f"{shown} of a DTensor of shape {tuple(tensor.shape)}, of which this rank has a part alone ("
-        f"{', '.join(map(str, tensor.placements))}), would be wrong, lost, or wait for ranks that may not ask: "
+        f"{shown} of a DTensor of shape {tuple(tensor.shape)}, of which this rank has only a shard ("
+        f"{', '.join(map(str, tensor.placements))}), would be wrong, lost, or wait for ranks that may not call it: "
         f"{CONTRACT}."
     )

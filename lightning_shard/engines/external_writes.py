@@ -1,5 +1,5 @@
-"""Writes to parameters that no optimizer makes, where an engine keeps shards or masters of them: looked for in a fit's
-first steps and refused, as they would be lost. And the setter of ``DTensor.data``, which torch does not have.
+"""Detect and refuse writes to gathered or cast copies of parameters, which would be lost, in a fit's first steps. Add
+the setter of ``DTensor.data`` that torch lacks.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +23,12 @@ from lightning_shard.tensors.tracing import version
 from lightning_shard.text import listed
 
 _DATA: Any = Tensor.data  # The descriptor.
-_open: list[object] = []  # Of engines, which may end in any order.
+_open: list[object] = []  # One per engine. Engines may end in any order.
 
 
 @contextmanager
 def assigned_in_place() -> Generator[None, None, None]:
-    """Let ``parameter.data = value`` write the shard of a DTensor inside."""
+    """Make ``parameter.data = value`` write the shard of a DTensor in this context."""
     own = object()
     _open.append(own)
     DTensor.data = property(_DATA.__get__, _write_shard)  # type: ignore[assignment]
@@ -45,7 +45,7 @@ def _write_shard(parameter: DTensor, value: Tensor) -> None:
     if not isinstance(value, DTensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         raise ConfigurationError(
             f"parameter.data is set to a {type(value).__name__} of {tuple(value.shape)} and {value.dtype}, but the "
-            f"parameter is sharded, of {tuple(parameter.shape)} and {parameter.dtype}: the value must be computed "
+            f"parameter is sharded, of {tuple(parameter.shape)} and {parameter.dtype}. The value must be computed "
             "from sharded parameters and have their shape and dtype. Use set_full_tensor for a full value."
         )
     placed = value.redistribute(parameter.device_mesh, parameter.placements)
@@ -53,14 +53,15 @@ def _write_shard(parameter: DTensor, value: Tensor) -> None:
 
 
 class ForeignStepCheck:
-    """Refuses steps that optimizers which are none of the fit's take inside of a training step's forward: each rank
-    would step by its own gradients, and an engine that shards has other tensors in forward than it keeps.
+    """Refuses steps of optimizers that are not the fit's inside a training step's forward. Each rank would step with
+    its own gradients, and under sharding the parameters there are temporary copies.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Look at the parameters of ``module``, which ``optimizers`` step, until `close`."""
+        """``optimizers`` are the fit's, over parameters of ``module``."""
         self._module, self._optimizers = module, optimizers
-        self._inside: list[Optimizer | None] = []  # Forward passes (None) and steps of the fit's optimizers in them.
+        # A stack of forward passes (None) and of steps of the fit's optimizers inside them.
+        self._inside: list[Optimizer | None] = []
         hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
         self._hooks = hooks
 
@@ -70,7 +71,7 @@ class ForeignStepCheck:
 
     @contextmanager
     def forward(self) -> Generator[None, None, None]:
-        """A training step's forward pass."""
+        """Check steps in this context, a training step's forward pass."""
         depth = len(self._inside)
         self._inside.append(None)
         try:
@@ -80,7 +81,7 @@ class ForeignStepCheck:
 
     def _begin_step(self, optimizer: Optimizer, *call: object) -> None:
         if not self._inside or self._inside[-1] is not None:
-            return  # One that wraps another calls it.
+            return  # A wrapping optimizer steps its inner one.
         if any(optimizer is own or optimizer in vars(own).values() for own in self._optimizers):
             self._inside.append(optimizer)
             return
@@ -88,7 +89,7 @@ class ForeignStepCheck:
         if found := [names[p] for group in optimizer.param_groups for p in group["params"] if p in names]:
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__}, which configure_optimizers does not return, steps {listed(found)} "
-                "inside of a training step. No engine reduces gradients there, and those that shard have copies of "
+                "inside a training step. No engine reduces gradients there, and sharding engines have copies of "
                 "parameters there. Return it from configure_optimizers and step it by manual optimization "
                 "(automatic_optimization = False), or keep the values in a buffer, updated in forward."
             )
@@ -99,22 +100,20 @@ class ForeignStepCheck:
 
 
 class Seen(NamedTuple):
-    """A parameter as forward sees it, with this rank's part of that and the value that lasts, if these are to be
-    compared. A released one has neither.
-    """
+    """A parameter as forward sees it. ``own`` and ``kept`` are set if they are to be compared."""
 
     fqn: str
     parameter: Tensor
-    own: Tensor | None = None
-    kept: Tensor | None = None
-    released: bool = False
+    own: Tensor | None = None  # This rank's shard of ``parameter``.
+    kept: Tensor | None = None  # The shard or master that the engine keeps.
+    released: bool = False  # Whether ``parameter`` is resharded, without values.
 
 
 class ExternalWriteCheck:
-    """Looks for such writes in the first three steps of a fit. All ranks make it and call its methods, in one order.
+    """Detects external writes in the first three steps of a fit. All ranks construct it and call its methods in order.
 
-    Autograd counts writes in place without reading the device, but none to ``parameter.data``: there values are
-    compared, for which a device is waited for, and of a released parameter its empty memory.
+    Autograd's version counters show writes in place without a device sync, but not writes to ``parameter.data``. Those
+    are found by a comparison of values, which synchronizes, or of a released parameter's storage.
     """
 
     STEPS = 3
@@ -126,19 +125,19 @@ class ExternalWriteCheck:
         units: Iterable[nn.Module] = (),
         versions: Mapping[str, int] | None = None,
     ) -> None:
-        """``see`` gives the parameters of one of ``units``, or all that are there; ``versions`` are their counts of
-        writes as the fit begins. Units release their parameters in a hook after their forward.
+        """``see`` returns the parameters of one of ``units``, or all gathered ones. ``versions`` are their version
+        counters when the fit begins. Units release their parameters in a hook after their forward.
         """
         self._strategy, self._see = strategy, see
         self._versions = dict(versions or {})
         self._written: set[str] = set()
         self._empty: dict[Tensor, Any] = {}  # The storages of released parameters.
-        self._begins = False  # Whether no unit has run since the last look at all.
+        self._begins = False  # Whether no unit has run since all parameters were compared.
         self._steps = 0
         self.closing = ExitStack()
-        """Closed with the check."""
+        """Undone when the check ends."""
         for unit in units:
-            # Ahead of the engine's own hooks, which gather and release.
+            # Before the engine's own hooks, which gather and release.
             for register, call in (
                 (unit.register_forward_pre_hook, self._before_forward),
                 (unit.register_forward_hook, self._after_forward),
@@ -147,7 +146,7 @@ class ExternalWriteCheck:
         self.close = self.closing.close
 
     def note_versions(self) -> None:
-        """The engine itself has written parameters."""
+        """Accept writes that the engine itself has made."""
         if self._steps < self.STEPS:
             for seen in self._see(None):
                 self._versions[seen.fqn] = version(seen.parameter)
@@ -155,7 +154,7 @@ class ExternalWriteCheck:
                     self.note_release(seen.parameter)
 
     def note_release(self, parameter: Tensor) -> None:
-        """The engine itself has released a parameter."""
+        """Accept that the engine itself has released a parameter."""
         self._empty[parameter] = parameter.untyped_storage()
 
     def end_step(self) -> None:
@@ -165,7 +164,7 @@ class ExternalWriteCheck:
             self.close()
 
     def refuse_writes(self, *, together: bool) -> None:
-        """ConfigurationError: the user wrote to parameters. With ``together`` all ranks call it, and all raise."""
+        """Raise ConfigurationError if user code wrote to parameters. With ``together`` all ranks call it and raise."""
         if self._steps >= self.STEPS:
             return
         self._look(None)
@@ -174,14 +173,14 @@ class ExternalWriteCheck:
         if names := set[str]().union(*found):
             raise ConfigurationError(
                 f"Written to by no optimizer (such as by clamp_, or through parameter.data): {listed(sorted(names))}. "
-                f"Under {self._strategy} that is a copy of shards or masters, and the write is lost: {BETWEEN_STEPS}, "
+                f"Under {self._strategy} this is a copy of shards or masters, and the write is lost: {BETWEEN_STEPS}, "
                 "or use shard_ddp in '32-true'."
             )
 
     def _before_forward(self, unit: nn.Module, *forward: Any) -> None:
         if self._begins:
             self._begins = False
-            self._look(None)  # While what the step has written is there.
+            self._look(None)  # Before a gather overwrites the step's own writes.
 
     def _after_forward(self, unit: nn.Module, *forward: Any) -> None:
         self._look(unit)
@@ -199,7 +198,7 @@ class ExternalWriteCheck:
 
 
 def _same(seen: Sequence[Seen]) -> list[bool]:
-    """Whether the two values of each are equal, NaN too. A device is waited for once."""
+    """Whether ``own`` and ``kept`` of each are equal, NaN included. It synchronizes a device once."""
     found = []
     for each in seen:
         assert each.own is not None
@@ -210,7 +209,7 @@ def _same(seen: Sequence[Seen]) -> list[bool]:
 
 
 def check_gathered(strategy: str, root: nn.Module, names: Mapping[Tensor, str]) -> ExternalWriteCheck:
-    """The check of what FSDP2's units under ``root`` gather; ``names`` are those of the shards."""
+    """The check of the parameters that FSDP2's units under ``root`` gather. ``names``: FQNs of the shards."""
     units = units_of(root)
 
     def see(unit: Any) -> Iterator[Seen]:
@@ -218,6 +217,6 @@ def check_gathered(strategy: str, root: nn.Module, names: Mapping[Tensor, str]) 
             for shard, full, _ in gathered_parameters(module):
                 yield Seen(names[shard], full, own_part(full.detach(), shard), shard.to_local())
 
-    # FSDP keeps the objects that it gathers into, and its own writes are not counted.
+    # FSDP reuses the gathered tensors, and its own writes do not change their version counters.
     versions = {names[shard]: version(full) for unit in units for shard, full, _ in full_parameters(unit)}
     return ExternalWriteCheck(strategy, see, units, versions)

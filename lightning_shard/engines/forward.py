@@ -1,4 +1,4 @@
-"""Running methods other than ``forward`` with FSDP's hooks around them."""
+"""Run methods other than ``forward`` with FSDP's hooks around them."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _GRADIENTS = "_shard_gradients_taken"
 
 
 def install_runner(root: nn.Module) -> None:
-    """Let `run` work on ``root``, an FSDP module."""
+    """Prepare ``root``, an FSDP module, for `run`."""
     if _RUN in root.__dict__:
         return
     root.__dict__[_RUN] = partial(_run_inside, root)
@@ -35,7 +35,7 @@ def install_runner(root: nn.Module) -> None:
 
 def _run_inside(root: nn.Module, function: Callable[[], Any]) -> Any:
     if not root.__dict__.get(_EXPECTS):
-        # After FSDP's lazy initialisation, which would undo it.
+        # After FSDP's lazy initialisation, which would overwrite it.
         expect_gradients(root)
         root.__dict__[_EXPECTS] = True
     return function()
@@ -50,29 +50,29 @@ def _leave(module: nn.Module, *call: Any) -> None:
 
 
 def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)`` as if it were ``root.forward``: its own parameters gathered, backward hooked."""
+    """Call ``function(*args, **kwargs)`` as ``root.forward``, with its own parameters gathered and backward hooks."""
     _enter(root)
     try:
-        # In one piece: FSDP moves all tensors among arguments to its device, and makes their containers anew.
+        # As one partial: FSDP moves all tensors among arguments to its device and copies their containers.
         return root.__dict__[_RUN](partial(function, *args, **kwargs))
     finally:
         _leave(root)
 
 
 def begin_gradients(root: nn.Module) -> None:
-    """Begin a step, in which no gradients were taken yet."""
+    """Start a step without recorded gradients."""
     root.__dict__[_GRADIENTS] = set()
 
 
 def note_gradients(root: nn.Module, unit: nn.Module) -> None:
-    """Note that gradients are taken through ``unit`` of ``root``."""
+    """Record that gradients are taken through ``unit`` of ``root``."""
     root.__dict__.setdefault(_GRADIENTS, set()).add(unit)
 
 
 @contextmanager
 def gathered_for_gradients(root: nn.Module) -> Generator[None, None, None]:
-    """A backward pass. Graphs of gradients that were taken in the step's forward, as forces are, need parameters of
-    units that no hook gathers for them: these stay gathered until it is over.
+    """Keep units gathered during a backward pass if gradients were taken through them in the step's forward, such as
+    forces. No hook gathers parameters for the graphs of these gradients.
     """
     if not (taken := root.__dict__.pop(_GRADIENTS, ())):
         yield
@@ -92,16 +92,16 @@ def gathered_for_gradients(root: nn.Module) -> Generator[None, None, None]:
 
 @torch.no_grad()
 def gather_each(root: nn.Module) -> None:
-    """Gather each unit's parameters and free them again, as a forward pass does. All ranks call it."""
-    run(root, lambda: None)  # prepares all units, which only the root does
+    """Gather and reshard each unit, as a forward pass does. All ranks call it."""
+    run(root, lambda: None)  # only the root initialises all units
     for module in units_of(root):
         gather(module)
         module.reshard()
 
 
 def gather_for_calls(root: nn.Module) -> None:
-    """Gather the root's own parameters for each module's call: hooks call modules by themselves. Those in a graph of
-    the user's ``torch.compile``, which hooks would break, are gathered for the module around it.
+    """Gather the root's own parameters for each module's call, because user hooks call modules one by one. A hook would
+    break a graph of the user's ``torch.compile``, so its parameters are gathered for the module around the graph.
     """
     outside = set(outside_graphs(root))
 
@@ -120,8 +120,8 @@ def gather_for_calls(root: nn.Module) -> None:
 
 
 def patch_methods(root: nn.Module, names: Iterable[str]) -> None:
-    """Run public methods ``names`` of modules under ``root``, such as ``generate``, under the nearest FSDP module's
-    hooks. After one outside of a step all is resharded: the next reader would find the compute dtype's parameters.
+    """Run methods ``names`` of modules under ``root``, such as ``generate``, with the nearest FSDP module's hooks.
+    After a call outside a step all units are resharded, or the next reader would find parameters in the compute dtype.
     """
     names = list(names)
 
@@ -143,8 +143,7 @@ def patch_methods(root: nn.Module, names: Iterable[str]) -> None:
 def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        # Inside the owner's own forward its parameters are gathered already, and ending a second pass there would
-        # free them under the first.
+        # In the owner's own forward its parameters are gathered, and the end of a second pass would free them.
         if owner.__dict__.get(_DEPTH, 0) > 0:
             return method(*args, **kwargs)
         _prepare_outside_steps(root)
@@ -157,19 +156,19 @@ def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> 
 
 
 def _is_outside_steps(root: nn.Module) -> bool:
-    """Whether a module is called by a hook, and not by a step, nor again in its backward pass."""
+    """Whether a module is called outside of a step's forward and of a recomputation in backward."""
     return root.__dict__.get(_DEPTH, 0) == 0 and not in_backward()
 
 
 def _prepare_outside_steps(root: nn.Module) -> None:
-    """Let FSDP prepare all units, which only the root does, ahead of a call of one of them by itself."""
+    """Initialise all units by the root, as only FSDP's root can, before a unit is called alone."""
     if not root.__dict__.get(_EXPECTS) and _is_outside_steps(root):
         run(root, lambda: None)
 
 
 def _gather_for_call(root: Any, *, own: bool) -> None:
-    """Gather the root's unit ahead of a module's call by a hook, and of one with its ``own`` parameters also in a step:
-    a backward pass in manual optimization ends with them sharded.
+    """Gather the root's unit before a module is called outside a step. For a module with some of the root's ``own``
+    parameters also in a step: a backward pass in manual optimization reshards them.
     """
     if _is_outside_steps(root):
         _prepare_outside_steps(root)
@@ -180,5 +179,5 @@ def _gather_for_call(root: Any, *, own: bool) -> None:
 
 def _reshard_outside_steps(root: nn.Module) -> None:
     if _is_outside_steps(root):
-        # A graph that is still to be run backward gathers them again.
+        # A later backward pass through the graph gathers them again.
         Units(units_of(root)).reshard()

@@ -1,4 +1,4 @@
-"""The engine around a tree that FSDP2 sharded, which `fully_shard` and `replicate` share."""
+"""The engine over FSDP2 modules that `fully_shard` and `replicate` share."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -28,32 +28,31 @@ from lightning_shard.tensors.full import scatter_full
 from lightning_shard.tensors.names import parameter_names
 
 _STATE = "_shard_state"
-"""Where a module keeps what it was sharded with (mesh, policy, settings), and the parameters that FSDP leaves alone, so
-that another Trainer can go on with it."""
+"""Attribute of a module with its mesh, policy and settings, and its ignored parameters, for the next Trainer."""
 
 
 class FSDP2Engine(TorchOptimizerEngine):
-    """See `lightning_shard.engines.engine.Engine`; a subclass says how one unit is made."""
+    """See `lightning_shard.engines.engine.Engine`. A subclass makes one unit of modules."""
 
     name: str
-    strategy: str  # Name of the strategy's class, for messages.
+    strategy: str  # The strategy's class name, for messages.
     replicates = False
     gathers_in_forward = True
 
-    _module: Any  # An FSDP module, once it is prepared.
+    _module: Any  # An FSDP module after `prepare`.
 
     def __init__(
         self, options: Any, forward: ForwardOptions, *, at_boundary: bool, units: UnitOptions | None = None
     ) -> None:
-        """``units``: of the shard units, where ``options`` are not these."""
+        """``units``: options of the shard units, by default ``options`` itself."""
         super().__init__(options, forward, at_boundary=at_boundary)
         self._units: UnitOptions = units or options
-        self._compared: dict[nn.Parameter, str] = {}  # What is trained, where ranks compare their use of it.
+        self._compared: dict[nn.Parameter, str] = {}  # Trainable parameters, if ranks compare their use.
         self._writes: ExternalWriteCheck | None = None
 
     @abstractmethod
     def _applier(self, run: Run) -> ApplyUnit:
-        """How the modules of one unit become FSDP modules."""
+        """The function that makes FSDP modules of one unit's modules."""
 
     def units(self, module: nn.Module) -> list[Unit]:
         return find_units(module, self._units.units)
@@ -63,7 +62,7 @@ class FSDP2Engine(TorchOptimizerEngine):
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
-        # One process alone has nothing to wait for, and there the batch at a boundary may have no loss.
+        # A single process has nothing to reduce, and its batch at a boundary may have no loss.
         self._at_boundary &= run.planned.ranks > 1
         earlier = module.__dict__.get(_STATE)
         unsharding.unguard(module)
@@ -77,11 +76,11 @@ class FSDP2Engine(TorchOptimizerEngine):
             hooked: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p not in left}
             module_checks.refuse_hooks(hooked, self.strategy, module_checks.BEFORE_SHARDING)
         module_checks.refuse_lists(module, self.strategy)
-        # What is not in the sharded module itself may differ.
+        # These settings change nothing in the sharded module itself.
         free = ("at_boundary", "forward_methods", "mesh")
         own = {name: value for name, value in self.resolved_config().items() if name not in free}
         made_for = (run.mesh, run.policy, own)
-        # It stays sharded, so that it can be evaluated or fitted again.
+        # The module stays sharded after the run, for further fits and evaluations.
         self._closing.callback(unsharding.guard, module)
         self._closing.callback(lambda: Units(units_of(module)).reshard())
         self._closing.enter_context(assigned_in_place())
@@ -110,13 +109,13 @@ class FSDP2Engine(TorchOptimizerEngine):
         return module
 
     def _follow_ignored(self) -> None:
-        # A step may end for several optimizers, and what one has clipped is averaged already.
+        # Several optimizers may step at one boundary, and gradients that one has clipped are averaged already.
         for parameter in [p for p in self._ignored if p.requires_grad and p not in self._averaged]:
             self._averaged[parameter] = None
             self._closing.callback(parameter.register_post_accumulate_grad_hook(self._unaveraged.add).remove)
 
     def _shard(self) -> list[nn.Parameter]:
-        """Shard the module; the parameters that FSDP leaves alone."""
+        """Shard the module. Returns the parameters that FSDP ignores."""
         module, apply = self._module, self._applier(self._run)
         self.upcast, ignored = shard_tree(module, self._run, self._units, self._forward_options, apply, self.strategy)
         for part in module.modules():
@@ -130,11 +129,11 @@ class FSDP2Engine(TorchOptimizerEngine):
             if self.needs(optimizer).full:
                 self._whole[id(optimizer)] = _whole_steps(optimizer, self._module, self._run)
         # An optimizer that computes the loss again can't be stepped after backward.
-        self._steps_apart = bool(self._ignored) and not any(needs.again for needs in self._needs.values())
-        self.steps_itself |= bool(self._whole) or self._steps_apart
+        self._mixes_shards = bool(self._ignored) and not any(needs.again for needs in self._needs.values())
+        self.steps_itself |= bool(self._whole) or self._mixes_shards
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
         self._closing.callback(module_checks.refuse_new_groups(full, self.strategy))
-        # In manual optimization each backward pass is over a part of the model.
+        # Not in manual optimization, whose backward passes may each reach only a part of the model.
         if self._run.automatic:
             self._closing.callback(watch_gradients(self._module, self._note_use))
             reduce_always(self._module, True)
@@ -165,16 +164,16 @@ class FSDP2Engine(TorchOptimizerEngine):
 
     def _run_step(self, kind: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Ranks that run different units learn it before they meet in anything else.
+            # Ranks that run different units detect it before any other collective.
             with self._use.step(kind):
                 output = step(*args, **kwargs)
-            # While what the step gathered is there.
+            # While the step's parameters are gathered.
             if self._writes is not None and torch.is_grad_enabled():
                 self._writes.refuse_writes(together=True)
                 self._writes.end_step()
             return output
 
-        # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
+        # Gradients that the step takes inside forward may be differentiated again, so their units stay gathered.
         forward.begin_gradients(self._module)
         self._made.reshard_after_backward(False)
         try:
@@ -187,8 +186,8 @@ class FSDP2Engine(TorchOptimizerEngine):
         if isinstance(loss, DTensor):
             raise module_checks.not_gathered(self.strategy)  # Its gradients would not be averaged.
         if not self._run.automatic:
-            # It starts inside the step, before FSDP saw the step's output, and a root without units below it would
-            # never reduce its gradients. The loss is no argument: FSDP would hook a copy of it.
+            # Backward starts inside the step, before FSDP saw the step's output, and a root without other units
+            # would never reduce its gradients. The loss is not an argument, because FSDP would hook a copy of it.
             forward.run(self._module, lambda: loss)
             self._made.reshard_after_backward(True)
             frozen = [p for p in self._shards if not p.requires_grad and p.grad is None]
@@ -196,7 +195,7 @@ class FSDP2Engine(TorchOptimizerEngine):
             call(loss)
         if not self._run.automatic:
             self._made.reshard_after_backward(False)
-            # `toggle_optimizer` freezes shards in the step, and not what was gathered before.
+            # `toggle_optimizer` freezes shards in the step, but not parameters that were gathered before.
             for parameter in frozen:
                 parameter.grad = None
 
@@ -204,7 +203,7 @@ class FSDP2Engine(TorchOptimizerEngine):
         if self._at_boundary:
             self._module.set_requires_gradient_sync(enabled)
             if enabled and self._compared:
-                # The last micro-batch may use what those before did not.
+                # The last micro-batch may use other parameters than those before.
                 begin_sums(self._module, self._compared.keys())
 
     def finish_gradients(self) -> None:
@@ -227,7 +226,7 @@ class FSDP2Engine(TorchOptimizerEngine):
                 f"Parameters were frozen or thawed after the fit began, but {type(full[0]).__qualname__} steps full "
                 "parameters at owners that were chosen then. Freeze before the fit, or use shard_ddp in '32-true'."
             )
-        # FSDP reads `requires_grad` whenever it gathers. What is frozen may have a gradient of this step still.
+        # FSDP reads `requires_grad` in each gather. Parameters that were just frozen may have a gradient of this step.
         self._follow_ignored()
         if self._compared:
             self._compare_use()
@@ -239,7 +238,7 @@ class FSDP2Engine(TorchOptimizerEngine):
 
 
 def _take_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *load: Any) -> None:
-    """Let ``load_state_dict`` take full tensors for shards, after the fit too, as to begin anew from the first ones."""
+    """Let ``load_state_dict`` load full tensors into shards, also after the fit."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value: Any = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and type(value) in (Tensor, nn.Parameter) and value.shape == parameter.shape:

@@ -1,4 +1,4 @@
-"""FSDP2's ``fully_shard``: full and hybrid sharding, which differ in the mesh alone."""
+"""FSDP2's ``fully_shard``: full and hybrid sharding, which differ only in the mesh."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh, sha
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPOptions(UnitOptions):
-    """What a user sets about FSDP2; see ``ShardFSDPStrategy``."""
+    """Options of FSDP2, see ``ShardFSDPStrategy``."""
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
     cpu_offload: bool = False
@@ -43,7 +43,7 @@ class FullyShard(FSDP2Engine):
     def check(self, run: PlannedRun) -> None:
         if self._options.symmetric_memory and run.device_type != "cuda":
             raise ConfigurationError(
-                f"symmetric_memory is true, but it is NCCL's, and this run is on {run.device_type}. Set it to false."
+                f"symmetric_memory is true, but only NCCL has it, and the run is on {run.device_type}. Set it to false."
             )
         size = self._shape(run)[1]
         rules = unit_rules(self._units.units)
@@ -96,14 +96,15 @@ class FullyShard(FSDP2Engine):
         mesh = run.mesh
         to_host = self._options.cpu_offload
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if to_host else OffloadPolicy()
-        # Without copies the reduction ends after the reduce-scatter: a 1-D mesh saves an all-reduce over one rank.
+        # A 1-D mesh without replicas saves an all-reduce over one rank after the reduce-scatter.
         over = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
         return partial(fully_shard, mesh=over, offload_policy=offload)
 
 
 def skip_layers(root: nn.Module) -> None:
-    """Let Hugging Face's models leave out layers at random (LayerDrop) as under other engines. By torch's mark of
-    sharded modules many run all, as ranks might leave out others, which is refused here. What generates keeps the mark.
+    """Let Hugging Face's models skip layers at random (LayerDrop) as under other engines. Many run all layers of a
+    module with torch's FSDP mark, because ranks might skip different ones, which is refused here. Modules with
+    ``generate`` keep the mark.
     """
     for module in root.modules():
         config = getattr(module, "config", None)

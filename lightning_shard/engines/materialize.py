@@ -1,7 +1,7 @@
-"""Values for models that were built on the meta device: the same on every engine, mesh and world size.
+"""Initialize models that were built on the meta device, with the same values on every engine, mesh and world size.
 
-A module's own tensors are created in full and initialised under a seed derived from the run's seed and the module's FQN
-alone. The caller shards them before it asks for the next unit's: a rank has its shards and one full unit.
+A module's own tensors are created in full and initialised under a seed derived from the run's seed and the module's
+FQN. The caller shards each unit before it fills the next one, so a rank has its shards and one full unit.
 """
 
 import hashlib
@@ -26,50 +26,49 @@ class Materializer:
     """Replaces the meta tensors of a module tree with full, initialised tensors."""
 
     def __init__(self, root: nn.Module, *, device: torch.device, seed: int) -> None:
-        """Find how each module under ``root`` is given its values: by ``_init_weights(module)``, in Hugging Face's
-        style, of the nearest enclosing module that has one, else by its own ``reset_parameters`` (or
-        ``_reset_parameters``, as ``nn.MultiheadAttention`` spells it). ``seed`` is the run's, equal on all ranks. A
-        MaterializationError names all modules that have none of these.
+        """Find the initializer of each module under ``root``: ``_init_weights(module)`` of the nearest enclosing module
+        that has it, in Hugging Face's style, else its own ``reset_parameters`` (``_reset_parameters`` of
+        ``nn.MultiheadAttention``). ``seed`` is the run's, equal on all ranks. MaterializationError: modules have none.
         """
         self.fqns = {module: fqn for fqn, module in unwrapped_modules(root)}
         self.initializers = _find_initializers(root)
-        """How each module that owns a tensor on the meta device is given its values."""
+        """The initializer of each module that owns a tensor on the meta device."""
         self._device = device
         self._seed = seed
-        # By the id of the meta tensor that they replace, so that tied parameters stay tied. The meta tensor is
-        # referred to, so that its id stays its own; what was made is not, or full tensors would outlive their sharding.
+        # By the id of the replaced meta tensor, so that tied parameters stay tied. The reference to the meta tensor
+        # keeps its id unique. The new tensor is a weak reference, or full tensors would outlive their sharding.
         self._created: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
 
     def created(self) -> set[int]:
-        """The ids of the tensors that were made, as far as they are alive."""
+        """The ids of the created tensors that are alive."""
         return {id(made()) for _, made in self._created.values()}
 
     @torch.no_grad()
     def fill(self, modules: Iterable[nn.Module]) -> None:
-        """Give the meta tensors of ``modules`` their values; MaterializationError: an initializer left one without."""
+        """Replace and initialise the meta tensors of ``modules``. MaterializationError: a tensor was left unset."""
         for module in modules:
             if module not in self.initializers or not (fresh := self._replace_meta_tensors(module)):
                 continue
             initialize, reset = self.initializers[module], _own_reset(module)
-            # What was loaded, or is tied to what another module has initialised.
+            # Loaded tensors, and those tied to another module's.
             kept = {name: tensor.clone() for name, tensor in own_tensors(module).items() if name not in fresh}
             self._initialize(module, [initialize])
             missed = _unset(module, fresh)
             if missed and reset is not None:
-                # As when it is built on a real device: its constructor's values, then those of the model around it.
+                # As on a real device: first the constructor's values, then the enclosing model's.
                 self._initialize(module, [reset, initialize])
                 missed = _unset(module, fresh)
             if missed:
                 raise MaterializationError(
                     f"The initialisation of {self.fqns[module] or '(root)'} ({type(module).__name__}) left "
-                    f"{listed(missed)} without values. A module that is built on the meta device must set each of "
-                    "its own parameters and buffers, those that are not persistent too, in reset_parameters()."
+                    f"{listed(missed)} without values. A module that is built on the meta device must set all of "
+                    "its own parameters and buffers, also non-persistent ones, in reset_parameters()."
                 )
             for name, value in kept.items():
                 own_tensors(module)[name].copy_(value)
             for name, meta in fresh.items():
                 if isinstance(meta, DTensor):
-                    # The user applied ``fully_shard`` on the meta device: the full tensor is sharded in the same way.
+                    # The user applied ``fully_shard`` on the meta device. Shard the full tensor in the same way.
                     full = own_tensors(module)[name].detach()
                     shard = distribute_tensor(full, meta.device_mesh, meta.placements, src_data_rank=None)
                     as_parameter = isinstance(meta, nn.Parameter)
@@ -84,7 +83,7 @@ class Materializer:
                 step()
 
     def _replace_meta_tensors(self, module: nn.Module) -> dict[str, Tensor]:
-        """Give ``module`` tensors without values; returns the meta tensors that were new, by name."""
+        """Replace the meta tensors of ``module`` by unset tensors. Returns the meta tensors met first here, by name."""
         fresh: dict[str, Tensor] = {}
         for name, tensor in own_tensors(module).items():
             if not tensor.is_meta:
@@ -95,7 +94,7 @@ class Materializer:
                 made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                 self._created[id(tensor)] = (tensor, weakref.ref(made))
                 fresh[name] = tensor
-            # By attribute, because modules such as nn.LSTM have their parameters in a list of their own as well.
+            # By attribute, because modules such as nn.LSTM also keep a list of their parameters.
             setattr(module, name, made)
         return fresh
 
@@ -136,7 +135,7 @@ def _own_reset(module: nn.Module) -> Callable[[], object] | None:
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of NaN (of the smallest integer, for integers), which `_is_unset` recognises."""
+    """A tensor filled with NaN or the smallest integer, which `_is_unset` recognises."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if empty.is_floating_point() or empty.is_complex():
         return empty.fill_(float("nan"))
@@ -144,7 +143,7 @@ def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _unset(module: nn.Module, names: Iterable[str]) -> list[str]:
-    # An initializer may have assigned a new tensor, so the module is read again.
+    # Read again, because an initializer may have assigned a new tensor.
     own = own_tensors(module)
     return [name for name in names if _is_unset(own[name])]
 
@@ -155,5 +154,5 @@ def _is_unset(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     smallest = torch.iinfo(tensor.dtype).min
-    # Zero is the smallest unsigned value and a common one.
+    # Not for unsigned dtypes, whose smallest value 0 is common.
     return smallest != 0 and bool((tensor == smallest).any())

@@ -1,6 +1,4 @@
-"""The tensors that are resident on a rank in a fit, by what they are for and in which memory; where some share memory,
-the one that is given first says what it is for.
-"""
+"""List a rank's live tensors in a fit by purpose and memory. Of tensors that share memory the first one counts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from lightning_shard.engines import _fsdp2
 
 
 class Resident(NamedTuple):
-    """A live tensor, or a number of bytes that no tensor of Python's stands for."""
+    """A live tensor, or a number of bytes in C++ that no tensor in Python has."""
 
     kind: str  # One of `lightning_shard.memory.KINDS`.
     memory: str  # "device", "host" or "nvme".
@@ -24,7 +22,7 @@ class Resident(NamedTuple):
 
 
 def memory_of(tensor: Tensor, device: torch.device) -> str:
-    """The memory of a tensor that no engine has offloaded: "host" if the run computes elsewhere."""
+    """The memory of a tensor: "host" if it is on a CPU and the run computes on another ``device``."""
     return "host" if tensor.device.type == "cpu" and device.type != "cpu" else "device"
 
 
@@ -36,13 +34,13 @@ def is_sharded(parameter: Tensor) -> bool:
 def module_tensors(
     module: nn.Module, optimizers: Iterable[Optimizer], *, device: torch.device, wrapper: nn.Module | None = None
 ) -> Iterator[Resident]:
-    """The tensors of a module that is full, or that FSDP2 has sharded; ``wrapper`` is torch's DDP around it, if any."""
+    """The tensors of a module with full parameters or sharded by FSDP2. ``wrapper``: torch's DDP around it, if any."""
     on_host: dict[Tensor, bool] = dict(_fsdp2.sharded_parameters(module))
 
     def memory(parameter: Tensor, tensor: Tensor) -> str:
         return "host" if on_host.get(parameter) else memory_of(tensor, device)
 
-    # First, because gathered parameters stand in the module in place of their shards.
+    # First: gathered parameters are in the module in place of their shards.
     yield from unsharded(module)
     parameters = [*on_host, *module.parameters()]
     yield from (Resident("parameters", memory(p, p), p) for p in parameters)
@@ -54,19 +52,19 @@ def module_tensors(
     yield from optimizer_tensors(optimizers, memory)
     yield from buffers(module, device=device)
     if isinstance(wrapper, DistributedDataParallel) and not wrapper.gradient_as_bucket_view:
-        # The buckets are C++'s: each trainable parameter is in one of them, from the start.
+        # The buckets are in C++. Each trainable parameter is in one of them from the start.
         yield Resident("communication", "device", sum(p.nbytes for p in module.parameters() if p.requires_grad))
 
 
 def optimizer_tensors(optimizers: Iterable[Optimizer], memory: Callable[[Tensor, Tensor], str]) -> Iterator[Resident]:
-    """The optimizers' state; ``memory(stepped, slot)`` says in which memory a slot of a stepped tensor is."""
+    """The optimizers' state. ``memory(stepped, slot)`` returns the memory of a slot of a stepped tensor."""
     for optimizer in optimizers:
         for stepped, slots in optimizer.state.items():
             yield from (Resident("optimizer", memory(stepped, slot), slot) for slot in tensors_in(slots))
 
 
 def buffers(module: nn.Module, *, device: torch.device) -> Iterator[Resident]:
-    """Buffers, and the states of torchmetrics, which are no buffers."""
+    """Buffers and the states of torchmetrics."""
     yield from (Resident("buffers", memory_of(b, device), b) for b in module.buffers())
     for part in module.modules():
         if isinstance(part, Metric):

@@ -1,5 +1,5 @@
-"""Engines as plain numbers: what bytes, traffic and advice are computed from, before a run and in it. And settings in
-plain values, that ranks, manifests and later runs compare.
+"""Engines as plain numbers, from which bytes, traffic and advice are computed, and settings as plain values, which
+ranks, manifests and later runs compare.
 """
 
 from collections.abc import Mapping
@@ -16,49 +16,48 @@ _GRADIENTS = _STEPPED | {"gradients"}
 STATES = _GRADIENTS | {"parameters"}
 """The kinds of `lightning_shard.memory.KINDS` that an engine may shard or offload."""
 
-# The names that are advised against a lack of memory, to the kinds that they shard over all ranks, and those that they
-# offload to the host.
+# Strategy names to try when memory runs out, with the kinds that each shards over all ranks and offloads to the host.
 _Advised = Mapping[str, tuple[frozenset[str], frozenset[str]]]
 
 
 class _OfTorch:
-    """What holds of torch's engines."""
+    """Common to torch's engines."""
 
     advised: ClassVar[_Advised] = {"shard_fsdp": (STATES, _NONE), "shard_fsdp_offload": (STATES, STATES)}
-    overlaps: ClassVar[bool] = True  # Whether gradients are reduced beside backward.
-    own_cpu_optimizer: ClassVar[bool] = False  # Whether under offload kernels of the engine's own step, and not torch.
+    overlaps: ClassVar[bool] = True  # Whether gradients are reduced during backward.
+    own_cpu_optimizer: ClassVar[bool] = False  # Whether offloaded steps use kernels of the engine, not torch's.
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDDPFacts(_OfTorch):
     """torch's DistributedDataParallel."""
 
-    sharded: ClassVar[frozenset[str]] = _NONE  # Of `STATES` those of which a rank keeps a shard.
-    shards: ClassVar[int] = 1  # Over how many ranks these are sharded.
+    sharded: ClassVar[frozenset[str]] = _NONE  # The kinds in `STATES` that are sharded.
+    shards: ClassVar[int] = 1  # The number of ranks they are sharded over.
 
     ranks: int
     gradient_as_bucket_view: bool = False
-    # Whether accumulated gradients are reduced once (``accumulate_sync``), and not after each micro-batch.
+    # Whether accumulated gradients are reduced once (``accumulate_sync``), not after each micro-batch.
     reduce_at_boundary: bool = True
 
     @property
     def communicators(self) -> int:
-        """Groups of ranks that its collectives run in."""
+        """The number of process groups with collectives."""
         return int(self.ranks > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPFacts(_OfTorch):
-    """FSDP2 on a mesh of ``replicate`` x ``shard`` processes; torch's ``replicate`` is that with one shard."""
+    """FSDP2 on a mesh of ``replicate`` x ``shard`` processes. torch's ``replicate`` has one shard."""
 
     sharded: ClassVar[frozenset[str]] = STATES - {"masters"}
 
     replicate: int  # Copies of the model.
-    shard: int  # Ranks that a copy is sharded over.
+    shard: int  # Ranks of one copy.
     reshard_after_forward: bool | int = True
     cpu_offload: bool = False
     backward_prefetch: int = 0
-    reduce_at_boundary: bool = False  # Whether accumulated gradients are reduced once, and so wait for that unsharded.
+    reduce_at_boundary: bool = False  # Whether accumulated gradients wait unsharded and are reduced once.
 
     @property
     def ranks(self) -> int:
@@ -75,7 +74,7 @@ class FSDPFacts(_OfTorch):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFacts:
-    """DeepSpeed ZeRO. Fields are named as its configuration's keys without ``stage3_``; sizes are in elements."""
+    """DeepSpeed ZeRO. Fields have the names of its configuration's keys without ``stage3_``. Sizes are in elements."""
 
     advised: ClassVar[_Advised] = {
         "shard_deepspeed_stage_1": (_STEPPED, _NONE),
@@ -89,9 +88,8 @@ class DeepSpeedFacts:
     ranks: int
     stage: int
     accumulate: torch.dtype = torch.float32  # Dtype in which gradients are summed.
-    # Where master weights, optimizer state and their gradients are resident; "none": on the device.
-    optimizer_device: Offload = "none"
-    param_device: Offload = "none"  # Where parameter shards are resident; "none": on the device.
+    optimizer_device: Offload = "none"  # The memory of master weights, optimizer state and their gradients.
+    param_device: Offload = "none"  # The memory of parameter shards.
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool = False
     contiguous_gradients: bool = True
@@ -106,12 +104,11 @@ class DeepSpeedFacts:
     param_buffer_count: int = 5
     param_buffer_size: int = 100_000_000
     param_max_in_cpu: int = 1_000_000_000
-    # Whether forward computes in host memory, and so on offloaded parameters without a copy.
-    device_is_cpu: bool = False
+    device_is_cpu: bool = False  # True: forward computes on offloaded parameters without a copy.
 
     @property
     def sharded(self) -> frozenset[str]:
-        """Kinds of which a rank keeps a shard: each stage shards one more."""
+        """Each stage shards one more kind."""
         kinds = ["masters", "optimizer", "gradients", "parameters"]
         return frozenset(kinds[: self.stage + 1])
 
@@ -133,7 +130,7 @@ class DeepSpeedFacts:
 
     @property
     def forward_uses_shards(self) -> bool:
-        """Whether forward reads stage 3's shards without gathering them: with one process a shard is all there is."""
+        """Whether forward reads stage 3's shards without a gather: with one process a shard is the full parameter."""
         return self.ranks == 1 and (self.param_device == "none" or self.device_is_cpu)
 
 
@@ -141,7 +138,7 @@ EngineFacts = TorchDDPFacts | FSDPFacts | DeepSpeedFacts
 
 
 def deepspeed_facts(config: Mapping[str, Any], ranks: int, accumulate: torch.dtype, device_type: str) -> DeepSpeedFacts:
-    """The settings that matter for bytes, from `deepspeed_config` with "auto" resolved, else DeepSpeed's defaults."""
+    """The settings that matter for bytes, from `deepspeed_config` with "auto" resolved, or DeepSpeed's defaults."""
     zero = config["zero_optimization"]
     stage = int(zero["stage"])
     said = {"overlap_comm": stage == 3, **{key.removeprefix("stage3_"): value for key, value in zero.items()}}
@@ -153,13 +150,13 @@ def deepspeed_facts(config: Mapping[str, Any], ranks: int, accumulate: torch.dty
 
 
 def plain_settings(*options: Any, **more: Any) -> dict[str, Any]:
-    """The fields of option dataclasses, and further settings, by name, in `plain` values."""
+    """The fields of option dataclasses and ``more`` settings, by name, as `plain` values."""
     found = {f.name: plain(getattr(o, f.name)) for o in options for f in fields(o)}
     return {**found, **{name: plain(value) for name, value in more.items()}}
 
 
 def plain(value: Any) -> Any:
-    """``value`` in JSON's types, equal for equal values on every rank: functions by import path, objects by class."""
+    """``value`` in JSON's types, the same on every rank: functions become their import path, objects their class."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""Refusing modules that another engine has sharded, and kinds of parameters that can't be."""
+"""Refuse modules that are already sharded, and modules and parameters that an engine can't shard or step."""
 
 from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +23,7 @@ require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")
 
 
 def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by_zero: bool = True) -> None:
-    """Refuse a module that FSDP2 or ZeRO-3 has sharded (ConfigurationError, with what to do)."""
+    """Raise ConfigurationError if FSDP2 or ZeRO-3 has sharded the module."""
     if by_fsdp and units_of(module):
         raise ConfigurationError(
             f"{strategy} needs a module with full parameters, but this one was sharded with FSDP2, by an earlier run "
@@ -36,17 +36,17 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
             f"{strategy} shards full parameters, but {len(found)} come already sharded as DTensors, {found[0]} first, "
             "as from_pretrained with tp_plan or distributed_config makes them. Load the model without these."
         )
-    # The mark that DeepSpeed leaves on a parameter, asked for without importing it.
+    # DeepSpeed's mark on a parameter, read without importing DeepSpeed.
     if by_zero and any(hasattr(p, "ds_tensor") for p in module.parameters()):
         raise ConfigurationError(
-            f"{strategy} needs a module with full parameters, but those of this one were sharded by ZeRO-3, in an "
-            "earlier run or by deepspeed.zero.Init. Make it plain with lightning_shard.unshard(module), or build a new "
-            "one and load the earlier run's checkpoint with ckpt_path, or use shard_deepspeed_stage_3."
+            f"{strategy} needs a module with full parameters, but this one was sharded by ZeRO-3, in an earlier run or "
+            "by deepspeed.zero.Init. Make it plain with lightning_shard.unshard(module), or build a new one and load "
+            "the earlier run's checkpoint with ckpt_path, or use shard_deepspeed_stage_3."
         )
 
 
 def refuse_lazy(module: nn.Module, strategy: str, ignored: Container[Tensor] = ()) -> None:
-    """Refuse parameters without a size, but those that are ``ignored``: ConfigurationError."""
+    """Raise ConfigurationError for parameters without a size, except ``ignored`` ones."""
     if lazy := [name for name, p in module.named_parameters() if p not in ignored and is_lazy(p)]:
         raise ConfigurationError(
             f"{strategy} can't take parameters that are uninitialized, without a size before a first forward: "
@@ -55,13 +55,13 @@ def refuse_lazy(module: nn.Module, strategy: str, ignored: Container[Tensor] = (
 
 
 def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, ignored: Container[Tensor] = ()) -> None:
-    """Refuse all parameters of kinds that an engine which shards can't step, but for ``ignored`` ones; ``hooked``: also
-    those that a module's own hook reads ahead of the engine's. The ConfigurationError says what to use.
+    """Raise ConfigurationError for all parameters that a sharding engine can't step, except ``ignored`` ones.
+    ``hooked``: also those that a module's own hook reads before the engine's hooks gather them.
     """
     refuse_lazy(module, strategy, ignored)
     inside = dict(module.named_modules())
     sparse = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "sparse", False) is True}
-    # Its forward writes them, where an engine sees gathered or cast copies.
+    # With ``max_norm`` forward writes to the weights, which are gathered or cast copies there.
     written = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "max_norm", None) is not None}
     scripted = {f"{n}.{p}" for n, m in inside.items() if isinstance(m, ScriptModule) for p, _ in m.named_parameters()}
     buffers = {name for name, _ in module.named_buffers()}
@@ -91,13 +91,13 @@ def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, igno
 
 
 BEFORE_SHARDING = ("_backward_hooks", "_post_accumulate_grad_hooks")
-OF_SHARDS = ("_backward_hooks",)  # FSDP2 calls the others with reduced gradients.
+OF_SHARDS = ("_backward_hooks",)  # FSDP2 calls ``_post_accumulate_grad_hooks`` with reduced gradients.
 
 
 def refuse_hooks(names: Mapping[Tensor, str], strategy: str, kinds: Iterable[str]) -> None:
-    """Refuse hooks of these ``kinds`` on parameters, which nothing would run on their shards: ConfigurationError."""
+    """Raise ConfigurationError for hooks of these ``kinds`` on parameters, which would not run on shards."""
     for kind in kinds:
-        if not any(map(attrgetter(kind), names)):  # as it is in each step: a loop in C
+        if not any(map(attrgetter(kind), names)):  # a loop in C, because it runs in each step
             continue
         hooked = [name for parameter, name in names.items() if getattr(parameter, kind)]
         raise ConfigurationError(
@@ -109,7 +109,7 @@ def refuse_hooks(names: Mapping[Tensor, str], strategy: str, kinds: Iterable[str
 
 
 def refuse_lists(module: nn.Module, strategy: str) -> None:
-    """Refuse lists, tuples and dicts in which modules keep parameters of ``module``: ConfigurationError."""
+    """Raise ConfigurationError for modules' attributes that are lists, tuples or dicts with parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def held(value: Any, inside: frozenset[int] = frozenset()) -> list[str]:
@@ -121,10 +121,9 @@ def refuse_lists(module: nn.Module, strategy: str) -> None:
         return [name for item in items for name in held(item, inside | {id(value)})]
 
     for owner, part in module.named_modules():
-        # torch keeps those of recurrent modules up to date.
+        # torch updates the lists of recurrent modules.
         for attribute, value in {} if isinstance(part, nn.RNNBase) else vars(part).items():
-            # DeepSpeed keeps a module's dictionary of parameters under the second name, and FSDP2Engine those that it
-            # leaves alone under the third.
+            # The second attribute is DeepSpeed's, and the third FSDP2Engine's.
             if (
                 attribute not in ("_parameters", "_original_parameters", "_shard_state")
                 and not isinstance(value, nn.Parameter)
@@ -132,13 +131,13 @@ def refuse_lists(module: nn.Module, strategy: str) -> None:
             ):
                 raise ConfigurationError(
                     f"{f'{owner}.{attribute}'.lstrip('.')} is a {type(value).__name__} that holds the parameters "
-                    f"{listed(found)}, but {strategy} puts others in their place, which it would not follow. Use "
+                    f"{listed(found)}, but {strategy} replaces parameters and would leave the old ones in it. Use "
                     "nn.ParameterList or nn.ParameterDict, or look them up by their names when they are used."
                 )
 
 
 def refuse_compiled(module: nn.Module, strategy: str) -> None:
-    """Refuse modules in graphs of the user's own ``torch.compile`` (ConfigurationError, with what to use)."""
+    """Raise ConfigurationError for modules in graphs of the user's own ``torch.compile``."""
     outside = set(outside_graphs(module))
     inside = [n for n, m in unwrapped_modules(module) if m not in outside and not isinstance(m, ScriptModule)]
     if inside:
@@ -149,14 +148,13 @@ def refuse_compiled(module: nn.Module, strategy: str) -> None:
 
 
 def refuse_new_groups(optimizers: Iterable[Optimizer], strategy: str) -> Callable[[], None]:
-    """Let ``add_param_group`` say that what is stepped was settled when the fit began, until the result is called."""
+    """Make ``add_param_group`` raise ConfigurationError until the returned function is called."""
 
     def refuse(group: object) -> None:
         raise ConfigurationError(
             f"add_param_group is called in a fit, but {strategy} steps flat partitions, or full parameters at their "
-            "owners, of the groups that there were when it began. Put all parameters into the optimizer in "
-            "configure_optimizers, with a learning rate of 0 at first, or use shard_ddp, or shard_fsdp with an "
-            "elementwise optimizer."
+            "owners, of the groups when the fit began. Put all parameters into the optimizer in configure_optimizers, "
+            "with a learning rate of 0 at first, or use shard_ddp, or shard_fsdp with an elementwise optimizer."
         )
 
     closing = ExitStack()
@@ -167,14 +165,14 @@ def refuse_new_groups(optimizers: Iterable[Optimizer], strategy: str) -> Callabl
 
 
 def refuse_second_pass(loss: Tensor) -> Callable[[], None]:
-    """Refuse a second backward pass from ``loss`` when it comes (ConfigurationError), until the result is called."""
+    """Make a second backward pass from ``loss`` raise ConfigurationError until the returned function is called."""
     passes: list[Tensor] = []
 
     def once(gradient: Tensor) -> None:
         if passes:
-            # torch's DDP would not reduce the second one, and its ranks drift apart.
+            # torch's DDP would not reduce the second one, so ranks would diverge.
             raise ConfigurationError(
-                "The module's backward runs two backward passes from one loss, of which engines reduce the first. "
+                "The module's backward runs two backward passes from one loss, but engines reduce only the first. "
                 "Run one from their sum (2 * loss), or use manual optimization with a manual_backward for each."
             )
         passes.append(gradient)
@@ -183,7 +181,7 @@ def refuse_second_pass(loss: Tensor) -> Callable[[], None]:
 
 
 def refuse_copy(strategy: str, memo: object) -> NoReturn:
-    """What ``copy.deepcopy`` calls of a module whose parameters ``strategy`` has sharded."""
+    """``__deepcopy__`` of a module whose parameters ``strategy`` has sharded."""
     raise ConfigurationError(
         f"A module is copied whose parameters {strategy} has sharded, and torch copies no such modules. Copy it "
         "before, in __init__, setup or configure_model, or let EMACallback keep averages."
@@ -191,8 +189,8 @@ def refuse_copy(strategy: str, memo: object) -> NoReturn:
 
 
 def refuse_double(module: nn.Module, strategy: str, compute: torch.dtype) -> None:
-    """Refuse fp64 parameters (ConfigurationError) that would be stepped as fp32 masters, or where ``compute`` is fp32
-    and they are frozen, rounded to it.
+    """Raise ConfigurationError for fp64 parameters that would become fp32 masters, or be rounded to fp32 as frozen ones
+    if ``compute`` is fp32.
     """
     double = [(name, p) for name, p in module.named_parameters() if p.dtype == torch.float64]
     if found := [name for name, p in double if p.requires_grad or compute == torch.float32]:
@@ -211,17 +209,17 @@ RELEASED = (
     "must match the size of tensor b (0)",
     "must match the existing size (0)",
 )
-"""What torch says where an operator meets a parameter that was full and is no more."""
+"""torch's errors if an operator meets a released parameter."""
 
 _NOT_GATHERED = (MIXED, *RELEASED, "'Tensor' object has no attribute 'ds_status'")
-"""What torch and DeepSpeed say where an operator meets the shard of a parameter, one that was full and is no more, or
-another tensor in a parameter's place, as by torch.func.functional_call.
+"""torch's and DeepSpeed's errors if an operator meets a parameter's shard, a released parameter, or another tensor in
+its place, as by torch.func.functional_call.
 """
 
 
 @contextmanager
 def explained(strategy: str) -> Generator[None, None, None]:
-    """A ConfigurationError, with what to use, where a step or its backward pass meets parameters not gathered."""
+    """Replace errors of a step or its backward pass that meets ungathered parameters by a ConfigurationError."""
     try:
         yield
     except (RuntimeError, AttributeError) as error:
@@ -238,8 +236,8 @@ def explained(strategy: str) -> Generator[None, None, None]:
         if "(torch.nn.Parameter or None expected)" not in str(error):
             raise
         raise ConfigurationError(
-            f"A forward writes a tensor in the place of a parameter that {strategy} gathers ({error}), as that of "
-            "torch.nn.utils.prune does if it is applied after the model was set up to train. Apply it in __init__, "
+            f"A forward writes a tensor in the place of a parameter that {strategy} gathers ({error}), such as "
+            "torch.nn.utils.prune's if it is applied after the model was set up to train. Apply it in __init__, "
             "setup or configure_model, or use shard_ddp in '32-true'."
         ) from None
 
@@ -250,7 +248,7 @@ _OUTSIDE = (
 )
 
 _DISAGREE = "Detected a disagreement on list"
-"""What DeepSpeed's stage 3 says where ranks have run different modules."""
+"""The error of DeepSpeed's stage 3 if ranks have run different modules."""
 
 
 class DifferentUse(ConfigurationError):
@@ -258,27 +256,27 @@ class DifferentUse(ConfigurationError):
 
 
 def different_branches(how: str) -> DifferentUse:
-    """What to say of ranks that run different modules in a step."""
+    """The error if ranks run different modules in a step."""
     return DifferentUse(
         f"Ranks take different branches: {how}. Sharded parameters are gathered by all ranks together, in one order. "
-        "Seed what chooses at random (seed_everything), put the branches into one shard unit (units, with shard_fsdp), "
+        "Seed random choices equally (seed_everything), put the branches into one shard unit (units, with shard_fsdp), "
         "run all of them on every rank (generate of transformers: synced_gpus=True), or use shard_ddp with "
         "find_unused_parameters: true in '32-true'."
     )
 
 
 def other_parameters(how: str) -> DifferentUse:
-    """What to say of a rank that uses others than before, which no other rank can know."""
+    """The error of a rank that uses other parameters than before, unknown to other ranks."""
     return DifferentUse(
-        f"{how}. Ranks have to tell each other what they use then: set find_unused_parameters: true, which shard_fsdp "
-        "and shard_ddp have, and ZeRO has not."
+        f"{how}. Then ranks have to exchange which parameters they use: set find_unused_parameters: true, which "
+        "shard_fsdp and shard_ddp have, and ZeRO has not."
     )
 
 
 def not_gathered(strategy: str) -> ConfigurationError:
-    """What to say of a step that uses parameters which ``strategy`` has sharded at that time."""
+    """The error of a step that uses parameters that ``strategy`` has not gathered."""
     return ConfigurationError(
-        f"The step uses parameters that {strategy} has not gathered at that time: it gathers those of a module for "
+        f"The step uses parameters that {strategy} has not gathered at that time: it gathers a module's parameters for "
         "its own forward and backward pass. For a sum over self.parameters() use the optimizer's weight_decay, or "
         f"compute it in the modules; {_OUTSIDE}; take gradients of gradients after the step's other forward passes; "
         f"{BETWEEN_STEPS}; or use shard_deepspeed_stage_2, or shard_ddp in '32-true'."

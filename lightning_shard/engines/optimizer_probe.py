@@ -1,6 +1,6 @@
-"""What an optimizer needs to be stepped on shards, found by stepping a copy of it. One that treats each element by
-itself gives shards the numbers of the full parameter; one that looks at a whole tensor (a norm, rows and columns,
-blocks of a quantised state) does not; and one that looks at several parameters can't be divided over ranks at all.
+"""Find an optimizer's needs for sharded steps by stepping a copy of it. An elementwise optimizer steps shards like full
+parameters. One that uses a whole tensor (a norm, rows and columns, blocks of a quantised state) needs full parameters.
+One that couples parameters can't be divided over ranks.
 """
 
 from collections import defaultdict
@@ -22,34 +22,33 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.resume.rng import rng_state, same, set_rng_state, undrawn
 from lightning_shard.tensors.flat import has_tensors_inside, local
 
-# Block-wise states quantise from 4,096 elements on, some only full blocks, of 2,048 at most; no block ends where a part
-# does.
+# Block-wise states quantise from 4,096 elements on, in blocks of at most 2,048, and no slice ends at a block's end.
 _SHAPES = {0: (), 1: (18_432,), 2: (128, 144), 3: (32, 24, 24), 4: (16, 12, 12, 8)}
 _CUTS = (4_999, 11_111)
 _CPU = torch.device("cpu")
 _FEW = {0: (), 1: (96,), 2: (8, 12), 3: (4, 4, 6), 4: (4, 4, 3, 2)}
-"""What shows on few elements is not tried on many: Shampoo takes roots of a matrix of their number squared."""
-_FEW_CUTS = (32, 64)  # No part ends within a vector of a CPU's.
+"""Small shapes come first, because Shampoo takes roots of a matrix with the square of the number of elements."""
+_FEW_CUTS = (32, 64)  # Multiples of a CPU's SIMD vector.
 _STEPS = 3
-_FEW_STEPS = 30  # Warm-ups end, and what is applied every so many steps is.
+_FEW_STEPS = 30  # Longer than warm-ups and than intervals of updates.
 
 _SHORT = 7
-"""Elements of parts that are shorter than a vector of a CPU's: some fused kernels round otherwise at a tensor's end."""
+"""Elements of slices shorter than a SIMD vector: some fused kernels round in another way at a tensor's end."""
 
 _MANY = 64 * _SHORT
 
 _ELEMENTWISE = ("deepspeed.ops.adam.", "deepspeed.ops.adagrad.", "deepspeed.ops.lion.")
-"""DeepSpeed's own for flat tensors; some keep their counts in C++, where a copy would step the original."""
+"""DeepSpeed's optimizers of flat tensors. Some have counts in C++, so that a copy would step the original."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an optimizer's step needs beside the elements that it changes."""
+    """The inputs of an optimizer's step besides values and gradients of single elements."""
 
-    full: bool = False  # An element's step depends on others of its parameter, so that shards can't be stepped.
-    loss: bool = False  # It reads the loss that a closure returns, or asks for one.
-    again: bool = False  # The closure is to compute the loss of changed values, or more than once.
-    draws: bool = False  # It draws random numbers.
+    full: bool = False  # An element's step depends on other elements, so shards can't be stepped.
+    loss: bool = False  # The step reads the loss that a closure returns, or requires a closure.
+    again: bool = False  # The closure must compute the loss of changed values, or more than once.
+    draws: bool = False  # The step draws random numbers.
 
     def __or__(self, other: "Needs") -> "Needs":
         return Needs(**{name: value or getattr(other, name) for name, value in vars(self).items()})
@@ -58,11 +57,10 @@ class Needs:
 def probe(
     optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: bool, device: torch.device = _CPU
 ) -> Needs:
-    """What the step of ``optimizer`` needs, seen on copies of it that step made-up tensors, full and in parts, together
-    and apart; where it steps DTensors also on such. All ranks call it; nothing live and no random number changes.
-    ``dtype``: the masters'. ``alone``: each rank steps all parameters, maybe coupled. ``device``: where the run
-    computes. ConfigurationError: the step couples parameters, draws random numbers in fp32 or under ``aligned``, or
-    can't be tried.
+    """Find the needs of ``optimizer`` by copies of it that step made-up tensors: full and sliced, together and alone,
+    and as DTensors if it has such parameters. All ranks call it. Live tensors and random generators do not change.
+    ``dtype``: the masters'. ``alone``: each rank steps all parameters. ``device``: the run's. ConfigurationError: the
+    step couples parameters, draws random numbers in fp32 or under ``aligned``, or can't be tried.
     """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return Needs()
@@ -70,11 +68,11 @@ def probe(
     needs = Needs()
     inner = [type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     for group in optimizer.param_groups:
-        # What chooses what is computed: hyperparameters that are no numbers, and which numbers are 0.
+        # Hyperparameters that choose the computation: non-numbers, and whether a number is 0.
         flags = {
             k: bool(v) if isinstance(v, int | float | Tensor) else repr(v) for k, v in group.items() if k != "params"
         }
-        # Stage 3 has emptied the parameters that it sharded.
+        # Parameters that stage 3 has sharded are empty.
         shapes = [getattr(p, "ds_shape", p.shape) for p in group["params"] if p.requires_grad]
         for ndim in sorted({min(len(shape), max(_SHAPES)) for shape in shapes}):
             placed = frozenset(p.placements for p in group["params"] if isinstance(p, DTensor))
@@ -82,8 +80,8 @@ def probe(
             if kind not in known:
                 tried = partial(_try, optimizer, group, dtype=dtype, aligned=aligned, alone=alone, device=device)
                 few = Needs()
-                # torch's own have no warm-up, and apply nothing every so many steps.
-                with suppress(_CanNotTry):  # It may ask for more elements.
+                # torch's optimizers have no warm-ups and no intervals of updates.
+                with suppress(_CanNotTry):  # It may require more elements.
                     few = few if type(optimizer).__module__.startswith("torch.optim.") else tried(_FEW[ndim])
                 known[kind] = few if few.full else few | tried(_SHAPES[ndim])
             needs |= known[kind]
@@ -91,7 +89,7 @@ def probe(
 
 
 _found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], Needs]] = WeakKeyDictionary()
-"""What the probes of this process found, by class and by the hyperparameters that are no plain numbers."""
+"""The needs found in this process, by class and by the hyperparameters that choose the computation."""
 
 
 class _CanNotTry(ConfigurationError):
@@ -114,12 +112,12 @@ def _try(
     def made() -> Tensor:
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
-    # What follows its progress needs some steps. Of other sizes, so that a mean over both shows.
+    # Several steps, for optimizers that follow their progress. The two sizes differ, so that a mean over both shows.
     steps = _STEPS if shape == _SHAPES[len(shape)] else _FEW_STEPS
     values, *different = [[made(), 100 * made()] for _ in range(1 + steps)]
-    # Orthogonal to its value, on which AdamP's kin project whole parameters.
+    # Orthogonal to the value, because AdamP and its variants then project whole parameters.
     different[0] = [_turned(value) for value in values]
-    # The first one twice: what estimates a step's size from its progress (Prodigy) changes it only then.
+    # The first one twice, or optimizers that estimate the step size from their progress (Prodigy) do not change it.
     gradients = [different[0], *different]
     with undrawn():
         try:
@@ -129,9 +127,8 @@ def _try(
                 return Needs(full=True)
             raise _CanNotTry(
                 f"{type(optimizer).__qualname__} can't be tried on a tensor of shape {shape} "
-                f"({type(error).__name__}: {error}), so that nobody knows what it does to shards of a parameter. Use "
-                "shard_ddp, or an optimizer that makes its state when it steps and keeps its parameters in its groups "
-                "alone."
+                f"({type(error).__name__}: {error}), so its steps on shards of a parameter are unknown. Use shard_ddp, "
+                "or an optimizer that makes its state when it steps and refers to its parameters only in its groups."
             ) from error
         needs = tried.needs
         if alone and (needs.again or needs.draws or tried.coupled):
@@ -147,26 +144,26 @@ def _try(
         if needs.again:
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__} needs full parameters and a closure that computes the loss again, but "
-                "where parameters are sharded it is called after backward, with the loss alone. Use shard_ddp."
+                "with sharded parameters it is called after backward, with only the loss. Use shard_ddp."
             )
         return replace(needs, full=True)
 
 
 class _Stepped(NamedTuple):
-    """What some steps of a copy led to."""
+    """The result of a copy's steps."""
 
     values: list[Tensor]
-    insides: bool  # Whether its state has other things than values of elements, such as quantised tensors.
-    again: bool  # Whether a closure was called twice in a step, or after a change of values.
+    insides: bool  # Whether its state is not elementwise, such as quantised tensors.
+    again: bool  # Whether a closure was called twice in a step, or after values changed.
 
 
 class _Tried(NamedTuple):
-    """What two tensors of one shape got, stepped together and each alone."""
+    """The result of two tensors of one shape, stepped together and each alone."""
 
-    step: Callable[..., _Stepped]  # Steps a copy, with a closure if it needs one.
+    step: Callable[..., _Stepped]  # Steps a copy, with a closure if the optimizer needs one.
     stepped: _Stepped  # Both together.
     coupled: bool
-    needs: Needs  # Without what parts show.
+    needs: Needs  # Without ``full``.
 
 
 def _compared(step: Callable[..., _Stepped], values: list[Tensor], gradients: list[list[Tensor]]) -> _Tried:
@@ -182,7 +179,7 @@ def _compared(step: Callable[..., _Stepped], values: list[Tensor], gradients: li
             raise error from None
     draws = not same(random, rng_state())
     reads, again = False, stepped.again
-    with suppress(Exception):  # It takes no closure.
+    with suppress(Exception):  # It may accept no closure.
         given = []
         for each in (losses, [1.0] * len(losses)):
             set_rng_state(random)
@@ -197,11 +194,11 @@ def _compared(step: Callable[..., _Stepped], values: list[Tensor], gradients: li
 
 
 def _refuse_unsharded(optimizer: Optimizer, tried: _Tried, *, exact: bool) -> None:
-    """ConfigurationError where ranks can't each step a part of the parameters."""
+    """Raise ConfigurationError if ranks can't each step a part of the parameters."""
     name = type(optimizer).__qualname__
     if tried.needs.draws and exact:
         raise ConfigurationError(
-            f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
+            f"{name} draws random numbers in its step, which can't be the same if parameters are sharded. Use "
             "shard_ddp, or an optimizer that draws none."
         )
     if tried.coupled and not tried.needs.draws:
@@ -212,7 +209,7 @@ def _refuse_unsharded(optimizer: Optimizer, tried: _Tried, *, exact: bool) -> No
 
 
 def _turned(value: Tensor) -> Tensor:
-    """A tensor without any part along ``value``, nor a row's along its row."""
+    """A tensor orthogonal to ``value``, also row by row."""
     if value.ndim == 0:
         return value.clone()
     first, second = value.unflatten(-1, (-1, 2)).unbind(-1)
@@ -230,13 +227,13 @@ def _stepped(
     gradients: Sequence[Sequence[Tensor]],
     losses: Sequence[float] = (),
 ) -> _Stepped:
-    """A copy of ``optimizer`` over ``values``, stepped with each of ``gradients``, by closures that give ``losses``."""
+    """Step a copy of ``optimizer`` over ``values`` with each of ``gradients``, and closures that return ``losses``."""
     tensors: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
     copy = copy_of(optimizer, [_group_over(tensors, group)])
     if callable(train := getattr(copy, "train", None)):
-        # schedulefree's step only so. Users call it at the start of training, which comes later.
+        # schedulefree requires it before a step.
         train()
-    # Of the class: the instance's own may count calls for a schedule.
+    # The class's function: a schedule may have replaced the instance's to count calls.
     step: Any = type(copy).step
     again = False
     for index, each in enumerate(gradients):
@@ -245,13 +242,13 @@ def _stepped(
         closure = _Closure(tensors, losses[index]) if losses else None
         step(copy, *([] if closure is None else [closure]))
         again |= closure is not None and closure.again
-    insides = not _of_elements(copy.state, values[0].shape)  # of several, all have one shape
+    insides = not _of_elements(copy.state, values[0].shape)  # all values have one shape
     return _Stepped([tensor.detach() for tensor in tensors], insides, again)
 
 
 def _of_elements(state: Any, shape: torch.Size) -> bool:
-    """Whether ``state`` has a value for each element of a parameter of ``shape``, or one for all. Else more than that
-    may come of it, such as preconditioners that are first applied after some hundred steps.
+    """Whether ``state`` has only scalars and tensors of the parameter's ``shape``. Other state may be used later, such
+    as preconditioners that are first applied after hundreds of steps.
     """
     if isinstance(state, Mapping):
         return all(_of_elements(value, shape) for value in state.values())
@@ -263,7 +260,7 @@ def _of_elements(state: Any, shape: torch.Size) -> bool:
 
 
 class _Closure:
-    """Gives a loss, and notes whether it is asked for once, before anything was changed."""
+    """Returns a loss, and records whether it is called more than once or after values changed."""
 
     def __init__(self, tensors: Sequence[Tensor], loss: float) -> None:
         self._tensors = [local(tensor).detach() for tensor in tensors]
@@ -280,31 +277,29 @@ class _Closure:
 def _same_in_parts(
     step: Callable[..., Any], full: Tensor, value: Tensor, gradients: Sequence[Tensor], *, exact: bool
 ) -> bool:
-    """Whether ``full`` gets the same values as 1-D parts, each by a copy; ``exact``: also as many short ones."""
+    """True if stepping 1-D slices equals stepping the full tensor. ``exact``: 7-element slices too (SIMD tails)."""
     for begin, end in pairwise([0, *(_FEW_CUTS if full.numel() < _CUTS[0] else _CUTS), full.numel()]):
         try:
             own = [[gradient.view(-1)[begin:end]] for gradient in gradients]
             (part,) = step([value.view(-1)[begin:end]], own).values
         except Exception:
-            # It asks for more dimensions.
-            return False
+            return False  # It may require more dimensions.
         if not _equal(part, full.view(-1)[begin:end]):
             return False
     if not exact:
         return True
     value, *gradients = [tensor.view(-1)[:_MANY].clone() for tensor in (value, *gradients)]
-    value[::2] = 0  # so that every bit of an update is seen
+    value[::2] = 0  # so that no bit of an update is rounded away
     try:
         (together,) = step([value], [[gradient] for gradient in gradients]).values
         apart = step(value.split(_SHORT), [gradient.split(_SHORT) for gradient in gradients]).values
     except Exception:
-        # It asks for more elements, which a shard may lack.
-        return False
+        return False  # It may require more elements than a shard has.
     return _equal(together, torch.cat(apart))
 
 
 def _takes_shards(step: Callable[..., Any], group: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether a group with DTensors can be stepped as it is: they refuse some operators, such as Rprop's."""
+    """Whether a group of DTensors can be stepped: DTensor lacks some operators, such as Rprop's."""
     like = next((p for p in group["params"] if isinstance(p, DTensor)), None)
     if like is None:
         return True
@@ -318,16 +313,16 @@ def _takes_shards(step: Callable[..., Any], group: Mapping[str, Any], dtype: tor
 
 
 def _group_over(tensors: list[Tensor], group: Mapping[str, Any]) -> dict[str, Any]:
-    """``group`` with other parameters, and with a learning rate that shows what it does."""
+    """``group`` with other parameters, and with a learning rate above 0."""
     lr = group.get("lr")
-    # A warm-up begins at 0, and what changes nothing shows nothing.
+    # A warm-up may begin at 0, and a step that changes nothing shows nothing.
     shown = {"lr": lr + 1e-2} if isinstance(lr, int | float | Tensor) and float(lr) == 0 else {}
     return {**group, **shown, "params": tensors}
 
 
 @torch.no_grad()
 def rests_at_zero(optimizer: Optimizer) -> bool:
-    """Whether steps with zero gradients change nothing; false where it can't be tried."""
+    """Whether steps with zero gradients change nothing. False if it can't be tried."""
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return False
     value, gradients = torch.ones(3), [[torch.ones(3)], [torch.zeros(3)]]
@@ -343,7 +338,7 @@ def rests_at_zero(optimizer: Optimizer) -> bool:
 
 
 def copy_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and attributes over other groups, without state or hooks; so what it wraps."""
+    """Copy an optimizer's class and attributes with other groups, without state and hooks. Inner optimizers too."""
     copy: Optimizer = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer))
     vars(copy).pop("step", None)
@@ -352,7 +347,7 @@ def copy_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         if isinstance(value, Optimizer):
             setattr(copy, name, copy_of(value, groups))
         elif any(value is group["params"] for group in optimizer.param_groups):
-            # LBFGS has those of its only group.
+            # LBFGS refers to the list of its only group.
             setattr(copy, name, groups[0]["params"])
         elif name not in ("param_groups", "state") and any(id(t) in stepped for t in tensors_in(value)):
             raise ValueError(f"its attribute {name} holds the parameters")

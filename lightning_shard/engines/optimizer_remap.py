@@ -10,24 +10,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_shard.errors import ConfigurationError
 
 _names: WeakKeyDictionary[nn.Module, WeakTensorKeyDictionary] = WeakKeyDictionary()
-"""Module to the FQN of each parameter that it has had, as long as something else holds that."""
+"""By module, the FQN of each parameter that it has or had and that is still alive."""
 
 
 def remember(module: nn.Module) -> None:
-    """Note the names of the module's parameters, before they are replaced."""
+    """Record the names of the module's parameters before they are replaced."""
     names = _names.setdefault(module, WeakTensorKeyDictionary())
     for fqn, parameter in module.named_parameters():
         names[parameter] = fqn
 
 
 def names_of(module: nn.Module) -> Mapping[Tensor, str]:
-    """FQNs of the parameters that the module has and had, by any of their tensors."""
+    """FQNs by tensor, of the module's present and recorded parameters."""
     return {**_names.get(module, {}), **{parameter: fqn for fqn, parameter in module.named_parameters()}}
 
 
 def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Let optimizers step, in the same groups, what took the place of the parameters that they were made with.
-    ConfigurationError: one steps what the module never had, or has stepped already what was replaced.
+    """Replace recorded parameters in the optimizers' groups by the module's present ones. ConfigurationError: an
+    optimizer has a parameter that the module never had, or state of a replaced one.
     """
     names = _names.get(module, WeakTensorKeyDictionary())
     live = dict(module.named_parameters(remove_duplicate=False))
@@ -40,13 +40,13 @@ def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
         if (fqn := names.get(parameter)) is None:
             raise ConfigurationError(
                 f"optimizer {index} ({name}) steps a parameter of shape {tuple(parameter.shape)} that the module does "
-                "not have, so that nothing would train it with the others. Make it an attribute of the module, and the "
+                "not have, so it would not be trained with the others. Make it an attribute of the module, and the "
                 "optimizer in configure_optimizers from self.parameters()."
             )
         if optimizer.state.get(parameter):
             raise ConfigurationError(
                 f"optimizer {index} ({name}) has stepped {fqn} before the module was sharded, and its state can't be "
-                "taken over. Make it in configure_optimizers, or load the state from a checkpoint with ckpt_path."
+                "sharded. Make it in configure_optimizers, or load the state from a checkpoint with ckpt_path."
             )
         return live[fqn]
 
@@ -56,5 +56,5 @@ def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
         for group in optimizer.param_groups
     ]
     for group, parameters in replaced:
-        # In place: some optimizers (LBFGS) hold the list elsewhere too.
+        # In place: some optimizers (LBFGS) refer to the list elsewhere too.
         group["params"][:] = parameters

@@ -1,8 +1,8 @@
-"""Which modules and parameters each step uses: the same as before, or agreed between ranks before they meet elsewhere.
+"""Check that all ranks use the same modules and parameters in each step, before they meet in another collective.
 
-Engines that gather or reduce several parameters at once pair the wrong ones where ranks use different ones, or wait for
-each other forever. Under DDP with ``find_unused_parameters`` a parameter that no rank used has no gradient and is not
-stepped. One that some ranks used has the average with zeros of the others. Every engine steps so, or refuses.
+If ranks use different parameters, engines that gather or reduce several at once pair wrong ones, or hang. Under DDP
+with ``find_unused_parameters`` a parameter that no rank used has no gradient and is not stepped. A parameter that some
+ranks used has the average with zeros of the others. Every engine does the same or refuses.
 """
 
 import hashlib
@@ -23,34 +23,35 @@ from lightning_shard.text import listed
 T = TypeVar("T")
 
 _STEPS = 3
-"""Steps in which ranks compare their parameters. Later ones must use the same, or compare always."""
+"""The number of first steps in which ranks compare their parameters. Later steps must use the same ones."""
 
 _WAIT = timedelta(seconds=20)
-"""How long a rank that takes a new branch waits for the others to take it, which may be gathering for another."""
+"""How long a rank in a new branch waits for the others, which may wait in a gather of another branch."""
 
 _TIMES = 64
-"""Calls of a module in a step that are told from each other."""
+"""The number of calls of one module in a step that are distinguished."""
 
-_PLAIN = torch.empty(0)  # Which transforms of torch.func let nobody say of whether it requires a gradient.
+_PLAIN = torch.empty(0)  # Its ``requires_grad_`` raises inside a transform of torch.func.
 
 TRAINING = "training"
 _END = "the end of the step's forward"
 
 
 class ParameterUse:
-    """The modules that each forward runs, where they gather, and the parameters that each step's backward reaches.
+    """Compares the modules that each forward runs, and the parameters that each backward reaches, between ranks.
 
-    A steady step communicates nothing: a module that comes as it came before is looked up, and the parameters are
-    compared with those of the first steps. Where modules came in two orders before, ranks compare a digest.
+    A steady step communicates nothing: the order of modules and the parameters are compared with the first steps'. If
+    modules came in two orders before, ranks compare a digest.
     """
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]] = (), once: Iterable[tuple[str, nn.Module]] = ()) -> None:
-        """Look at the calls of ``units``, of which names are given and which all ranks gather together; those of
-        ``once`` stay gathered, and are looked at in the first steps. All ranks make it and call it, in one order.
+        """Hook the named ``units``, which all ranks gather together, and in the first steps the modules ``once``, which
+        stay gathered. All ranks construct it and call its methods in order.
         """
         self._ranks = Ranks.of()
-        self._after: dict[tuple[str, str, int], list[str]] = {}  # What has come after a module, on all ranks.
-        self._at: tuple[str, str, int] | None = None  # The kind of a step, its last module and how often that ran.
+        # By kind of step, module and its count of calls, the modules that followed on all ranks.
+        self._after: dict[tuple[str, str, int], list[str]] = {}
+        self._at: tuple[str, str, int] | None = None  # The present key of `_after`.
         self._times: dict[str, int] = {}
         self._forwards = 0
         self._units = dict(units)
@@ -65,22 +66,22 @@ class ParameterUse:
         self.compare(())
 
     def compare(self, names: Iterable[str], *, always: bool = False, apart: Set[str] = frozenset()) -> None:
-        """Begin to compare the steps' use of trainable parameters, whose FQNs are ``names``; ``always``: in every step.
-        ``apart``: those that are reduced whatever a pass uses.
+        """Compare the use of trainable parameters with the FQNs ``names`` from now on, in every step if ``always``.
+        ``apart``: parameters that are reduced in every pass.
         """
         self.names, self._apart, self._steps = dict.fromkeys(names), apart, 0
-        # Whether ranks, or steps, differ in what they use, the same on every rank. One alone has nobody to tell.
+        # Whether ranks or steps use different parameters. Equal on every rank. A single rank need not be steady.
         self._varies = always or self._ranks.size == 1
-        self._unused: tuple[Set[str], Set[str]] | None = None  # By no rank in the last step, and by some.
-        self._passes: list[list[str]] = []  # What the backward passes of the last step used.
-        self.used: dict[str, None] = {}  # By this step, on this rank.
-        self.came: dict[str, None] = {}  # By this backward pass, in order, but for those apart.
+        self._unused: tuple[Set[str], Set[str]] | None = None  # In the last step, by all ranks and by at least one.
+        self._passes: list[list[str]] = []  # Used by each backward pass of the last step.
+        self.used: dict[str, None] = {}  # Used by this step, on this rank.
+        self.came: dict[str, None] = {}  # Used by this backward pass, in order, without ``apart``.
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what backward passes have used so far."""
+        """Clear the parameters that backward passes have used so far."""
         self.used.clear()
-        self._now: list[list[str]] = []  # What this step's backward passes used so far.
+        self._now: list[list[str]] = []  # Used by each backward pass of this step.
 
     # Modules
 
@@ -115,8 +116,8 @@ class ParameterUse:
         self._at = self._at[0], called, min(times, _TIMES)
 
     def _agree(self, called: str, known: list[str]) -> None:
-        """Compare the module that comes next with other ranks', where it is not the only one that came before. The
-        others are not there if that is what they run.
+        """Compare the next module with other ranks', unless it is the only one that came here before. Ranks that run
+        the ``known`` one do not take part, so a new one waits for them with a timeout.
         """
         lone = len(known) == 1
         if lone and (late := self._late(called, known[0])) is not None:
@@ -137,7 +138,9 @@ class ParameterUse:
             known.append(called)
 
     def _meet(self, where: str, own: T, timeout: timedelta | None = None) -> list[T]:
-        """Every rank's ``own`` value, of which a digest is compared first. DifferentUse: not all ranks are there."""
+        """Every rank's ``own`` value, gathered if a digest differs. DifferentUse: ranks call it for different
+        ``where``.
+        """
         digest = hashlib.sha256(repr((where, own)).encode()).digest()[:16]
         if self._ranks.same(digest, timeout):
             return [own]
@@ -147,7 +150,7 @@ class ParameterUse:
         return [value for _, value in there]
 
     def _late(self, called: str, expected: str) -> str | None:
-        """The module that a step takes first, or leaves out first, if its parameters' use must not change by then."""
+        """The first new or missing module of a step, if it has trainable parameters whose use is settled."""
         if not (self.settled and self._at is not None and self._at[0] == TRAINING):
             return None
         before = any(called in known for known in self._after.values())
@@ -158,8 +161,8 @@ class ParameterUse:
     # Parameters
 
     def watch(self, fqn: str, parameter: Tensor, *, ordered: bool) -> Callable[[], None]:
-        """Note the backward passes that reach ``parameter``; returns what ends that. ``ordered``: gradients are reduced
-        as they come, and in a steady step must come as before (ConfigurationError in backward).
+        """Record backward passes that reach ``parameter``. Returns the undo. ``ordered``: gradients are reduced as they
+        come, so a steady step must have the order of the first ones (ConfigurationError in backward).
         """
 
         def note(gradient: Tensor) -> None:
@@ -177,18 +180,18 @@ class ParameterUse:
 
     @property
     def settled(self) -> bool:
-        """Whether all ranks are known to use the same parameters in each step."""
+        """Whether all ranks used the same parameters in each of the first steps."""
         return self._steps >= _STEPS and not self._varies
 
     @property
     def partly(self) -> Set[str]:
-        """What some rank did not use in the last step that ranks told of."""
+        """The parameters that some rank did not use in the last compared step."""
         return self._unused[1] if self._unused else frozenset()
 
     def before_reduction(self, own: list[str], *, repeats: bool) -> tuple[Set[str], list[list[str]]]:
-        """Compare this rank's gradients, in its order, ahead of a reduction that pairs them by place. Returns the FQNs
-        of which only some ranks have one and, where these are none and orders differ, each rank's order. ``repeats``:
-        each step has the same passes (ConfigurationError in a steady step: it has not).
+        """Compare this rank's gradients, in order, before a reduction that pairs them by position. Returns the FQNs
+        with a gradient on only some ranks and, if there are none but orders differ, each rank's order. ``repeats``:
+        each step has the same passes, or a steady step raises ConfigurationError.
         """
         index = len(self._now)
         self._now.append(own)
@@ -201,18 +204,18 @@ class ParameterUse:
         return partly, [] if len(orders) == 1 or partly else orders
 
     def finish(self) -> Set[str]:
-        """End a step; returns the names that no rank used. All ranks call it, and communicate in the first steps and
-        where steps vary. ConfigurationError: it used others than the first ones, which were the same.
+        """End a step and return the names that no rank used. All ranks call it, and communicate in the first steps or
+        if steps vary. ConfigurationError: a steady step used other parameters than the first ones.
         """
         here, passes = self.names.keys() - self.used.keys(), self._now
         self.begin_step()
         if self.settled:
             assert self._unused is not None
-            # One without a backward pass steps nothing.
+            # A step without a backward pass steps nothing.
             if here != self._unused[0] and len(here) < len(self.names):
                 raise self._changed(here ^ self._unused[0])
             return here
-        if passes and not self._apart:  # whose parameters were found the same on all ranks
+        if passes and not self._apart:  # `before_reduction` found the same parameters on all ranks
             unused = frozenset(here), frozenset(here)
         else:
             everywhere = [frozenset(each) for each in self._meet("is at the end of the step", sorted(here))]
@@ -241,7 +244,7 @@ def _runs(called: str) -> str:
 def _refuse_transforms(called: str) -> None:
     try:
         _PLAIN.requires_grad_(False)
-    except RuntimeError:  # What is gathered in a transform belongs to it, and is gone after it.
+    except RuntimeError:  # Tensors that are gathered inside a transform are gone after it.
         raise ConfigurationError(
             f"A transform of torch.func (vmap, grad, jacrev, jvp, ...) {_runs(called)}, whose parameters have to be "
             "gathered first, which can't be done inside. Use torch.autograd.grad or torch.autograd.functional, or "

@@ -1,4 +1,4 @@
-"""FSDP2 over a mesh with one shard: DDP with master weights and a dtype of the reduction, which torch's DDP lacks."""
+"""FSDP2 over a mesh with one shard: DDP with master weights and a reduction dtype, which torch's DDP lacks."""
 
 from functools import partial
 
@@ -18,14 +18,14 @@ from lightning_shard.mesh import SHARD
 
 
 class Replicate(FSDP2Engine):
-    """A full replica on every rank; gradients are reduced unit by unit."""
+    """A full replica on every rank. Gradients are reduced unit by unit."""
 
     name = "ddp"
     strategy = "ShardDDPStrategy"
 
     def __init__(self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
-        """Most ``options`` are refused."""
-        # Without units for embeddings and heads, whose parameters a step may use outside of their forward.
+        """`check` refuses most ``options``."""
+        # Without units for embeddings and heads, because a step may use their parameters outside their forward.
         auto: UnitSpec = [UnitRule(modules="auto")]
         unused = options.find_unused_parameters
         units = UnitOptions(units=auto, reshard_after_forward=False, find_unused_parameters=unused)
@@ -38,18 +38,18 @@ class Replicate(FSDP2Engine):
             fp32 = run.policy.compute == torch.float32
             reason = "frozen 16-bit parameters" if fp32 else f"precision {run.precision!r}"
             raise ConfigurationError(
-                f"{shown} can't be honoured with {reason}, which runs on torch's FSDP2 with one shard instead of "
+                f"{shown} can't be used with {reason}, which runs on torch's FSDP2 with one shard instead of "
                 "DistributedDataParallel. Remove it, or use precision '32-true'."
             )
 
     def memory_model(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
-        # Gathered from forward to backward, in a copy even where the dtype is the parameters'
+        # Parameters are gathered from forward to backward, into a copy even without a cast
         # (``FSDPParamGroup.wait_for_unshard``).
         at_boundary = self._at_boundary and run.ranks > 1
         return FSDPFacts(replicate=run.ranks, shard=1, reshard_after_forward=False, reduce_at_boundary=at_boundary)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
-        # Frozen 16-bit parameters are seen here only.
+        # Again, because only now frozen 16-bit parameters are known.
         self.check(run.planned)
         return super().prepare(module, run)
 
@@ -59,5 +59,5 @@ class Replicate(FSDP2Engine):
 
 
 def needs_replicate(root: nn.Module) -> bool:
-    """Whether a parameter that keeps its 16 bits must be seen in fp32, which torch's DDP does not do."""
+    """Whether frozen 16-bit parameters have to be cast for the forward pass, which torch's DDP does not do."""
     return any(p.is_floating_point() and not p.requires_grad and p.itemsize < 4 for p in root.parameters())

@@ -1,4 +1,4 @@
-"""Tensors that are full on every rank: equal at the start, and reduced by plain all-reduces where no engine does."""
+"""Tensors that are full on every rank: broadcast at the start, and averaged if the engine's library does not."""
 
 from collections import defaultdict
 from collections.abc import Container, Generator, Iterable, Sequence
@@ -18,37 +18,37 @@ from lightning_shard.tensors.flat import INTEGERS, local
 
 @torch.no_grad()
 def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the values of rank 0, in place, but for DTensors and meta tensors. All ranks call it."""
+    """Copy rank 0's values to every rank in place, except DTensors and meta tensors. All ranks call it."""
     for tensor in tensors:
         if isinstance(tensor, DTensor) or tensor.is_meta or tensor.numel() == 0:
             continue
         data = tensor.detach()
-        sent = reachable(data.contiguous())  # it is on the host after a fit
-        # As bytes: NCCL has no int16 and no unsigned integers (ProcessGroupNCCL's ``ncclDataType``).
+        sent = reachable(data.contiguous())  # after a fit the data is on the host
+        # As bytes, because NCCL has no int16 and no unsigned integers (ProcessGroupNCCL's ``ncclDataType``).
         dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
         if sent is not data:
             data.copy_(sent)
 
 
-_COMPARED = 3  # Times that buffers are shared at which ranks tell each other their shapes.
+_COMPARED = 3  # The number of first broadcasts before which ranks compare their buffers' shapes.
 
 
 class SharedBuffers:
-    """Gives every rank the buffers of rank 0, persistent or not, as torch's DDP does ahead of a step: a codebook, a
-    queue of keys, running statistics. Buffers that differ in shape or dtype between ranks, or change either after the
-    first steps, are left alone.
+    """Broadcasts rank 0's buffers before a step, persistent or not, as torch's DDP does: codebooks, queues of keys,
+    running statistics. Buffers whose shape or dtype differs between ranks, or changes after the first steps, are left
+    alone.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        """Look where ``root`` has buffers; forward may put others into their places."""
+        """List the names of ``root``'s buffers. Forward may assign other tensors to them."""
         self._places = [(module, name) for module in root.modules() for name, _ in module.named_buffers(recurse=False)]
         self._compared = 0
-        self._agreed: list[tuple[nn.Module, str, Any]] = []  # With what all ranks have there.
-        self._sent: Sequence[Tensor] = []  # The bytes of each.
+        self._agreed: list[tuple[nn.Module, str, Any]] = []  # With the `_like` that all ranks have.
+        self._sent: Sequence[Tensor] = []  # The last bytes of each.
 
     @torch.no_grad()
     def share(self) -> None:
-        """All ranks call it; after the first times one broadcast, and no wait for a device."""
+        """Broadcast the buffers. All ranks call it. After the first times it is one broadcast without a device sync."""
         if not self._places or dist.get_world_size() == 1:
             return
         if self._compared < _COMPARED:
@@ -58,7 +58,7 @@ class SharedBuffers:
         buffers = [getattr(module, name) for module, name, _ in self._agreed]
         same = [_like(b) == like for b, (_, _, like) in zip(buffers, self._agreed, strict=True)]
         own = [b.reshape(-1).view(torch.uint8) if s else d for b, s, d in zip(buffers, same, self._sent, strict=True)]
-        sent = torch.cat([reachable(data) for data in own])  # Some may lie on the host.
+        sent = torch.cat([reachable(data) for data in own])  # Some may be on the host.
         dist.broadcast(sent, src=0)
         self._sent = sent.split([data.numel() for data in own])
         for buffer, is_same, data in zip(buffers, same, self._sent, strict=True):
@@ -69,7 +69,7 @@ class SharedBuffers:
         likes = [_like(getattr(module, name)) for module, name in self._places]
         of_ranks = Ranks.of().gather(likes)
         shared = [i for i, like in enumerate(likes) if like and all(other[i] == like for other in of_ranks)]
-        # The widest first, so that each begins at a multiple of its elements' size.
+        # The widest dtype first, so that each buffer begins at a multiple of its element size.
         shared.sort(key=lambda i: -likes[i][1].itemsize)
         self._agreed = [(*self._places[i], likes[i]) for i in shared]
         self._sent = [torch.empty(0, dtype=torch.uint8)] * len(shared)
@@ -77,7 +77,7 @@ class SharedBuffers:
 
 
 def _like(buffer: Any) -> Any:
-    """Shape, dtype and device's type of a buffer that can be shared, else None."""
+    """Shape, dtype and device type of a buffer that can be broadcast, else None."""
     if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor) or not buffer.numel() or buffer.is_sparse:
         return None
     return tuple(buffer.shape), buffer.dtype, buffer.device.type
@@ -85,8 +85,8 @@ def _like(buffer: Any) -> Any:
 
 @contextmanager
 def common_random_numbers(shard: int = 0) -> Generator[None, None, None]:
-    """Let all ranks draw the same numbers inside, but for each ``shard`` others. All ranks call it; their own
-    generators go on as if nothing had been drawn, but for the seed, which is rank 0's.
+    """Let all ranks of one ``shard`` draw the same random numbers in this context. All ranks call it. Afterwards their
+    generators continue as if nothing was drawn, except one seed.
     """
     seed = Ranks.of().broadcast(int(torch.randint(2**62, ())))
     with fork_rng():
@@ -96,24 +96,23 @@ def common_random_numbers(shard: int = 0) -> Generator[None, None, None]:
 
 @torch.no_grad()
 def parted(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
-    """Which of these tensors differ between the ranks of ``group``, by the sum of their bits. All ranks call it."""
+    """Indices of the tensors whose sums of bits differ between the ranks of ``group``. All ranks call it."""
     own = [local(t) for t in replicas]
     real = [torch.view_as_real(t) if t.is_complex() else t for t in own]
-    # What is offloaded is on the host, and full tensors beside it are not.
+    # Offloaded tensors are on the host, others on the device.
     sums = [reachable(t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64), group) for t in real]
     if not sums:
         return []
-    # The largest, and less than the smallest: ~x is -x - 1.
+    # The maximum, and the minimum by ~x, which is -x - 1.
     sent = torch.stack([torch.stack(sums), ~torch.stack(sums)])
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
     return (sent[0] != ~sent[1]).nonzero().flatten().tolist()
 
 
 @contextmanager
-def full_parameters_apart(optimizer: Optimizer) -> Generator[None, None, None]:
-    """For a step, put full parameters into groups of their own: torch's kernels over lists of tensors (``foreach``,
-    ``fused``) take no list of them and shards. Outside, where hooks, schedules and checkpoints see them, groups are as
-    the user made them.
+def full_parameters_in_own_groups(optimizer: Optimizer) -> Generator[None, None, None]:
+    """Put full parameters into separate groups during a step: torch's kernels over lists of tensors (``foreach``,
+    ``fused``) don't accept plain tensors and DTensors together. Hooks, schedules and checkpoints see the user's groups.
     """
     groups = optimizer.param_groups
     given = [(group, group["params"]) for group in groups]
@@ -134,13 +133,13 @@ def full_parameters_apart(optimizer: Optimizer) -> Generator[None, None, None]:
 def average_gradients(
     parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype, new: Container[Tensor] | None = None
 ) -> None:
-    """Average gradients over all ranks, which call it, in ``reduce_dtype``; a lacking one is zero if a rank has it.
-    ``new``: of the parameters whose gradient was not averaged yet on this rank; None: all.
+    """Average gradients over all ranks in ``reduce_dtype``. All ranks call it. A missing gradient counts as zero if
+    another rank has it. ``new``: the parameters whose gradient was not averaged yet on this rank (None: all).
     """
     parameters = list(parameters)
     if not parameters:
         return
-    # On the host: no device is waited for.
+    # On the host, without a device sync.
     here = [p.grad is not None and (new is None or p in new) for p in parameters]
     present = torch.tensor(here, dtype=torch.uint8)
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=Ranks.of().group)

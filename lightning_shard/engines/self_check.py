@@ -1,9 +1,9 @@
-"""A numeric check of an engine against a plain loop, for versions of libraries that this package was not tested on.
+"""Compare an engine's numbers with a plain loop, for versions of libraries that this package was not tested with.
 
-A release can change where gradients are rounded without a name that goes: torch 2.15 did so in FSDP2. The module of the
-check has the places where such a change was seen: an fp32 activation that meets a 16-bit parameter, a parameter that is
-used twice, two micro-batches, and a parameter that one of them leaves out. All of its operators work element by
-element, so that no kernel may round otherwise for another layout of memory.
+A release can round gradients in another place without removing a name, as torch 2.15 did in FSDP2. The module of this
+check covers the known cases: an fp32 activation with a 16-bit parameter, a parameter that is used twice, two
+micro-batches, and a parameter that one of them does not use. All operators are elementwise, so that kernels round the
+same for every memory layout.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from lightning_shard.tensors.full import gather_full
 from lightning_shard.tensors.names import fqns
 
 _WIDTH, _STEPS, _MICRO_BATCHES, _RATE = 24, 2, 2, 0.125
-# Sums of fp32 values in another order differ by some roundings, 6e-8 each; a rounding to bf16 in another place was seen
-# to change masters by 2e-4. Sums of a few bf16 values in fp32 are exact in any order, but for more than two ranks.
+# fp32 sums in another order differ by some roundings of 6e-8. A rounding to bf16 in another place changed masters by
+# 2e-4. fp32 sums of bf16 values over up to two ranks are exact in any order.
 _ORDER_OF_SUMS = 1e-6
 
 
 class _Unit(nn.Module):
-    """One shard unit; a child of a list, so that engines find it."""
+    """A shard unit, in a list so that engines find it."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class _Net(nn.Module):
 
 
 def _values(seed: float, rows: int = 1) -> Tensor:
-    """Values between -1 and 1 with all bits in use, the same everywhere; no random number is drawn."""
+    """Values between -1 and 1 that use all bits, without random numbers."""
     return torch.sin(torch.arange(rows * _WIDTH) * 0.7 + seed).view(rows, _WIDTH).squeeze(0)
 
 
 def _batch(step: int, micro_batch: int, rank: int) -> tuple[Tensor, bool]:
-    """Two rows, whose sum has one order only, and whether the micro-batch is a step's last, which uses ``rare``. All
-    even ranks have the same data, and all odd ones.
+    """Two rows, whose sum has only one order, and whether the micro-batch is the last of its step, which uses ``rare``.
+    All even ranks have the same data, and so have all odd ranks.
     """
     seed = 10 + _MICRO_BATCHES * step + micro_batch + 0.5 * (rank % 2)
     return _values(seed, rows=2), micro_batch == _MICRO_BATCHES - 1
@@ -68,9 +68,7 @@ def _loss(output: Tensor) -> Tensor:
 
 
 def _plain_loop(compute: torch.dtype, device: torch.device, ranks: int) -> dict[str, Tensor]:
-    """The masters after the steps of a loop that computes with ``parameter.to(compute)``, by FQN; fp32. It takes the
-    mean over all ranks' data in one process.
-    """
+    """The fp32 masters, by FQN, after a loop with ``parameter.to(compute)`` over all ranks' data in one process."""
     net = _Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=_RATE)
     of_kind = {0: (ranks + 1) // 2, 1: ranks // 2}
@@ -92,7 +90,7 @@ def _plain_loop(compute: torch.dtype, device: torch.device, ranks: int) -> dict[
 
 
 def _through_engine(engine: Engine, run: Run) -> Mapping[str, Tensor]:
-    """The masters after the same steps by ``engine``, in full on every rank."""
+    """The full masters after the same steps by ``engine``, on every rank."""
     net = _Net()
     try:
         engine.prepare(net, run)
@@ -116,10 +114,10 @@ def _through_engine(engine: Engine, run: Run) -> Mapping[str, Tensor]:
 
 
 def difference(engine: Engine, run: Run) -> str:
-    """Take steps by ``engine``, which is new and has no options of a user's module, and by a plain loop.
+    """Compare steps of ``engine``, a new one without options for a user's module, with a plain loop.
 
-    All ranks call it; it takes less than a second. ``run`` is a fit of the engine. Returns the parameter that differs
-    most and by how much of its largest element, or "" where both are equal.
+    All ranks call it. It takes less than a second. ``run`` is a fit of the engine. Returns the parameter with the
+    largest difference, relative to its largest element, or "" if all are equal.
     """
     word = "32-true" if run.policy.compute == torch.float32 else "bf16-mixed"
     planned = replace(run.planned, precision=word, aligned=True, accumulate_grad_batches=_MICRO_BATCHES)

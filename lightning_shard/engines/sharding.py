@@ -1,8 +1,8 @@
-"""A module tree is sharded with FSDP2, in place.
+"""Shard a module tree with FSDP2 in place.
 
-The order in `shard_tree` matters: activation checkpointing wraps a unit's forward, compilation takes the checkpointed
-forward whole, and FSDP's hooks lie outside of both, so that a unit is gathered once for a recomputing backward and
-no graph holds a collective. Both act on ``module.forward``, so that no FQN gains a prefix.
+The order in `shard_tree` matters: activation checkpointing wraps a unit's forward, compilation wraps the checkpointed
+forward, and FSDP's hooks are outside of both. So a unit is gathered once for a recomputing backward, and no graph
+contains a collective. Both replace ``module.forward``, so that no FQN gains a prefix.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,23 +29,23 @@ from lightning_shard.ranks import warn_on_first_rank
 from lightning_shard.tensors.names import compiled_in_place
 from lightning_shard.text import listed
 
-FORWARD_METHODS = ("encode", "generate")  # Methods that run a model without ``forward``, by the names that are common.
+FORWARD_METHODS = ("encode", "generate")  # Common names of methods that run a model without ``forward``.
 
 ApplyUnit = Callable[..., object]
-"""``fully_shard``, or what takes its arguments: makes FSDP modules of a unit's module or modules."""
+"""``fully_shard`` or a function with its arguments, which makes a unit's module an FSDP module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """What a user sets about the shard units."""
+    """Options of the shard units."""
 
     units: UnitSpec = "auto"
     reshard_after_forward: bool | int = True
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     ignored_modules: tuple[str, ...] = ()
-    find_unused_parameters: bool = False  # Whether ranks tell each other in every step which parameters they used.
-    forward_methods: tuple[str, ...] = FORWARD_METHODS  # What runs a model besides ``forward``.
+    find_unused_parameters: bool = False  # Whether ranks exchange in every step which parameters they used.
+    forward_methods: tuple[str, ...] = FORWARD_METHODS  # Methods that run a model besides ``forward``.
 
 
 def shard_tree(
@@ -53,18 +53,18 @@ def shard_tree(
 ) -> tuple[Mapping[str, torch.dtype], list[nn.Parameter]]:
     """Shard ``root`` in place over the run's mesh. Collective: all ranks call it.
 
-    A rank has its shards and at most one full unit at any time; of a model on the host that holds for the device.
-    Values of rank 0 win. A tree in which the user already applied ``fully_shard`` keeps its units. In manual
-    optimization each child of ``root`` is a unit too, as each backward pass of a step may be over a part of the
-    model. WrappingError, MaterializationError and PrecisionError come before anything was changed. Returned: the
-    loaded dtypes of the parameters whose masters have another, and the parameters that FSDP leaves alone.
+    A rank has its shards and at most one full unit at any time on the device. Rank 0's values are broadcast. A tree in
+    which the user already applied ``fully_shard`` keeps its units. In manual optimization each child of ``root`` is a
+    unit too, because each backward pass of a step may reach only a part of the model. WrappingError,
+    MaterializationError and PrecisionError are raised before anything is changed. Returns the loaded dtypes of
+    parameters whose masters have another dtype, and the parameters that FSDP ignores.
     """
     policy, found = run.policy, _chosen_units(root, run, options.units)
     ignored_modules, ignored = ignored_parameters(root, options.ignored_modules)
     transform = find_transforms(root, found, transforms)
     prepare = _preparation(Materializer(root, device=run.device, seed=run.seed), device=run.device)
     dtypes = computes(found, policy.compute)
-    # First, so that what checkpointing runs again in backward has the casts in it.
+    # First, so that a recomputed forward contains the casts.
     _cast(root, policy, dtypes, ignored_modules)
     transform()
     children = set(root.children())
@@ -76,8 +76,8 @@ def shard_tree(
         apply(
             module,
             reshard_after_forward=reshard,
-            # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by
-            # `install_casts`, which knows a batch's targets from a module's inputs.
+            # ``param_dtype`` is set for fp32 too, so that frozen parameters in another dtype are cast. Inputs are cast
+            # by `install_casts`, which leaves a batch's targets alone.
             mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=policy.reduce, cast_forward_inputs=False),
             ignored_params=set(ignored()) or None,
         )
@@ -87,9 +87,9 @@ def shard_tree(
         own = unit.rule.reshard_after_forward
         reshard = False if outermost else options.reshard_after_forward if own is None else own
         make(unit.module, reshard, dtypes[unit.module])
-    # None: torch keeps the root gathered between forward and backward, whatever the units do.
+    # None: torch keeps the root gathered between forward and backward.
     make(root, None, policy.compute)
-    # Read after it, because it replaces parameters.
+    # After `apply`, because it replaces parameters.
     upcast = casting.cast_trainable_parameters(root, policy.master)
     forward.gather_for_calls(root)
     made = units_of(root)
@@ -103,12 +103,12 @@ def shard_tree(
 
 
 def _chosen_units(root: nn.Module, run: Run, spec: UnitSpec) -> list[Unit]:
-    """The modules that configure_model applied ``fully_shard`` to, inner before outer, else those of ``spec``."""
+    """The modules that configure_model applied ``fully_shard`` to, inner before outer, else the units by ``spec``."""
     sharded = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]
     if not sharded:
         if names := compiled_in_place(root):
             warn_on_first_rank(
-                f"{listed(names, most=3)} were compiled in place (module.compile()), hooks and all, and are no shard "
+                f"{listed(names, most=3)} were compiled in place (module.compile()) with their hooks, and are no shard "
                 "units: the module around gathers their parameters together. Write module = torch.compile(module), or "
                 "compile: true of the strategy, which compiles each unit."
             )
@@ -131,7 +131,7 @@ def _chosen_units(root: nn.Module, run: Run, spec: UnitSpec) -> list[Unit]:
 def _cast(
     root: nn.Module, policy: PrecisionPolicy, own: Mapping[nn.Module, torch.dtype], ignored: Collection[nn.Module]
 ) -> None:
-    """Have the tree compute in the policy's dtype, and units in their own; what is ignored in fp32 if all else is."""
+    """Install the policy's casts and units' own. If all computes in fp32, only ignored modules need it set."""
     if {policy.compute, *own.values()} == {torch.float32}:
         for module in ignored:
             casting.compute_in(module, torch.float32)
@@ -140,7 +140,7 @@ def _cast(
 
 
 def _preparation(materializer: Materializer, *, device: torch.device) -> Callable[[nn.Module], None]:
-    """A function that gives the modules from one on, but for those done before, their device and full values."""
+    """Return a function that moves a module tree, except modules of earlier calls, and gives it full values."""
     done: set[nn.Module] = set()
 
     def prepare(top: nn.Module) -> None:
@@ -159,16 +159,16 @@ def _preparation(materializer: Materializer, *, device: torch.device) -> Callabl
 @torch.no_grad()
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
     if isinstance(module, Metric):
-        # Its states are neither parameters nor buffers.
+        # A metric's states are neither parameters nor buffers.
         module.to(device)
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
-            # Contiguous, as fully_shard wants it: weights in channels_last are not.
+            # Contiguous for fully_shard, unlike weights in channels_last.
             tensor.data = tensor.data.to(device).contiguous()
 
 
 def _set_prefetch(modules: list[FSDPModule], options: UnitOptions) -> None:
-    """Gather the next ``n`` units early, by registration order (forward) and against it (backward)."""
+    """Gather the next ``n`` units early, in registration order (forward) or reversed (backward)."""
     for index, module in enumerate(modules):
         if options.forward_prefetch:
             ahead = modules[index + 1 : index + 1 + options.forward_prefetch]

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel. It serves fp32; `lightning_shard.engines.replicate` serves every precision."""
+"""torch's DistributedDataParallel, for fp32. `lightning_shard.engines.replicate` has every precision."""
 
 import re
 from collections.abc import Callable, Generator, Set
@@ -35,7 +35,7 @@ CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class DDPOptions:
-    """What a user sets about torch's DDP; see ``ShardDDPStrategy``."""
+    """Options of torch's DDP, see ``ShardDDPStrategy``."""
 
     find_unused_parameters: bool = False
     static_graph: bool = False
@@ -54,14 +54,14 @@ class DDPOptions:
 
 
 class TorchDDP(TorchOptimizerEngine):
-    """A full replica on every rank; DDP reduces gradients by buckets in backward."""
+    """A full replica on every rank. DDP reduces gradients by buckets in backward."""
 
     name = "ddp"
     replicates = True
     gathers_in_forward = False
 
     _options: DDPOptions
-    _records = False  # Whether the backward pass to come is the first one of a static graph.
+    _records = False  # Whether the next backward pass is the first one of a static graph.
 
     def memory_model(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts:
         views = self._options.gradient_as_bucket_view
@@ -73,7 +73,7 @@ class TorchDDP(TorchOptimizerEngine):
         self._module, self._run, self.shares_buffers = module, run, self._options.broadcast_buffers
         optimizer_remap.remember(module)
         transforms = find_transforms(module, self.units(module), self._forward_options)
-        # Where Lightning's DDP leaves it.
+        # After the run the module is on the CPU, as with Lightning's DDP.
         self._closing.callback(module.cpu)
         prepare_replica(module, device=run.device, seed=run.seed)
         for undo in transforms():
@@ -85,7 +85,7 @@ class TorchDDP(TorchOptimizerEngine):
 
     def _wrap(self) -> None:
         self._records, self._wrapped = self._options.static_graph, None
-        # A metric's own network is no part of the model.
+        # A metric's own network is not trained.
         left_out = {p for m in self._module.modules() if isinstance(m, Metric) for p in m.parameters()}
         named = named_parameters(self._module).items()
         # Manual optimization may freeze some while DDP waits for them.
@@ -94,7 +94,7 @@ class TorchDDP(TorchOptimizerEngine):
             self._wrapped = wrap(self._module, self._options, left_out)
 
     def replicas(self) -> dist.ProcessGroup | None:
-        # What a user's own hook does may be local steps between averages.
+        # A user's own hook may allow local steps between averages.
         return None if callable(self._options.comm_hook) else super().replicas()
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class TorchDDP(TorchOptimizerEngine):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
-            # In manual optimization backward ran inside, and DDP is not to prepare for one.
+            # In manual optimization backward ran inside, and DDP must not prepare for another one.
             wrapped.require_backward_grad_sync &= automatic
             return output
 
@@ -119,7 +119,7 @@ class TorchDDP(TorchOptimizerEngine):
 
     @contextmanager
     def _named(self) -> Generator[None, None, None]:
-        """Say in one sentence which parameters had no gradient, of which DDP tells the positions."""
+        """Name the parameters without gradients in DDP's error, which has only their positions."""
         try:
             yield
         except RuntimeError as error:
@@ -130,11 +130,11 @@ class TorchDDP(TorchOptimizerEngine):
             raise ConfigurationError(
                 f"The loss of the last backward pass does not depend on {unused}, and DDP waits for their gradients. "
                 "Set find_unused_parameters: true (ShardDDPStrategy(find_unused_parameters=True)), freeze them, or use "
-                "shard_fsdp, which needs no option where all ranks leave out the same ones."
+                "shard_fsdp, which needs no option if all ranks leave out the same ones."
             ) from None
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Evaluation needs none of DDP's collectives, and ranks may have different numbers of batches there.
+        # Without DDP's collectives, because ranks may have different numbers of batches.
         return step(*args, **kwargs)
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
@@ -147,16 +147,16 @@ class TorchDDP(TorchOptimizerEngine):
                     prepare_for_backward(self._wrapped, loss)
             call(loss)
             if self._records and not self._run.automatic:
-                # DDP holds the first reduction back until its own forward ends, which encloses this backward.
+                # DDP delays the first reduction to the end of its own forward, which encloses this backward.
                 self._wrapped.reducer._delay_all_reduce()  # type: ignore[attr-defined]
             self._records = False
         if not self._options.static_graph:
-            with self._named():  # DDP itself looks at the beginning of the next step, after this one's has been taken.
+            with self._named():  # DDP itself checks this only after the optimizer's step.
                 self._wrapped.reducer._check_reducer_finalized()
 
     def sync_gradients(self, enabled: bool) -> None:
         if self._at_boundary and self._wrapped is not None:
-            # DDP records a pass that it reduces alone, and fails without one.
+            # A static graph is recorded only in a pass with a reduction.
             self._wrapped.require_backward_grad_sync = enabled or self._records
 
     def reduction_dtypes(self) -> set[torch.dtype]:
@@ -165,12 +165,12 @@ class TorchDDP(TorchOptimizerEngine):
         return {p.dtype for name, p in named_parameters(self._module).items() if name in self._reduced}
 
     def follow_freezing(self) -> nn.Module:
-        # DDP reduces what was trainable when it was built.
+        # DDP reduces the parameters that were trainable when it was constructed.
         if self._wrapped is not None:
-            # They outlive the wrapper as long as anything refers to it.
+            # Other references may keep the wrapper and its hooks alive.
             self._wrapped._remove_autograd_hooks()
         if self._at_boundary:
-            # What is frozen in the middle of a step is stepped by the micro-batches before.
+            # A parameter that is frozen in the middle of a step is stepped with its earlier micro-batches.
             frozen = [p for p in self._module.parameters() if not p.requires_grad]
             average_gradients(frozen, reduce_dtype=self._run.policy.reduce)
         self._wrap()
@@ -178,7 +178,7 @@ class TorchDDP(TorchOptimizerEngine):
 
 
 def prepare_replica(root: nn.Module, *, device: torch.device, seed: int) -> None:
-    """Give every tensor of ``root`` its value and move it to ``device``; rank 0's values win. All ranks call it."""
+    """Move ``root`` to ``device``, materialize it and broadcast rank 0's values. All ranks call it."""
     materializer = Materializer(root, device=device, seed=seed)
     materializer.fill(materializer.fqns)
     root.to(device)
@@ -187,18 +187,18 @@ def prepare_replica(root: nn.Module, *, device: torch.device, seed: int) -> None
 
 
 def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> DistributedDataParallel:
-    """Torch's DDP around any step of ``root``, which `prepare_replica` prepared, but for parameters that are
-    ``left_out``. All ranks call it.
+    """Make torch's DDP of any step of ``root`` after `prepare_replica`, without the parameters ``left_out``. All ranks
+    call it.
     """
     ignored = [p for p in root.parameters() if p in left_out and p.requires_grad]
-    for parameter in ignored:  # DDP takes what is trainable when it is built.
+    for parameter in ignored:  # DDP reads ``requires_grad`` when it is constructed.
         parameter.requires_grad_(False)
     wrapped = DistributedDataParallel(
-        StepRoot(root),  # without `device_ids`, to which DDP moves all that is in a batch
+        StepRoot(root),  # without `device_ids`, to which DDP would move the whole batch
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
-        # `SharedBuffers` does it as on the other engines.
+        # `SharedBuffers` broadcasts buffers on every engine.
         forward_sync_buffers=False,
         bucket_cap_mb=options.bucket_cap_mb,
         # `prepare_replica` made the ranks equal.
@@ -220,11 +220,12 @@ _LOOK_UPS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it. DDP rebuilds them
-    after its first backward pass, and from 3 ranks on a resumed run would sum its first step in another order. No
-    parameter's autograd node runs, and no hook sees the zeros. A static graph has to record a real pass.
+    """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it. DDP rebuilds its
+    buckets after the first backward pass, so with 3 ranks or more a resumed run would sum its first step in another
+    order. No parameter's autograd node runs, and no hook sees the zeros. Not for a static graph, which has to record a
+    real pass.
     """
-    # As DDP counts them: the reducer knows each by its index.
+    # In DDP's order: the reducer identifies parameters by index.
     parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     sparse = any(getattr(module, "sparse", False) for module in wrapped.modules() if isinstance(module, _LOOK_UPS))
     if wrapped.find_unused_parameters or wrapped.static_graph or sparse:
@@ -235,7 +236,7 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
         for index in reversed(range(len(parameters))):
             reducer._autograd_hook(index)
 
-    with sums_set_aside(wrapped):  # of a step in whose middle parameters were frozen or thawed
+    with sums_set_aside(wrapped):  # if parameters were frozen or thawed in the middle of a step
         reducer.prepare_for_backward([])
         trigger = torch.zeros((), requires_grad=True)
         trigger.register_hook(ready)
@@ -246,39 +247,39 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
 
 
 def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:
-    """Make the reducer ready for a backward pass from ``loss`` that comes before ``_post_forward``, which does so."""
+    """Prepare the reducer for a backward pass from ``loss`` before DDP's ``_post_forward`` does."""
     wrapped.require_forward_param_sync = torch.is_grad_enabled() and wrapped.require_backward_grad_sync
     if wrapped.require_forward_param_sync:
         unused = wrapped.find_unused_parameters and not wrapped.static_graph
-        # Without it torch asserts in the first pass that finds no unused parameters.
+        # Without it torch's assertion fails in the first pass without unused parameters.
         wrapped.reducer._rebuild_buckets()
         wrapped.reducer.prepare_for_backward([loss] if unused else [])
 
 
 class StepRoot(nn.Module):
-    """The module that DDP and DeepSpeed are given: its forward is any step of ``module``, its only child."""
+    """The module for DDP and DeepSpeed, whose forward is any step of ``module``, its only child."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any]:
-        """``step(*args, **kwargs)`` in a tuple, in which an engine finds the tensors of any output."""
+        """Return ``step(*args, **kwargs)`` in a tuple, because engines look for tensors in containers."""
         return (step(*args, **kwargs),)
 
 
 @contextmanager
 def sums_set_aside(module: nn.Module) -> Generator[None, None, None]:
-    """Let DDP reduce the gradients of the backward pass inside alone, and add those of earlier micro-batches after it,
-    as engines that shard do: to reduce their sum, as DDP does, rounds differently.
+    """Make DDP reduce only the gradients of the backward pass in this context, and add earlier micro-batches' gradients
+    afterwards, as sharding engines do. DDP itself would reduce their sum, which rounds differently.
     """
     sums: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in module.parameters():
         if parameter.grad is not None:
-            # With gradient_as_bucket_view the gradient lies in DDP's own memory, which the pass overwrites.
+            # With gradient_as_bucket_view the gradient is in DDP's bucket, which the pass overwrites.
             sums.append((parameter, parameter.grad.detach().clone()))
             parameter.grad = None
     yield
-    with torch.no_grad():  # and not by `detach`, of which a sparse gradient has no part
+    with torch.no_grad():  # not `detach`, which does not work in place on sparse gradients
         for parameter, total in sums:
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)

@@ -1,4 +1,4 @@
-"""What engines share whose optimizers step the module's own parameters: full ones, or FSDP2's shards of them."""
+"""The base of engines whose optimizers step the module's own parameters: full ones, or FSDP2's shards."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -17,7 +17,7 @@ from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.external_writes import ForeignStepCheck
 from lightning_shard.engines.memory_breakdown import Resident, module_tensors, unsharded
 from lightning_shard.engines.memory_model import plain_settings
-from lightning_shard.engines.replicated import common_random_numbers, full_parameters_apart
+from lightning_shard.engines.replicated import common_random_numbers, full_parameters_in_own_groups
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.mesh import REPLICATE, SHARD
@@ -27,17 +27,17 @@ from lightning_shard.tensors.names import parameter_names
 
 
 class TorchOptimizerEngine(Engine):
-    """Base of such engines; see `lightning_shard.engines.engine.Engine`."""
+    """See `lightning_shard.engines.engine.Engine`."""
 
     steps_itself = False
-    _steps_apart = False  # Whether an optimizer may have groups of shards and full parameters.
+    _mixes_shards = False  # Whether an optimizer's group may have both shards and full parameters.
     follows_freezing = True
 
     _module: nn.Module
     _run: Run
 
     def __init__(self, options: Any, forward: ForwardOptions, *, at_boundary: bool) -> None:
-        """With ``at_boundary`` accumulated gradients are reduced once, and not each micro-batch's."""
+        """``at_boundary``: accumulated gradients are reduced once, not in each micro-batch."""
         self._options, self._forward_options, self._at_boundary = options, forward, at_boundary
         self._wrapped: DistributedDataParallel | None = None
         self._optimizers: Sequence[Optimizer] = ()
@@ -55,7 +55,6 @@ class TorchOptimizerEngine(Engine):
             wrapper=self._wrapped,
             whole=self._whole,
             shards=self._shards,
-            at_boundary=self._at_boundary,
         )
 
     def resolved_config(self) -> Mapping[str, Any]:
@@ -67,7 +66,7 @@ class TorchOptimizerEngine(Engine):
         self._foreign_steps = ForeignStepCheck(self._module, optimizers)
         self._closing.callback(self._foreign_steps.close)
         self._needs = {id(optimizer): needs_of(optimizer, self._run) for optimizer in optimizers}
-        # The closure may draw numbers of this rank's own.
+        # The closure may draw this rank's own random numbers.
         self.steps_itself = any(needs.draws for needs in self._needs.values())
         return list(optimizers), None
 
@@ -80,10 +79,10 @@ class TorchOptimizerEngine(Engine):
             return
         whole, mesh = self._whole.get(id(optimizer)), self._run.mesh
         replicated = self.needs(optimizer).draws and mesh[REPLICATE].size() > 1
-        apart = self._steps_apart and whole is None
+        mixed = self._mixes_shards and whole is None
         with (
             common_random_numbers(mesh[SHARD].get_local_rank()) if replicated else nullcontext(),
-            full_parameters_apart(optimizer) if apart else nullcontext(),
+            full_parameters_in_own_groups(optimizer) if mixed else nullcontext(),
         ):
             (optimizer.step if whole is None else whole.step)(**kwargs)
 
@@ -96,7 +95,7 @@ class TorchOptimizerEngine(Engine):
             optimizer.zero_grad()
 
     def release_module(self, *, failed: bool) -> None:
-        # What was prepared so far, in reverse order.
+        # Undo the preparations so far, in reverse order.
         self._closing.close()
 
 
@@ -108,11 +107,9 @@ class ModuleTensors:
     stepping: Sequence[Optimizer]
     device: torch.device
     wrapper: nn.Module | None = None  # torch's DDP around the module.
-    live: Mapping[str, LiveTensor] = field(default_factory=dict)  # FQN to what stands for the module's own tensor.
-    # By the ``id`` of their optimizer, those that step full parameters.
-    whole: Mapping[int, WholeSteps] = field(default_factory=dict)
+    live: Mapping[str, LiveTensor] = field(default_factory=dict)  # Tensors in place of the module's own, by FQN.
+    whole: Mapping[int, WholeSteps] = field(default_factory=dict)  # By the ``id`` of their optimizer.
     shards: Mapping[Tensor, str] = field(default_factory=dict)  # FSDP's, with their FQNs.
-    at_boundary: bool = True  # Whether gradients are reduced once a step, and not each micro-batch's.
 
     def masters(self) -> Mapping[str, LiveTensor]:
         return self.live

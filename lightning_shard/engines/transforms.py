@@ -1,8 +1,8 @@
-"""Changes to a module's forward: recomputation in backward, and compilation.
+"""Activation checkpointing and compilation of a module's forward.
 
-Both replace ``module.forward`` on the instance, so that no FQN gains a prefix and hooks stay outside. Selective
-recomputation is torch's selective activation checkpointing, which saves the operators that torch's FLOP counter knows:
-products, convolutions and attention. Backward computes the rest again, which costs little but memory.
+Both replace ``module.forward`` on the instance, so that no FQN gains a prefix and hooks stay outside. "selective" is
+torch's selective activation checkpointing. It saves the results of operators that torch's FLOP counter knows (products,
+convolutions, attention) and recomputes the cheap rest.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ OFFLOAD: Final = "offload"
 
 
 def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing) -> list[nn.Module]:
-    """The modules whose forward is recomputed in backward; WrappingError: there is nothing to apply it to."""
+    """The modules whose forward is recomputed in backward. WrappingError: there is none."""
     if spec is None:
         return []
     if isinstance(spec, list):
         return of_classes(root, spec, "activation_checkpointing")
-    modules = [unit.module for unit in units if not unit.apart]
+    modules = [unit.module for unit in units if not unit.standalone]
     if not modules:
         raise WrappingError(
             "activation_checkpointing goes by shard units, but the model has none below its root. Name the classes "
@@ -46,10 +46,10 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOptions:
-    """What changes the forward of the units, on every engine."""
+    """Options of the units' forward, on every engine."""
 
-    activation_checkpointing: Checkpointing = None  # Whose forward runs again in backward; see the strategies.
-    compile: bool = False  # Whether the units' forward is compiled.
+    activation_checkpointing: Checkpointing = None  # See the strategies.
+    compile: bool = False  # Whether each unit's forward is compiled.
 
     def __post_init__(self) -> None:
         if isinstance(every := self.activation_checkpointing, int) and every < 1:
@@ -57,7 +57,7 @@ class ForwardOptions:
         if self.activation_checkpointing == OFFLOAD and self.compile:
             raise WrappingError(
                 "activation_checkpointing is 'offload' and compile is true, but a compiled unit saves all tensors of "
-                "its graph, and not its inputs alone. Set activation_checkpointing: units, or compile: false."
+                "its graph, not only its inputs. Set activation_checkpointing: units, or compile: false."
             )
 
     @property
@@ -68,17 +68,19 @@ class ForwardOptions:
 def find_transforms(
     root: nn.Module, units: list[Unit], options: ForwardOptions
 ) -> Callable[[], list[Callable[[], None]]]:
-    """Find what ``options`` change (WrappingError: nothing); the result does, and returns the undo of each in order."""
+    """Find the modules that ``options`` change (WrappingError: there is none). The returned function changes them and
+    returns the undo of each, in order.
+    """
     spec = options.activation_checkpointing
     checkpointed = checkpointed_modules(root, units, spec)
-    compiled = [unit.module for unit in units if not unit.apart] if options.compile else []
+    compiled = [unit.module for unit in units if not unit.standalone] if options.compile else []
     if options.compile and not compiled:
         raise WrappingError(
-            "compile goes by shard units, but the model has none below its root. Set units where the strategy has "
-            "them, or call torch.compile in configure_model."
+            "compile goes by shard units, but the model has none below its root. Set units if the strategy has them, "
+            "or call torch.compile in configure_model."
         )
     inputs = HostInputs()
-    # Outside of it, so that the compiler sees what is recomputed.
+    # Compilation outside, so that the compiler sees the recomputation.
     return lambda: [
         *(checkpoint_forward(m, spec, inputs) for m in checkpointed),
         *(compile_forward(m) for m in compiled),
@@ -86,12 +88,12 @@ def find_transforms(
 
 
 def compile_forward(module: nn.Module) -> Callable[[], None]:
-    """Compile the module's forward; modules of one class share a graph."""
+    """Compile the module's forward. Modules of one class share a graph."""
     return replace_forward(module, torch.compile(_of_its_class(type(module), module.forward)))
 
 
 def _of_its_class(kind: type[nn.Module], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with a code object of the class's own: Dynamo keeps eight graphs of one, which all would share."""
+    """``function`` with a code object per class, because Dynamo keeps at most eight graphs per code object."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -100,7 +102,7 @@ def _of_its_class(kind: type[nn.Module], function: Callable[..., Any]) -> Callab
         name = f"forward of {kind.__module__}.{kind.__qualname__}"
         _CODES[kind] = forward.__code__.replace(co_name=name)
     own = FunctionType(_CODES[kind], forward.__globals__, closure=forward.__closure__)
-    # Its signature, for who looks at it.
+    # With its signature.
     return update_wrapper(own, function, assigned=(), updated=())
 
 
@@ -108,7 +110,7 @@ _CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
 
 
 def checkpoint_forward(module: nn.Module, spec: Checkpointing, inputs: HostInputs | None = None) -> Callable[[], None]:
-    """Run the module's forward again in backward; ``inputs``: of the model's modules, where they are offloaded."""
+    """Recompute the module's forward in backward. ``inputs``: the model's offloaded inputs."""
     # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
     run = partial(checkpoint, inside_modules(module.forward), use_reentrant=False)
     forms: dict[str, Callable[..., Any]] = {
@@ -119,28 +121,28 @@ def checkpoint_forward(module: nn.Module, spec: Checkpointing, inputs: HostInput
 
 
 def _selectively(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # torch.compile marks the operators of its graph by torch's own.
+    # torch.compile needs torch's own contexts to mark the operators of its graph.
     return run(*args, context_fn=_torchs if torch.compiler.is_compiling() else selective_contexts, **kwargs)
 
 
 SAVED_OBSERVERS: list[Callable[[Any], None]] = []
-"""Called with the result of each operator that is saved, outside of compiled code; empty but in a measured step."""
+"""Called with each saved operator's result outside compiled code. Empty except in a measured step."""
 
 
 def selective_contexts() -> tuple[Any, Any]:
-    """What ``torch.utils.checkpoint`` runs forward, and forward again in backward, in: its ``context_fn``."""
+    """The ``context_fn`` of ``torch.utils.checkpoint``: contexts of forward and of the recomputation."""
     forward, again = _torchs()
     return _Expensive(forward, SAVED_OBSERVERS), _Expensive(again, [])
 
 
 def is_kept(operator: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
-    """Whether an operator's results are saved for backward, when it is called so."""
+    """Whether the results of this call of an operator are saved for backward."""
     schema = schema_of(operator)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     if "dropout_p" not in names:
         return getattr(operator, "overloadpacket", operator) in flop_registry
-    # Attention, for some of which torch's counter has no formula. A kernel that is not run again does not advance the
-    # random numbers for what comes after it.
+    # Attention, some of it unknown to torch's counter. With dropout it is recomputed, because a skipped kernel would
+    # not advance the random numbers for later operators.
     return dict(zip(names, args, strict=False), **(kwargs or {})).get("dropout_p", 0) == 0
 
 
@@ -152,8 +154,8 @@ _torchs = partial(create_selective_checkpoint_contexts, _saved_or_not)
 
 
 class _Expensive(TorchDispatchMode):
-    """Hands what is saved to one of torch's modes, and nothing else: these insist on the same operators in backward,
-    where engines' hooks run others (what is gathered is not gathered again). What is compiled inside stays compiled.
+    """Passes only saved operators to torch's mode, which requires the same operators in the recomputation. Engines'
+    hooks run others there, because gathered parameters are not gathered again. Compiled code inside stays compiled.
     """
 
     supports_higher_order_operators = True

@@ -1,4 +1,4 @@
-"""Which modules become shard units: pure functions over a module tree, nothing is changed here."""
+"""Choose the modules that become shard units, by functions that do not change the module tree."""
 
 import re
 from collections import Counter, defaultdict
@@ -29,25 +29,25 @@ def class_names(classes: ClassNames) -> list[str]:
 @checked_fields("units", error=WrappingError)
 @dataclass(frozen=True, kw_only=True)
 class UnitRule:
-    """Shard units that have settings of their own, as an entry of a list of units.
+    """Shard units with settings of their own, as an entry of a list of units.
 
     Raises:
         WrappingError: not exactly one of ``modules`` and ``pattern``, or a value that can't work.
     """
 
     modules: Literal["auto"] | int | ClassNames | None = None
-    """Which modules, as in ``units`` itself: "auto", a number of parameters, or a list of classes or their names."""
+    """The modules, as in ``units`` itself: "auto", a number of parameters, or a list of classes or their names."""
 
     pattern: str | None = None
-    """In its place: a regular expression for the whole names of modules in the LightningModule, such as
+    """Instead of ``modules``: a regular expression for whole names of modules in the LightningModule, such as
     ``model\\.layers\\.[01]``."""
 
     reshard_after_forward: bool | int | None = None
-    """When these units are freed; null: as the strategy's argument of that name."""
+    """When these units are freed; null: as by the strategy's argument of that name."""
 
     compute: DType | None = None
-    """Dtype that their modules compute in, inputs and parameters; null: the precision's. What they return is in it too.
-    Masters, reduction and optimizer state stay as they are."""
+    """Dtype of their modules' inputs, parameters and outputs in forward; null: the precision's. Masters, reduction and
+    optimizer state do not change."""
 
     def __post_init__(self) -> None:
         if (self.modules is None) == (self.pattern is None):
@@ -72,7 +72,7 @@ UnitSpec = Literal["auto"] | int | list[str | type[nn.Module] | UnitRule]
 
 
 def unit_rules(spec: UnitSpec) -> tuple[UnitRule, ...]:
-    """``spec`` as entries: those that a list has in their order, and behind them its classes together as one."""
+    """``spec`` as rules: a list's rules in order, followed by one rule with all its classes."""
     if not isinstance(spec, list):
         return (UnitRule(modules=spec),)
     classes = [entry for entry in spec if not isinstance(entry, UnitRule)]
@@ -86,12 +86,12 @@ class Unit:
 
     name: str  # FQN in the root.
     module: nn.Module
-    rule: UnitRule = field(default_factory=lambda: UnitRule(modules="auto"))  # What named them, for its settings.
-    apart: bool = False  # An embedding or a head beside blocks, which is neither recomputed nor compiled.
+    rule: UnitRule = field(default_factory=lambda: UnitRule(modules="auto"))  # The rule that chose it.
+    standalone: bool = False  # An embedding or a head next to blocks, neither recomputed nor compiled.
 
 
 def computes(units: Iterable[Unit], default: torch.dtype) -> dict[nn.Module, torch.dtype]:
-    """The dtype that each module in ``units``, inner before outer, computes in; in others it is ``default``."""
+    """The compute dtype of each module in ``units``, inner before outer, if not ``default``."""
     found: dict[nn.Module, torch.dtype] = {}
     for unit in units:
         dtype = DTYPES.get(unit.rule.compute or "", default)
@@ -100,22 +100,22 @@ def computes(units: Iterable[Unit], default: torch.dtype) -> dict[nn.Module, tor
 
 
 def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) -> list[Unit]:
-    """The shard units below ``root``, inner before outer, in registration order. ``root``, not among them, takes every
-    parameter that no unit has. Each belongs to exactly one: a module that shares one with a module outside of it is no
-    unit, and what it has is of the unit around it, or of the root.
+    """The shard units below ``root``, inner before outer, in registration order. ``root`` is not listed. It has every
+    parameter that is in no unit. Each parameter belongs to one unit: a module that shares a parameter with a module
+    outside itself is no unit, and its parameters belong to the unit around it or to the root.
 
-    ``spec``: "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
-    ``Sequential``, and what is `_apart` of them; a number: the smallest modules with at least that many parameters
-    which no inner unit has taken; a list: classes and rules, of which the first that names a module counts.
-    ``with_children``: each child of ``root`` too. WrappingError: a name that matches nothing or is no class to shard,
-    or settings for a module that shares parameters.
+    ``spec`` "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
+    ``Sequential``, and `_standalone` modules. A number: the smallest modules with at least that many parameters outside
+    inner units. A list: classes and rules. The first rule that matches a module counts. ``with_children``: also each
+    child of ``root``. WrappingError: a name matches nothing or no class to shard, or a rule has settings for a module
+    that shares parameters.
     """
     chosen: dict[nn.Module, UnitRule] = {}
     for rule in unit_rules(spec):
         for module in _named_by(rule, root, {id(p) for m in chosen for p in m.parameters()}):
             chosen.setdefault(module, rule)
-    apart = _apart(root, chosen) if spec == "auto" else {}
-    chosen |= apart
+    standalone = _standalone(root, chosen) if spec == "auto" else {}
+    chosen |= standalone
     if with_children:
         chosen = {**dict.fromkeys(_nearest_with_forward(root), UnitRule(modules="auto")), **chosen}
     chosen = _around_graphs(root, chosen)
@@ -126,17 +126,17 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
             f"units gives {lost[0]} settings of its own, but it shares parameters with a module outside of it, and "
             "so is no unit. Leave it out, or give the settings to the module that has both."
         )
-    return [Unit(name=fqn, module=m, rule=chosen[m], apart=m in apart) for fqn, m in settled.items()]
+    return [Unit(name=fqn, module=m, rule=chosen[m], standalone=m in standalone) for fqn, m in settled.items()]
 
 
 def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.Module]:
-    """The modules that a rule names; ``taken``: ids of the parameters that earlier rules' modules have."""
+    """The modules that a rule matches. ``taken``: ids of the parameters of earlier rules' modules."""
     if rule.pattern is not None:
         return _by_pattern(root, rule.pattern)
     if isinstance(rule.modules, int):
         return _by_size(root, rule.modules, taken)
     if rule.modules == "auto":
-        # What Hugging Face models declare as not to be split.
+        # Classes that Hugging Face models declare as not to be split.
         names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         return [m for m in _below(root).values() if class_name(m) in names] or _repeated_blocks(root)
     named = class_names(rule.modules or [])
@@ -146,15 +146,15 @@ def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.M
     if refused := [n for n in named if n in idle]:
         raise WrappingError(
             f"units names {', '.join(map(repr, refused))}, whose forward never runs and so can't be a shard unit. "
-            "Name the class of the modules inside it, or of the one that it is in."
+            "Name the class of the modules inside it, or of the module around it."
         )
     return [m for m in below if class_name(m) in named]
 
 
-def _apart(root: nn.Module, blocks: Collection[nn.Module]) -> dict[nn.Module, UnitRule]:
-    """Embeddings and linear layers beside ``blocks`` that have as many parameters as the smallest of them, and share
-    none: the root is gathered from forward to the end of backward. A linear layer is the head as a rule, whose backward
-    comes next, and stays until then; tied ones are used first and last, and stay the root's.
+def _standalone(root: nn.Module, blocks: Collection[nn.Module]) -> dict[nn.Module, UnitRule]:
+    """Embeddings and linear layers outside ``blocks`` that have at least as many parameters as the smallest block and
+    share none. In the root they would stay gathered from forward to the end of backward. A linear layer is usually the
+    head, whose backward is first, so it is not resharded before. Tied layers, used first and last, stay in the root.
     """
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     taken = {id(p) for block in blocks for p in block.parameters()}
@@ -172,8 +172,8 @@ def _apart(root: nn.Module, blocks: Collection[nn.Module]) -> dict[nn.Module, Un
 
 
 def _around_graphs(root: nn.Module, chosen: dict[nn.Module, UnitRule]) -> dict[nn.Module, UnitRule]:
-    """``chosen`` with the module around a graph of the user's ``torch.compile`` in the place of those in it, as hooks
-    of units break a graph; WrappingError: these have settings of their own.
+    """Replace modules inside a graph of the user's ``torch.compile`` by the module around it, because a unit's hooks
+    break a graph. WrappingError: a module inside has settings of its own.
     """
     outside, below = set(outside_graphs(root)), _below(root)
     found = {module: rule for module, rule in chosen.items() if module in outside}
@@ -182,8 +182,8 @@ def _around_graphs(root: nn.Module, chosen: dict[nn.Module, UnitRule]) -> dict[n
             continue
         if rule.special:
             raise WrappingError(
-                f"units gives {fqn} settings of its own, but it lies in a graph of torch.compile, which no unit parts. "
-                "Leave torch.compile out and set compile: true, which compiles each unit."
+                f"units gives {fqn} settings of its own, but it is inside a graph of torch.compile, which no unit "
+                "splits. Leave torch.compile out and set compile: true, which compiles each unit."
             )
         above = fqn.rpartition(".")[0]
         while above and not (below[above] in outside and runs_forward(below[above])):
@@ -194,7 +194,7 @@ def _around_graphs(root: nn.Module, chosen: dict[nn.Module, UnitRule]) -> dict[n
 
 
 def of_classes(root: nn.Module, names: Iterable[str], option: str) -> list[nn.Module]:
-    """The modules of the named classes; WrappingError: ``option`` names one that matches nothing."""
+    """The modules of the named classes. WrappingError: ``option`` has a name that matches none."""
     names = set(names)
     _check_names(sorted(names), root.modules(), option)
     return [m for m in root.modules() if class_name(m) in names]
@@ -213,9 +213,10 @@ def _check_names(names: Iterable[str], modules: Iterable[nn.Module], option: str
 def ignored_parameters(
     root: nn.Module, class_names: Iterable[str]
 ) -> tuple[list[nn.Module], Callable[[], dict[nn.Parameter, None]]]:
-    """The modules of the named classes, and a function, as materialisation replaces parameters, that reads those that
-    FSDP is to leave alone: the modules' own, those of torchmetrics (a metric's own network is no part of the model),
-    and 0-d ones; a dict's keys, so that all ranks reduce them in one order. WrappingError: a name matches nothing.
+    """The modules of the named classes, and a function that reads the parameters that FSDP ignores: these modules',
+    torchmetrics' (a metric's own network is not trained) and 0-d ones. A function, because materialization replaces
+    parameters. It returns a dict's keys, so that all ranks reduce them in one order. WrappingError: a name matches
+    nothing.
     """
     modules = of_classes(root, class_names, "ignored_modules")
     tops = [*modules, *(m for m in root.modules() if isinstance(m, Metric))]
@@ -228,7 +229,7 @@ def ignored_parameters(
 
 
 def _children_first(module: nn.Module, name: str = "", seen: set[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """All modules from ``module`` on but metrics' (with networks of their own), children first, each once."""
+    """All modules of the tree ``module``, children first, each once, except metrics' own networks."""
     seen = set() if seen is None else seen
     found: dict[str, nn.Module] = {}
     if module in seen or isinstance(module, Metric):
@@ -245,21 +246,21 @@ def _below(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def runs_forward(module: nn.Module) -> bool:
-    """Whether a module's ``forward`` is what uses its parameters: not of containers, nor ``nn.MultiheadAttention``."""
+    """Whether ``forward`` uses the module's parameters. False for containers and nn.MultiheadAttention's projection."""
     has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Members of containers that hold at least two modules of one class; outermost such containers only."""
+    """Members of the outermost containers that have at least two modules of one class."""
     if isinstance(module, Metric):
         return []
     counts: Counter[type[nn.Module]] = Counter()
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         in_list = not isinstance(module, nn.Sequential)
-        # A container may hold one module several times.
+        # A container may contain one module several times.
         children = [m for m in (module.values() if isinstance(module, nn.ModuleDict) else module) if m is not None]
-        # What is worth a unit has parameters, and is more than a lone layer of a stack.
+        # Only modules with parameters, and not the single layers of an nn.Sequential.
         counts.update(type(m) for m in children if _has_parameters(m) and (in_list or [*m.children()]))
     found: list[nn.Module] = []
     for child in module.children():
@@ -282,7 +283,7 @@ def _by_pattern(root: nn.Module, pattern: str) -> list[nn.Module]:
 def _by_size(root: nn.Module, smallest: int, taken: set[int]) -> list[nn.Module]:
     found: list[nn.Module] = []
     for module in _below(root).values():
-        # FSDP hands a unit copies of its inputs, and attention computes otherwise where its inputs are not one tensor.
+        # FSDP passes copies of inputs to a unit, and attention on copies of one tensor computes in another way.
         if not runs_forward(module) or isinstance(module, nn.MultiheadAttention):
             continue
         free = [p for p in module.parameters() if id(p) not in taken]
@@ -297,7 +298,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _nearest_with_forward(module: nn.Module) -> list[nn.Module]:
-    """The children of ``module``; in the place of one without a forward, its children."""
+    """The children of ``module``. A child without a forward is replaced by its children."""
     found: list[nn.Module] = []
     for child in module.children():
         found.extend([child] if runs_forward(child) else _nearest_with_forward(child))
@@ -305,7 +306,7 @@ def _nearest_with_forward(module: nn.Module) -> list[nn.Module]:
 
 
 def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of ``modules`` by which every parameter has one home; see `find_units`."""
+    """Drop modules until every parameter belongs to one unit, see `find_units`."""
     units = dict(modules)
     while True:
         dropped: set[str] = set()
@@ -316,7 +317,7 @@ def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> dict[str, 
                 dropped |= inner or own
         if not dropped:
             return units
-        # A dropped one's parameters move to the next unit around it, which may share them.
+        # The dropped modules' parameters move to the units around them, which may share them.
         units = {fqn: module for fqn, module in units.items() if fqn not in dropped}
 
 
@@ -325,7 +326,7 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 
 
 def _homes(root: nn.Module, units: dict[str, nn.Module]) -> dict[nn.Parameter, set[str]]:
-    """The innermost units ("": none) through which each parameter is reached, on every path from ``root``."""
+    """The innermost units ("": none) that contain each parameter, over all paths from ``root``."""
     names = {module: fqn for fqn, module in units.items()}
     home = {"": ""}  # By path.
     homes: dict[nn.Parameter, set[str]] = defaultdict(set)

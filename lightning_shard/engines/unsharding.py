@@ -1,4 +1,4 @@
-"""Making a plain module of one that an engine has sharded and let go of: its own classes, full parameters, no hooks."""
+"""Turn a sharded module back into a plain one after a run: its own classes, full parameters, no hooks."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -23,16 +23,16 @@ require(nn.Module, "_parameters")
 require(_composable_state, "_module_state_mapping")
 
 _GUARDS = "_shard_guards"
-_MOVES = ("to", "cpu", "cuda")  # Another Trainer calls them as it begins and ends.
+_MOVES = ("to", "cpu", "cuda")  # Another Trainer calls them at its start and end.
 _MASTERS = "_shard_zero_masters"
 _MARKS = ("_shard", "__composable_api", "ds_")
 _MARKED = {"_external_params", "_fsdp_use_orig_params", "_is_fsdp_managed_module", "_original_parameters"}
-"""Attributes that FSDP2, DeepSpeed and this package set on modules, by their beginning and by name."""
+"""Attributes that FSDP2, DeepSpeed and this package set on modules, by prefix and by name."""
 
 
 def guard(root: nn.Module) -> None:
-    """Refuse calls and ``state_dict`` of the modules under ``root`` with sharded parameters, and moves of ``root``, as
-    by another Trainer, until `unguard`.
+    """Refuse calls and ``state_dict`` of modules with sharded parameters under ``root``, and moves of ``root``, until
+    `unguard`.
     """
     unguard(root)
     hooks: list[Any] = []
@@ -45,7 +45,7 @@ def guard(root: nn.Module) -> None:
 
 
 def unguard(root: nn.Module) -> None:
-    """Let a run have the modules under ``root``."""
+    """Allow a run to use the modules under ``root``."""
     for hook in vars(root).pop(_GUARDS, ()):
         hook.remove()
     for name in [name for name in _MOVES if _is_engines(vars(root).get(name))]:
@@ -54,7 +54,7 @@ def unguard(root: nn.Module) -> None:
 
 @contextmanager
 def allowed(root: nn.Module) -> Generator[None, None, None]:
-    """Let a checkpoint that is saved after a run ask the modules under ``root`` for their ``state_dict``."""
+    """Allow ``state_dict`` of the modules under ``root`` in this context, for a checkpoint after a run."""
     is_guarded = _GUARDS in vars(root)
     unguard(root)
     try:
@@ -69,8 +69,7 @@ def _is_sharded(parameter: Any) -> bool:
 
 
 def _refuse_values(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    # A checkpoint asks for the live tensors.
-    if not keep_vars:
+    if not keep_vars:  # a checkpoint reads the live tensors
         _refuse("asked for its state_dict", module)
 
 
@@ -83,8 +82,8 @@ def _refuse(what: str, module: nn.Module, *arguments: Any, **options: Any) -> No
 
 
 def make_plain(root: nn.Module, *, device: torch.device, keep: bool = True) -> None:
-    """Give the modules under ``root`` their own classes and full parameters on ``device``, with the values that were
-    stepped; without ``keep`` this rank's parameters are on the meta device. All ranks call it, with no engine running.
+    """Give the modules under ``root`` their own classes, and full parameters on ``device`` with the masters' values.
+    Without ``keep`` this rank's parameters are on the meta device. All ranks call it, while no engine runs.
     """
     parameters, masters = named_parameters(root), vars(root).get(_MASTERS)
     made: dict[Any, nn.Parameter] = {}
@@ -106,7 +105,8 @@ def _live(fqn: str, parameter: Any, masters: Any) -> LiveTensor:
         return parameter
     if masters is None:
         raise ConfigurationError(
-            "the masters of what stage 3 has sharded are with the LightningModule: give that, and take its part then."
+            "the LightningModule has the masters of parameters that stage 3 has sharded. Unshard the LightningModule, "
+            "and then take the submodule."
         )
     from lightning_shard.engines.zero import layout
 
@@ -129,18 +129,18 @@ def _remove_marks(module: nn.Module) -> None:
     for name, value in list(attributes.items()):
         if name in _MARKED or name.startswith(_MARKS) or _is_engines(value):
             del attributes[name]
-        elif isinstance(value, dict):  # hooks, among others
+        elif isinstance(value, dict):  # such as hooks
             for key in [key for key, each in dict.items(value) if _is_engines(each)]:
                 del value[key]
     module.__class__ = own_class(module)
-    _composable_state._module_state_mapping.pop(module, None)  # Else FSDP2 can't shard it once more.
+    _composable_state._module_state_mapping.pop(module, None)  # so that FSDP2 can shard the module again
     if forward is not None:
         attributes["forward"] = forward
 
 
 def _is_engines(value: Any) -> bool:
-    """Whether ``value`` is a function or a class that an engine made, whatever it wraps."""
-    value = getattr(value, "hook", value)  # in torch's object for some hooks
+    """Whether ``value`` is a function or a class from an engine's module, also in partials and methods."""
+    value = getattr(value, "hook", value)  # torch wraps some hooks
     while isinstance(value, partial | MethodType):
         value = value.func if isinstance(value, partial) else value.__func__
     if isinstance(value, FunctionType):

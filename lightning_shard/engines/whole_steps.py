@@ -1,8 +1,8 @@
-"""Stepping full parameters at owner ranks, for optimizers that need more than shards.
+"""Step full parameters at owner ranks, for optimizers that can't step shards.
 
 Each parameter has one owner among the ranks that shard it, balanced by elements. A step sends the shards of values and
-gradients to the owners, where the user's own optimizer steps, with its state there, and sends the new values back: the
-shards stay the master weights. Full values lie on the owner during a step alone.
+gradients to the owners. There the user's own optimizer steps, with its state, and the new values are sent back. The
+shards stay the master weights. The owner has full values only during a step.
 """
 
 from collections import deque
@@ -25,31 +25,30 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot, local, plain_slots
 
 BUCKET = 2**25
-"""Elements of full parameters that are sent together: large enough for the network, and several at a time."""
+"""Elements of full parameters that are sent together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
-    """This rank's shard of a parameter, maybe empty; those of the ranks follow each other in its row-major order."""
+    """This rank's shard of a parameter, maybe empty. The ranks' shards are consecutive in row-major order."""
 
     fqn: str
     shape: torch.Size  # The full parameter's.
-    value: Callable[[], Tensor]  # The shard of the master weights, 1-D; new values are written into it.
-    # The shard of the reduced gradient, 1-D; None on all ranks where the parameter has no gradient.
-    gradient: Callable[[], Tensor | None]
+    value: Callable[[], Tensor]  # The 1-D shard of the master weights, which a step writes.
+    gradient: Callable[[], Tensor | None]  # The 1-D shard of the reduced gradient. None: no rank has a gradient.
     group: dict[str, Any]  # The optimizer's parameter group.
-    tensor: Tensor  # What stands for it in that group, maybe together with others.
+    tensor: Tensor  # The group's tensor for it, maybe a flat one with several parameters.
 
 
 def needs_of(optimizer: Optimizer, run: Run, *, replicated: bool = False) -> Needs:
-    """What the optimizer needs in ``run``, see `probe`; ``replicated``: the engine steps all parameters everywhere."""
+    """The optimizer's needs in ``run``, see `probe`. ``replicated``: each rank steps all parameters."""
     alone = replicated or run.mesh[SHARD].size() == 1
     policy, aligned = run.policy, run.planned.aligned
     return probe(optimizer, dtype=policy.master, aligned=aligned, alone=alone, device=run.device)
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each parameter: the largest one left goes to the rank that has least."""
+    """The owner of each parameter: in order of size, each goes to the rank with the fewest elements."""
     loads, found = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         found[index] = rank = loads.index(min(loads))
@@ -58,11 +57,11 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 _parameters: WeakKeyDictionary[Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
-"""By optimizer the parameters that its state is keyed by, for a later run that goes on with it."""
+"""By optimizer, the parameters that its state is keyed by, for a later run with the same optimizer."""
 
 
 class WholeSteps:
-    """Steps of one optimizer on full parameters. All ranks of ``group`` make it and call its methods, in one order."""
+    """Steps one optimizer on full parameters. All ranks of ``group`` construct it and call its methods in order."""
 
     def __init__(
         self,
@@ -74,17 +73,17 @@ class WholeSteps:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Choose owners, and let each know the lengths of the shards that it owns. ``optimizer`` is the user's, with
-        the groups of ``shards``, in one order on all ranks; ``step`` its own. ``replicated``: stepped on every rank.
+        """Choose owners and send each the lengths of its shards. ``optimizer`` is the user's, with the groups of
+        ``shards``, in one order on all ranks. ``step`` is its own step. ``replicated`` is stepped on every rank.
         """
         if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__} writes values for training and for evaluation outside of its step, "
-                "where each rank has shards alone of what it steps here: full parameters, or those of one of several "
+                "but then each rank has only shards. It is stepped on full parameters here, or is one of several "
                 "optimizers of ZeRO. Use shard_ddp, or shard_fsdp with an elementwise optimizer."
             )
         self.optimizer = optimizer
-        with suppress(AttributeError):  # Of one that wraps another, and is no Optimizer but in name.
+        with suppress(AttributeError):  # a wrapping optimizer may not call Optimizer.__init__
             optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         self._step = step
         self._shards = shards
@@ -93,8 +92,8 @@ class WholeSteps:
         self._device = device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._owners = owners([shard.shape.numel() for shard in shards], self._size)
-        # What this rank owns: elements of each rank's shard, which follow each other in the order of ranks, and what
-        # the optimizer's state is keyed by, which is empty between steps.
+        # By index of the parameters that this rank owns: the length of each rank's shard, in the order of ranks, and
+        # the full parameter that the optimizer's state is keyed by, empty between steps.
         self._lengths: dict[int, list[int]] = {}
         self._owned: dict[int, nn.Parameter] = {}
         self._choose()
@@ -117,15 +116,15 @@ class WholeSteps:
             self._lengths[index], self._owned[index] = of_ranks, known[fqn]
 
     def _take_over_state(self) -> None:
-        """Give what the optimizer's constructor has made of its parameters to those that it steps, where one rank has
-        all of each. ConfigurationError: it has made some of shards.
+        """Move state that the optimizer's constructor has made to the owned parameters, if there is one rank.
+        ConfigurationError: it has made state of shards.
         """
         state = self.optimizer.state
         made = {index: state[shard.tensor] for index, shard in enumerate(self._shards) if state.get(shard.tensor)}
         if made and self._size > 1:
             raise ConfigurationError(
                 f"{type(self.optimizer).__qualname__} makes its state in its constructor, but is stepped on full "
-                "parameters, or beside other optimizers, whose owners are chosen later. Use shard_ddp, or an optimizer "
+                "parameters, or with other optimizers, whose owners are chosen later. Use shard_ddp, or an optimizer "
                 "that makes its state when it steps."
             )
         for index, slots in made.items():
@@ -140,7 +139,7 @@ class WholeSteps:
 
     @torch.no_grad()
     def step(self, **kwargs: Any) -> None:
-        """Step, with ``kwargs`` of the optimizer's own step."""
+        """Step all parameters. ``kwargs`` are arguments of the optimizer's own step."""
         values = [shard.value() for shard in self._shards]
         gradients = {i: g for i, shard in enumerate(self._shards) if (g := shard.gradient()) is not None}
         buckets = list(self._buckets(values, gradients))
@@ -158,7 +157,7 @@ class WholeSteps:
             owned.grad, owned.data = None, owned.data.new_empty(0)
 
     def _buckets(self, values: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> Iterator[list[int]]:
-        """Indices of parameters with gradients, of equal dtypes, with together about `BUCKET` elements."""
+        """Indices of parameters with gradients of equal dtypes, about `BUCKET` elements at a time."""
         kinds: dict[Any, list[int]] = {}
         for index, gradient in gradients.items():
             kinds.setdefault((values[index].dtype, gradient.dtype), []).append(index)
@@ -175,7 +174,7 @@ class WholeSteps:
     def _received(
         self, buckets: Iterable[list[int]], sent: Mapping[int, Tensor] | Sequence[Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Send shards to the owners; what this rank owns, each bucket freed with its turn."""
+        """Send shards to the owners, and yield index and full tensor of each owned one, bucket by bucket."""
         for bucket, shards in _overlapped((b, self._to_owners(b, sent)) for b in buckets):
             mine = self._by_owner(bucket)[self._rank]
             rows = [self._lengths[index] for index in mine]
@@ -184,7 +183,7 @@ class WholeSteps:
                 yield index, torch.cat(pieces[place :: len(mine)]).view(self._shards[index].shape)
 
     def _to_owners(self, bucket: Sequence[int], sent: Mapping[int, Tensor] | Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""
+        """Send shards to the owners. The result waits for this rank's, concatenated by sending rank."""
         by_owner = self._by_owner(bucket)
         parts = [[sent[index] for index in owned_there] for owned_there in by_owner]
         mine = [self._lengths[index] for index in by_owner[self._rank]]
@@ -192,7 +191,7 @@ class WholeSteps:
         return self._all_to_all(parts, sizes, like=sent[bucket[0]])
 
     def _from_owners(self, bucket: Sequence[int], values: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Send each rank its shards of what this rank owns; the result waits for this rank's, by owner."""
+        """Send each rank its shards of owned parameters. The result waits for this rank's, concatenated by owner."""
         by_owner = self._by_owner(bucket)
         full = [self._owned[i].data.reshape(-1).split(self._lengths[i]) for i in by_owner[self._rank]]
         parts = [[shards[rank] for shards in full] for rank in range(self._size)]
@@ -200,7 +199,7 @@ class WholeSteps:
         return self._all_to_all(parts, sizes, like=values[bucket[0]])
 
     def _all_to_all(self, parts: Sequence[list[Tensor]], sizes: list[int], *, like: Tensor) -> Callable[[], Tensor]:
-        """Send the tensors ``parts[rank]`` to each rank, and receive ``sizes[rank]`` elements; the result waits."""
+        """Send the tensors ``parts[rank]`` to each rank, and receive ``sizes[rank]`` elements. The result waits."""
         sent = torch.cat([like.new_empty(0), *(t.reshape(-1) for part in parts for t in part)]).to(self._device)
         received = sent.new_empty(sum(sizes))
         lengths = [sum(t.numel() for t in part) for part in parts]
@@ -214,7 +213,7 @@ class WholeSteps:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Let the optimizer's groups have what this rank owns, in the place of shards."""
+        """Replace the shards in the optimizer's groups by the owned parameters in this context."""
         before = [(group, group["params"]) for group in self.optimizer.param_groups]
         sharded = {id(shard.tensor) for shard in self._shards}
         for group, given in before:
@@ -227,13 +226,13 @@ class WholeSteps:
                 group["params"] = given
 
     def stepped(self) -> Iterator[tuple[str, Tensor]]:
-        """FQN and the owned parameter, or on other ranks the shard."""
+        """FQN, and the full parameter at its owner or the shard on other ranks."""
         for index, shard in enumerate(self._shards):
             yield shard.fqn, self._owned[index] if index in self._owned else shard.value()
         yield from ((fqn, parameter) for fqn, parameter, _ in self._replicated)
 
     def share_state(self) -> None:
-        """Let every rank know which state there is, for a save. All ranks of the run call it."""
+        """Tell every rank which state exists, for a save. All ranks of the run call it."""
         own_slots: dict[str, dict[str, Slot]] = {}
         own_values: dict[str, dict[str, Any]] = {}
         here = [(self._shards[index].fqn, owned) for index, owned in self._owned.items()]
@@ -248,7 +247,7 @@ class WholeSteps:
         self._values = {fqn: values for _, found in gathered for fqn, values in found.items()}
 
     def owned(self) -> OwnedOptimizer:
-        """The optimizer as checkpoints see it; what is saved of it is what the last `share_state` found."""
+        """The optimizer as checkpoints see it, with the state found by the last `share_state`."""
         parameters = [
             OwnedParameter(fqn=shard.fqn, shape=tuple(shard.shape), group=shard.group, tensor=self._owned.get(index))
             for index, shard in enumerate(self._shards)
@@ -262,14 +261,14 @@ class WholeSteps:
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:
     raise ConfigurationError(
-        f"{type(optimizer).__name__} is stepped on full parameters, whose state is with the ranks that own them, so "
-        "that its state_dict() has no parameters to name it by. Use full_tensor(trainer, name, slot), or "
+        f"{type(optimizer).__name__} is stepped on full parameters, whose state is on the ranks that own them, so "
+        "its state_dict() would lack most parameters. Use full_tensor(trainer, name, slot), or "
         "trainer.save_checkpoint."
     )
 
 
 def _overlapped(jobs: Iterable[tuple[list[int], Callable[[], Tensor]]]) -> Iterator[tuple[list[int], Tensor]]:
-    """The buckets with what was waited for; the next two are under way meanwhile."""
+    """Yield each bucket with its received tensor, while the next two are in transfer."""
     started: deque[tuple[list[int], Callable[[], Tensor]]] = deque()
     for job in jobs:
         started.append(job)

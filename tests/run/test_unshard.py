@@ -185,4 +185,4 @@ def test_a_part_of_what_was_fitted() -> None:
     assert {*run_distributed(part_of_it, 2, "full")} == {("Net", "")}
     for kind, text in run_distributed(part_of_it, 2, "zero_3"):
         assert kind == "ConfigurationError"
-        assert text.startswith("the masters of what stage 3 has sharded are with the LightningModule: give that")
+        assert text.startswith("the LightningModule has the masters of parameters that stage 3 has sharded")

@@ -165,7 +165,7 @@ def test_a_unit_is_around_a_graph() -> None:
     assert [unit.name for unit in find_units(module, "auto")] == ["net"]
     assert [unit.name for unit in find_units(Blocks("forward", whole=False), "auto")] == ["net.0", "net.1", "net.2"]
     assert find_units(Blocks("in place", whole=True), "auto") == []
-    with pytest.raises(WrappingError, match=r"net\._orig_mod\.1 settings of its own, but it lies in a graph"):
+    with pytest.raises(WrappingError, match=r"net\._orig_mod\.1 settings of its own, but it is inside a graph"):
         find_units(module, [UnitRule(pattern=r"net\._orig_mod\.1", compute="fp32")])
 
 

@@ -128,7 +128,7 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
 
 @pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view"])
 def test_what_replicate_lacks_is_refused_before_training(option: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{option}: True can't be honoured with precision 'bf16-mixed'"):
+    with pytest.raises(ConfigurationError, match=f"{option}: True can't be used with precision 'bf16-mixed'"):
         pl.Trainer(strategy=ShardDDPStrategy(**{option: True}), accelerator="cpu", devices=2, precision="bf16-mixed")
 
 

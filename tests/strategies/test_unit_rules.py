@@ -108,7 +108,7 @@ def test_auto_takes_embeddings_and_heads_that_are_as_large_as_a_block() -> None:
     blocks = {"stack": nn.ModuleList(layers(2))}  # of 44 parameters
     large, small = {"embed": nn.Embedding(11, 4), "head": nn.Linear(4, 11)}, {"one": nn.Embedding(10, 4)}
     found = find_units(Root(**large, **blocks, **small), "auto")
-    assert [(u.name, u.apart, u.rule.reshard_after_forward) for u in found] == [
+    assert [(u.name, u.standalone, u.rule.reshard_after_forward) for u in found] == [
         ("embed", True, None),
         ("head", True, False),  # its backward comes next
         ("stack.0", False, None),
