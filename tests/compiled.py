@@ -14,7 +14,7 @@ NVME = ("async_io", "pin_memory")
 
 def need(request: pytest.FixtureRequest, *names: str) -> None:
     """Skip the test where a kernel can't be compiled, and in the default tests also where it was not."""
-    lacking = kernels.lacking(names, "cpu")
+    lacking = kernels.missing_build_tools(names, "cpu")
     if lacking:
         pytest.skip("; ".join(lacking))
     waiting = [name for name in names if not _is_compiled(name)]
@@ -25,7 +25,7 @@ def need(request: pytest.FixtureRequest, *names: str) -> None:
 def _is_compiled(name: str) -> bool:
     import deepspeed
 
-    lock = kernels.lock(name)
+    lock = kernels.lock_path(name)
     if lock is None:
         return True
     commands = lock.parent / "build.ninja"

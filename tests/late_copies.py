@@ -133,13 +133,13 @@ def late_copies() -> Iterator[LateCopies]:
     """Let DeepSpeed compute on the pretended device, and its copies be late."""
     from deepspeed import accelerator
 
-    from lightning_shard.engines.zero import process
+    from lightning_shard.engines.zero import connection
 
     global _copies
     _copies = copies = LateCopies()
     before = accelerator.get_accelerator()
 
-    class Late(type(process._cpu_accelerator())):  # type: ignore[misc]
+    class Late(type(connection._cpu_accelerator())):  # type: ignore[misc]
         Stream = Stream
         Event = Event
 

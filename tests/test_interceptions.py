@@ -31,8 +31,8 @@ FOUND = {
     ("engines/materialize.py", "Materializer.fill", "setattr"): "a module's shards in the place of tensors on meta",
     ("engines/optimizer_probe.py", "copy_of", "setattr"): "values of a copied optimizer",
     ("engines/transforms.py", "_of_its_class", "__code__"): "a name of its own for each compiled class of units",
-    ("engines/zero/running.py", "_take_over_steps", "setattr"): "DeepSpeed's flag of an overflow",
-    ("engines/zero/values.py", "partition", "setattr"): "buffers of a module, on the device",
+    ("engines/zero/running_engine.py", "_replace_norms_and_skips", "setattr"): "DeepSpeed's flag of an overflow",
+    ("engines/zero/values.py", "partition_module", "setattr"): "buffers of a module, on the device",
     (
         "meters/flops.py",
         "NumbersReadAsOne",

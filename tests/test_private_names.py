@@ -77,16 +77,16 @@ USES = {
     ),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
-    "engines/zero/layout.py": (
+    "engines/zero/flat_layout.py": (
         "gradients of micro-batches so far",
         "_use_compact_grad_partition_buffer",
     ),
     "engines/zero/values.py": ("partitioning", "_convert_to_deepspeed_param"),
-    "engines/zero/process.py": (
+    "engines/zero/connection.py": (
         "groups of an earlier process group, what DeepSpeed broadcasts",
         "_broadcast_model _get_zero_param_intra_parallel_group _release_process_group_references",
     ),
-    "engines/zero/running.py": (
+    "engines/zero/running_engine.py": (
         "backward and refresh",
         "_backward_epilogue _backward_prologue _backward_prologue_per_tensor _running_engine_backward"
         " _reassign_or_swap_out_partitioned_parameters",

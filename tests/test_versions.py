@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_shard import versions
-from lightning_shard.engines.zero import process
+from lightning_shard.engines.zero import connection
 from lightning_shard.versions import TESTED, installed, newer_than_tested, numbers
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +78,7 @@ def test_an_older_deepspeed_is_refused_and_a_newer_one_is_not(monkeypatch: pytes
 
     for version in ("0.19.8", "0.19.9+git", "0.20.0", "1.0"):
         monkeypatch.setattr(deepspeed, "__version__", version)
-        process.refuse_older_version()
+        connection.refuse_older_version()
     monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
     with pytest.raises(ImportError, match=r"DeepSpeed 0\.19\.7 is .* needs DeepSpeed 0\.19\.8 or newer: pip install"):
-        process.refuse_older_version()
+        connection.refuse_older_version()

@@ -126,10 +126,10 @@ def deepspeed_config(work: Workload, stage: int, *, offload: str | None = None) 
 def connect_deepspeed(work: Workload, place: Place) -> None:
     """Let DeepSpeed use the process group that is there."""
     # On a CPU DeepSpeed's own way to it compiles a kernel for inference; this package's leaves that out.
-    from lightning_shard.engines.zero.process import connect
 
     rank, timeout = dist.get_rank() % work.processes, timedelta(minutes=30)
-    connect(place.device, backend=dist.get_backend(), local_rank=rank, local_size=work.processes, timeout=timeout)
+    backend, processes = dist.get_backend(), work.processes
+    connect_deepspeed(place.device, backend=backend, local_rank=rank, local_size=processes, timeout=timeout)
 
 
 def raw_deepspeed(work: Workload, place: Place, *, stage: int, offload: str | None = None) -> Loop:

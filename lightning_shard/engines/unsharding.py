@@ -108,11 +108,11 @@ def _live(fqn: str, parameter: Any, masters: Any) -> LiveTensor:
             "the LightningModule has the masters of parameters that stage 3 has sharded. Unshard the LightningModule, "
             "and then take the submodule."
         )
-    from lightning_shard.engines.zero import layout
+    from lightning_shard.engines.zero import flat_layout
 
     if fqn in masters:
-        return FlatTensor(layout.full_shape(parameter), masters[fqn].data.dtype, [masters[fqn]])
-    return layout.shard(parameter)
+        return FlatTensor(flat_layout.full_shape(parameter), masters[fqn].data.dtype, [masters[fqn]])
+    return flat_layout.parameter_shard(parameter)
 
 
 def _gather(live: LiveTensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, TOP_LEVEL, configuration, names_of, section_of
-from lightning_shard.engines.zero.config.reading import AUTO, ONE_BIT, get, is_off, take_lost
-from lightning_shard.engines.zero.config.settings import (
+from lightning_shard.engines.zero.config.reading import AUTO, ONE_BIT, is_off, pop_unavailable, value_at
+from lightning_shard.engines.zero.config.zero_settings import (
     KEYS,
     SCALE_KEYS,
     TRAINER_OWNED,
@@ -141,7 +141,7 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
         elif key in content:
             reading.lose(f"{prefix}{key}", content.pop(key), reason)
     zero, fp16 = (content[name] if isinstance(content.get(name), dict) else {} for name in (ZERO, "fp16"))
-    for path, value, reason in take_lost(zero):
+    for path, value, reason in pop_unavailable(zero):
         near = "shard_fsdp_hybrid" if "mics" in path else ""
         reading.lose(f"{prefix}{ZERO}.{path}", value, reason.partition(":")[0], near)
     for path, (refused, reason) in TRAINER_OWNED.items():
@@ -166,7 +166,7 @@ def _typed(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
     if merged[ZERO]["stage"] in (1, 2) and merged[ZERO].get("overlap_comm") is None:
         reading.meet(f"{prefix}{ZERO}.overlap_comm", None, _OVERLAP_NOTE)
     for name, path in KEYS.items():
-        value = get(merged, path)
+        value = value_at(merged, path)
         if value is None or name == "stage":
             continue
         if value == AUTO and name not in _DEFAULTS:
@@ -183,7 +183,7 @@ def _precision(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None
         reading.meet(f"{prefix}fp16.auto_cast", True, "floating inputs are cast on every engine")
     given = {name: merged[name].get("enabled") for name in ("fp16", "bf16") if merged.get(name)}
     if on := next((name for name, enabled in given.items() if enabled is True), None):
-        low = get(merged, f"{on}.{on}_master_weights_and_grads") is True
+        low = value_at(merged, f"{on}.{on}_master_weights_and_grads") is True
         became = f"{on.replace('fp16', '16')}-{'true' if low else 'mixed'}"
         reading.ask("precision", became, f"{prefix}{on}.enabled", True, "" if low else PRECISION_NOTE)
     elif AUTO in given.values():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_shard.engines.zero.config.reading import put
+from lightning_shard.engines.zero.config.reading import set_value
 from lightning_shard.migrate.counterparts import CLASSES
 from lightning_shard.migrate.neutral import LEVELS, MESH, Effect, Engine, Line, Reading
 
@@ -31,7 +31,7 @@ class Target:
         """Write a setting at a path that begins with ``strategy.`` or ``trainer.``."""
         root, _, rest = path.partition(".")
         content = self.arguments if root == "strategy" else self.trainer
-        put(content, rest, copy.deepcopy(value))
+        set_value(content, rest, copy.deepcopy(value))
         self.note(asked, path, value, note)
 
     def note(self, asked: Line, path: str, value: Any, note: str = "") -> None:

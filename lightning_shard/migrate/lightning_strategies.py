@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import read_config
-from lightning_shard.engines.zero.config.settings import SCALE_KEYS
+from lightning_shard.engines.zero.config.zero_settings import SCALE_KEYS
 from lightning_shard.migrate import neutral
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
 from lightning_shard.migrate.fsdp_config import add_fsdp_strategy

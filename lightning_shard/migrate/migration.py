@@ -9,7 +9,7 @@ import yaml
 
 from lightning_shard.engines.zero.config.keys import TOP_LEVEL, UNMODELLED
 from lightning_shard.engines.zero.config.reading import AUTO, read_file
-from lightning_shard.engines.zero.config.settings import ZERO
+from lightning_shard.engines.zero.config.zero_settings import ZERO
 from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.migrate import dependent_settings
 from lightning_shard.migrate.accelerate import TOP, read_accelerate

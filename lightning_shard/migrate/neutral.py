@@ -10,7 +10,7 @@ import yaml
 from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from lightning_shard import text
-from lightning_shard.engines.zero.config.reading import as_number
+from lightning_shard.engines.zero.config.reading import parse_number
 from lightning_shard.mesh import MeshConfig
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
@@ -179,7 +179,7 @@ def _reader(kind: Any, rule: str) -> Callable[[Any], Any]:
         # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
         is_text = isinstance(value, str) and kind is not str
         try:
-            return adapter.validate_python(as_number(value) if is_text else value)
+            return adapter.validate_python(parse_number(value) if is_text else value)
         except ValidationError as error:
             raise ValueError(rule) from error
 

@@ -11,11 +11,11 @@ from typing_extensions import override
 from lightning_shard.arguments import Given, made
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.transforms import ForwardOptions
-from lightning_shard.engines.zero import process
+from lightning_shard.engines.zero import connection
 from lightning_shard.engines.zero.config import fields
-from lightning_shard.engines.zero.config.reading import get, read_config
-from lightning_shard.engines.zero.config.settings import RULE, read_settings
-from lightning_shard.engines.zero.engine import Zero
+from lightning_shard.engines.zero.config.reading import read_config
+from lightning_shard.engines.zero.config.zero_settings import RULE, read_settings
+from lightning_shard.engines.zero.zero_engine import ZeroEngine
 from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.words import DType
@@ -59,7 +59,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
         """
-        process.refuse_older_version()
+        connection.refuse_older_version()
         given = fields.DeepSpeedFields(
             stage=stage,
             offload_optimizer=made(offload_optimizer),
@@ -88,7 +88,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
                 "compile: false."
             )
         super().__init__(replace(settings, accumulate_sync=_accumulation(settings.accumulate_sync, stage_number)))
-        self._connection: process.Connection | None = None
+        self._connection: connection.Connection | None = None
 
     @override
     def engine_for(self, module: nn.Module | None = None, *, plain: bool = False) -> Engine:
@@ -96,7 +96,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if plain:
             own = fields.DeepSpeedFields(config={"zero_optimization": {"stage": settings.stage}})
             settings, forward = read_settings(own, aligned=self.aligned, problems=[]), ForwardOptions()
-        return Zero(settings, forward, mesh=self._settings.mesh, connection=self._connection)
+        return ZeroEngine(settings, forward, mesh=self._settings.mesh, connection=self._connection)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """Connect the processes, and DeepSpeed to them. All ranks call it."""
         super().setup_environment()
         backend = torch.distributed.get_backend()
-        self._connection = process.connect(
+        self._connection = connection.connect_deepspeed(
             self.root_device,
             backend=backend,
             local_rank=self.local_rank,
@@ -121,9 +121,10 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         super().setup_optimizers(trainer)
         if self.lr_scheduler_configs and "scheduler" in self._asked.merged:
             own = type(self.lr_scheduler_configs[0].scheduler).__name__
+            kind = self._asked.merged["scheduler"]["type"]
             raise ConfigurationError(
                 f"configure_optimizers returns the schedule {own}, and the DeepSpeed configuration has the section "
-                f"scheduler of type {get(self._asked.merged, 'scheduler.type')}, but the learning rate follows one. "
+                f"scheduler of type {kind}, but the learning rate follows one. "
                 "Remove one of the two."
             )
 
@@ -131,7 +132,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
     def teardown(self) -> None:
         super().teardown()
         if self._connection is not None:
-            self._connection.undo()
+            self._connection.disconnect()
             self._connection = None
 
 

@@ -18,10 +18,10 @@ from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.replicate import Replicate
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
 from lightning_shard.engines.transforms import ForwardOptions
-from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
-from lightning_shard.engines.zero.config.settings import read_settings
-from lightning_shard.engines.zero.engine import Zero
+from lightning_shard.engines.zero.config.zero_settings import read_settings
+from lightning_shard.engines.zero.connection import connect_deepspeed
+from lightning_shard.engines.zero.zero_engine import ZeroEngine
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh
 from lightning_shard.precision.policy import policy_from
@@ -36,7 +36,7 @@ SHARDED, REPLICATED = MeshConfig(), MeshConfig(replicate="auto", shard=1)
 
 def _zero(stage: int) -> Callable[[], Engine]:
     settings = read_settings(DeepSpeedFields(stage=stage), aligned=False, problems=[])  # type: ignore[arg-type]
-    return lambda: Zero(settings, ForwardOptions(), mesh=SHARDED)
+    return lambda: ZeroEngine(settings, ForwardOptions(), mesh=SHARDED)
 
 
 ENGINES: dict[str, Callable[[], Engine]] = {
@@ -190,7 +190,9 @@ def _fit(
     )
     engine.check(planned)
     connection = (
-        process.connect(CPU, backend="gloo", local_rank=dist.get_rank(), local_size=ranks, timeout=timedelta(minutes=1))
+        connect_deepspeed(
+            CPU, backend="gloo", local_rank=dist.get_rank(), local_size=ranks, timeout=timedelta(minutes=1)
+        )
         if name.startswith("zero")
         else None
     )
@@ -216,7 +218,7 @@ def _fit(
     found = {fqn: gather_full(masters.get(fqn, tensor), device=CPU) for fqn, tensor in own.items()}
     engine.release_module(failed=False)
     if connection is not None:
-        connection.undo()
+        connection.disconnect()
     return found, losses
 
 

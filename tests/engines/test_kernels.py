@@ -107,22 +107,22 @@ def test_each_missing_tool_is_named_with_its_package(tmp_path: Path, monkeypatch
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
     monkeypatch.setenv("PATH", path_with(tmp_path / "none"))
-    problems = kernels.lacking(("cpu_adam",), "cpu")
+    problems = kernels.missing_build_tools(("cpu_adam",), "cpu")
     assert len(problems) == 2
     assert "DeepSpeed compiles cpu_adam, but there is no C++ compiler 'c++': apt-get install g++" in problems[0]
     assert "no ninja on PATH: apt-get install ninja-build, or" in problems[1]
     assert str(Path(sys.executable).parent) in problems[1]
 
     monkeypatch.setenv("PATH", path_with(tmp_path / "ninja", "ninja", "c++"))
-    assert kernels.lacking(("cpu_adam",), "cpu") == []
+    assert kernels.missing_build_tools(("cpu_adam",), "cpu") == []
     for found in (True, False):
         monkeypatch.setattr(OpBuilder, "has_function", lambda *args, is_there=found: is_there)
-        problems = kernels.lacking(("async_io", "pin_memory"), "cpu")
+        problems = kernels.missing_build_tools(("async_io", "pin_memory"), "cpu")
         assert len(problems) == (not found)
     assert problems[0].endswith("async_io, but its builder says that it can't be here: apt-get install libaio-dev")
 
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {"async_io": 1, "pin_memory": 1})
-    assert kernels.lacking(("async_io", "pin_memory"), "cpu") == []
+    assert kernels.missing_build_tools(("async_io", "pin_memory"), "cpu") == []
 
 
 def test_kernels_of_gpus_need_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,17 +134,17 @@ def test_kernels_of_gpus_need_a_toolkit(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", path_with(tmp_path / "bin", "ninja", "c++"))
     for home in (None, str(tmp_path)):  # a runtime alone has no nvcc
         monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
-        [problem] = kernels.lacking(("cpu_adam", "fused_adam"), "cuda")
+        [problem] = kernels.missing_build_tools(("cpu_adam", "fused_adam"), "cuda")
         assert problem.startswith("DeepSpeed compiles fused_adam, but there is no CUDA toolkit with nvcc here")
         assert "torch_adam: true" in problem
     # What is compiled for the host needs none.
-    assert kernels.lacking(("cpu_adam", "pin_memory"), "cuda") == []
+    assert kernels.missing_build_tools(("cpu_adam", "pin_memory"), "cuda") == []
     (tmp_path / "bin" / "nvcc").symlink_to("/bin/true")
-    assert kernels.lacking(("fused_adam",), "cuda") == []
+    assert kernels.missing_build_tools(("fused_adam",), "cuda") == []
 
 
 def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
-    [problem] = kernels.lacking(("fused_lamb",), "cpu")
+    [problem] = kernels.missing_build_tools(("fused_lamb",), "cpu")
     assert problem == "DeepSpeed has no kernel fused_lamb for cpu: use another option or optimizer"
 
 
@@ -210,19 +210,19 @@ def test_a_build_that_goes_on_is_no_stale_lock(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
     folder = tmp_path / "cpu_adam"
-    assert kernels.stale_lock("cpu_adam", wait=True) is None
+    assert kernels.stale_lock_problem("cpu_adam", wait=True) is None
     with builder(folder) as process:
         age(folder)
         # However long it takes.
-        assert kernels.stale_lock("cpu_adam", wait=True) is None
+        assert kernels.stale_lock_problem("cpu_adam", wait=True) is None
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert f"{folder / 'lock'} is the lock of a build" in str(kernels.stale_lock("cpu_adam", wait=True))
+        assert f"{folder / 'lock'} is the lock of a build" in str(kernels.stale_lock_problem("cpu_adam", wait=True))
     # Another machine compiles into a shared folder, whose end is waited for.
     (folder / "cpu_adam.o").touch()
-    assert kernels.stale_lock("cpu_adam", wait=False) is None
+    assert kernels.stale_lock_problem("cpu_adam", wait=False) is None
     other = subprocess.Popen(["sh", "-c", f"sleep 1.5; rm {folder / 'lock'}"])
-    assert kernels.stale_lock("cpu_adam", wait=True) is None
+    assert kernels.stale_lock_problem("cpu_adam", wait=True) is None
     assert not (folder / "lock").exists()
     assert other.wait() == 0
 
@@ -231,11 +231,11 @@ def test_the_lock_is_where_torch_puts_it(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {"async_io": object()})
     assert (
-        kernels.lock("cpu_adam")
+        kernels.lock_path("cpu_adam")
         == tmp_path / "cpu_adam" / "lock"
         == Path(_get_build_directory("cpu_adam", False), "lock")
     )
-    assert kernels.lock("async_io") is None
+    assert kernels.lock_path("async_io") is None
 
 
 def fit_beside_a_lock(folder: str) -> str:

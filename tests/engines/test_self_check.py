@@ -22,10 +22,10 @@ from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
 from lightning_shard.engines.transforms import ForwardOptions
-from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
-from lightning_shard.engines.zero.config.settings import read_settings
-from lightning_shard.engines.zero.engine import Zero
+from lightning_shard.engines.zero.config.zero_settings import read_settings
+from lightning_shard.engines.zero.connection import connect_deepspeed
+from lightning_shard.engines.zero.zero_engine import ZeroEngine
 from lightning_shard.mesh import build_mesh
 from lightning_shard.precision.policy import policy_from
 from tests.engines.test_engine import CPU, ENGINES, SHARDED
@@ -37,14 +37,14 @@ def _difference(make: Callable[[], Engine], precision: str) -> str:
     policy = policy_from(precision, aligned=True)
     planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy, aligned=True, device_type="cpu")
     seconds = timedelta(minutes=1)
-    connection = process.connect(CPU, backend="gloo", local_rank=dist.get_rank(), local_size=ranks, timeout=seconds)
-    shards = ranks if isinstance(engine, FullyShard | Zero) else 1
+    connection = connect_deepspeed(CPU, backend="gloo", local_rank=dist.get_rank(), local_size=ranks, timeout=seconds)
+    shards = ranks if isinstance(engine, FullyShard | ZeroEngine) else 1
     mesh = build_mesh((ranks // shards, shards), device_type="cpu")
     try:
         run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True)
         return self_check.difference(engine, run)
     finally:
-        connection.undo()
+        connection.disconnect()
 
 
 CHECKED = [("torch_ddp", "32-true"), *((name, "bf16-mixed") for name in ENGINES if name not in ("torch_ddp", "zero_0"))]
@@ -66,7 +66,7 @@ def _compressed_ddp() -> Engine:
 
 def _compressed_zero() -> Engine:
     settings = read_settings(DeepSpeedFields(stage=2, communication_data_type="bf16"), aligned=False, problems=[])
-    return Zero(settings, ForwardOptions(), mesh=SHARDED)
+    return ZeroEngine(settings, ForwardOptions(), mesh=SHARDED)
 
 
 class Compressed(FullyShard):

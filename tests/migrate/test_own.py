@@ -139,7 +139,7 @@ def test_every_argument_of_every_strategy_is_known() -> None:
 
 
 def test_every_deepspeed_field_is_known() -> None:
-    from lightning_shard.engines.zero.config.settings import KEYS
+    from lightning_shard.engines.zero.config.zero_settings import KEYS
 
     assert set(KEYS) <= set(lightning_yaml.arguments_of("deepspeed"))
 

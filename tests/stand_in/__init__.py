@@ -35,7 +35,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.utils.cpp_extension import get_default_build_root, load
 
-from lightning_shard.engines.zero import process
+from lightning_shard.engines.zero import connection
 from lightning_shard.strategies.strategy import ShardStrategy
 
 NAME = "standin"
@@ -238,7 +238,7 @@ def _accelerate_deepspeed() -> None:
         source = source.replace(old, new)
     names = {"__name__": "deepspeed.accelerator.standin", "__package__": "deepspeed.accelerator"}
     exec(compile(source, "<DeepSpeed's CUDA accelerator>", "exec"), names)
-    cpu = process._cpu_accelerator()
+    cpu = connection._cpu_accelerator()
 
     class Ours(names["CUDA_Accelerator"]):  # type: ignore[misc,name-defined]
         create_op_builder, get_op_builder, op_builder_dir = (

@@ -17,7 +17,7 @@ from lightning_shard._lightning.processes import ChildrenLauncher
 from lightning_shard.devices import fork_rng
 from lightning_shard.engines.optimizer_probe import Needs, probe
 from lightning_shard.engines.replicated import SharedBuffers
-from lightning_shard.engines.zero import engine, layout
+from lightning_shard.engines.zero import flat_layout
 from lightning_shard.planning.model_facts import Training, facts_of
 from lightning_shard.planning.predict import start_points
 from lightning_shard.precision.casting import install_casts
@@ -152,15 +152,12 @@ def test_memory_and_copies() -> None:
 
 def _without_waits(*arguments: Any) -> dict[str, Tensor]:
     """A fit that reads offloaded gradients without waiting for them."""
-    places = [place for place in (engine, layout) if hasattr(place, "wait_for_gradients")]
-    waits = [place.wait_for_gradients for place in places]
+    wait = flat_layout.wait_for_offloaded_gradients
+    flat_layout.wait_for_offloaded_gradients = lambda zero: None  # type: ignore[assignment]
     try:
-        for place in places:
-            place.wait_for_gradients = lambda zero: None  # type: ignore[assignment]
         parameters: dict[str, Tensor] = fit(*arguments)["parameters"]
     finally:
-        for place, wait in zip(places, waits, strict=True):
-            place.wait_for_gradients = wait
+        flat_layout.wait_for_offloaded_gradients = wait
     return parameters
 
 

@@ -24,8 +24,9 @@ from lightning_shard.cluster.preflight import Rendezvous
 from lightning_shard.cluster.slurm_job import Launch
 from lightning_shard.commands import doctor
 from lightning_shard.engines.engine import PlannedRun, Run
-from lightning_shard.engines.zero import process, running
-from lightning_shard.engines.zero.values import Values
+from lightning_shard.engines.zero.connection import connect_deepspeed
+from lightning_shard.engines.zero.running_engine import start_engine
+from lightning_shard.engines.zero.values import ParameterValues
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh
 from lightning_shard.precision.policy import policy_from
@@ -59,7 +60,7 @@ def test_deepspeed_computes_on_the_device_of_the_trainer(
     strategy.cluster_environment = LightningEnvironment()
     device = torch.device("cuda", indices[-1])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device.index)  # as Lightning sets it
-    connection = process.connect(
+    connection = connect_deepspeed(
         strategy.root_device,
         backend="gloo",
         local_rank=strategy.local_rank,
@@ -73,7 +74,7 @@ def test_deepspeed_computes_on_the_device_of_the_trainer(
         given: dict[str, Any] = {}
         monkeypatch.setattr(deepspeed, "initialize", lambda **kwargs: given.update(kwargs))
         with pytest.raises(TypeError):  # nothing was initialized
-            running.start(nn.Linear(2, 2), optimizer=None, config={}, names={}, device=device)
+            start_engine(nn.Linear(2, 2), optimizer=None, config={}, names={}, device=device)
         devices: list[int] = []
         monkeypatch.setattr(torch.cuda, "set_device", devices.append)
         engine = object.__new__(deepspeed.DeepSpeedEngine)
@@ -81,14 +82,14 @@ def test_deepspeed_computes_on_the_device_of_the_trainer(
         engine._set_distributed_vars(given["args"])
         assert (devices, engine.device) == ([device.index], device)
     finally:
-        connection.undo()
+        connection.disconnect()
 
 
 def test_the_device_has_no_loaded_values_while_deepspeed_makes_its_copies() -> None:
     with FakeTensorMode():
         module = nn.ParameterList(torch.zeros(4, device="cuda") for _ in range(2))
-        values = Values(module)
-        values.cast(torch.bfloat16)
+        values = ParameterValues(module)
+        values.cast_parameters(torch.bfloat16)
     assert {part.data.device.type for part in values.loaded.values()} == {"cpu"}
     assert values.loaded.keys() == dict(module.named_parameters()).keys()
 

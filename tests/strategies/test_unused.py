@@ -163,7 +163,7 @@ def _refused(name: str, kind: str, **settings: Any) -> str:
             "Ranks take different branches: rank 0 runs one, rank 1 runs other",
         ),
         (FSDP, "by rank", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
-        (STAGES[1], "order", {}, "Gradients come in different orders: where rank 0 has that of"),
+        (STAGES[1], "order", {}, "Gradients come in different orders: rank 0 has"),
         (STAGES[2], "order", {}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
         (FSDP, "times", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs other, rank 1 runs unused"),
         (FSDP, "late", {}, "uses other parameters than the first 3: one.bias, one.weight, other.bias, other.weight"),

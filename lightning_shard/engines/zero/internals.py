@@ -1,10 +1,10 @@
-"""The undocumented names of DeepSpeed that this folder uses, by the class or module that has them."""
+"""The undocumented names of DeepSpeed that this folder uses, by their class or module."""
 
 from lightning_shard.private_names import require
 
 
 def require_internals() -> None:
-    """ImportError: one of them is gone, or can't be assigned where this package does so."""
+    """ImportError: a name is gone, or can't be assigned any more although this package does so."""
     import deepspeed
     from deepspeed.comm import comm
     from deepspeed.comm.torch import TorchBackend

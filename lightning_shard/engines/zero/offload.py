@@ -1,4 +1,4 @@
-"""Before DeepSpeed starts: its sections' parameters, its kernels, and the folder in which a run offloads to NVMe."""
+"""Checks and folders ahead of DeepSpeed's start: parameters of its sections, kernels, and a run's folders on NVMe."""
 
 import copy
 import inspect
@@ -15,46 +15,59 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shard.engines.zero import kernels
-from lightning_shard.engines.zero.config.reading import class_of
+from lightning_shard.engines.zero.config.reading import find_class
 from lightning_shard.errors import ConfigurationError, PrecisionError, raise_problems
 from lightning_shard.precision.policy import PrecisionPolicy, short
 from lightning_shard.ranks import Ranks, warn_on_first_rank
 
 
-def prepare(
+def prepare_run_config(
     config: Mapping[str, Any], optimizer: Optimizer | None, *, policy: PrecisionPolicy, device: torch.device
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check that the sections' parameters fit and that the kernels that DeepSpeed will build can be built, and make
-    this run's folders for NVMe, which are in the returned configuration, and returned for `clean_up`. All ranks call
-    it, before the module is touched. The same ConfigurationError on every rank has all that is wrong on any;
-    PrecisionError as `check_low_memory`.
+    """Check sections and kernels, and make this run's folders on NVMe. Returns the configuration with these folders,
+    and the folders for `remove_run_folders`. All ranks call it, before the module is touched.
+
+    ConfigurationError, the same on every rank, lists the problems of all ranks. PrecisionError: see `check_low_memory`.
     """
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if optimizer is not None and policy.is_low_memory:
         check_low_memory(optimizer, policy, offload.get("device", "none"))
     ranks = Ranks.of()
-    # The sections are the same on every rank; whether a package is there may differ.
-    _raise_on_all(ranks, misfits(config, optimizer))
+    # The sections are the same on every rank, but a package may be missing on some.
+    _raise_on_all(ranks, section_problems(config, optimizer))
     needed = kernels.required_kernels(config, optimizer)
-    stale = [kernels.stale_lock(name, wait=True) for name in needed]
-    _raise_on_all(ranks, [*kernels.lacking(needed, device.type), *filter(None, stale)])
-    config, folders = in_run_folder(config, ranks.broadcast(uuid.uuid4().hex[:12]))
-    found = [_problem_with(path) for path in folders]
+    stale = [kernels.stale_lock_problem(name, wait=True) for name in needed]
+    _raise_on_all(ranks, [*kernels.missing_build_tools(needed, device.type), *filter(None, stale)])
+    run = ranks.broadcast(uuid.uuid4().hex[:12])
+    own, folders, problems = copy.deepcopy(dict(config)), list[Path](), list[str]()
+    for name in ("offload_optimizer", "offload_param"):
+        section = own["zero_optimization"].get(name) or {}
+        if section.get("device") == "nvme":
+            # DeepSpeed names files by rank alone, and deletes those that it finds.
+            folder = Path(os.path.abspath(section["nvme_path"])) / f"lightning_shard-{run}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = error.strerror or error
+                problems.append(f"nvme_path is {str(folder.parent)!r}, but files can't be written there ({reason})")
+            folders.append(folder)
+            section["nvme_path"] = str(folder)
+    folders = list(dict.fromkeys(folders))
     try:
-        _raise_on_all(ranks, [problem for problem in found if problem is not None])
+        _raise_on_all(ranks, problems)
     except ConfigurationError:
-        clean_up(folders)
+        remove_run_folders(folders)
         raise
-    return config, folders
+    return own, folders
 
 
-_TAKEN_OUT = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""What DeepSpeed's engine itself reads of the parameters of an Adam."""
+_READ_BY_ENGINE = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+"""Parameters of an Adam that DeepSpeed's engine reads itself, and does not pass to the constructor."""
 
 
-def misfits(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]:
-    """What DeepSpeed would not take, in stage 3 once parameters are sharded: of ``config``, and of the parameters of
-    the sections ``optimizer``, if the user has none, and ``scheduler``.
+def section_problems(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]:
+    """List the values that DeepSpeed would refuse, in stage 3 after it has sharded parameters: of ``config``, of the
+    section ``scheduler``, and without ``optimizer`` of that section.
     """
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
@@ -69,17 +82,17 @@ def misfits(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]
             continue
         kind, params = section["type"], section["params"]
         try:
-            made = kernels.optimizer_class(config) if name == "optimizer" else class_of(name, kind)
+            made = kernels.optimizer_class(config) if name == "optimizer" else find_class(name, kind)
         except ImportError as error:
             found.append(f"{name}.type is {kind!r}, which needs the package mup: pip install mup ({error})")
             continue
-        is_adam = name == "optimizer" and kind.lower() in ("adam", "adamw")
-        # What Muon takes was compared when the section was read.
-        given = {} if kind.lower() == "muon" else {k: v for k, v in params.items() if not (is_adam and k in _TAKEN_OUT)}
+        taken_out = _READ_BY_ENGINE if name == "optimizer" and kind.lower() in ("adam", "adamw") else ()
+        # Muon's names were compared when the section was read.
+        given = {} if kind.lower() == "muon" else {k: v for k, v in params.items() if k not in taken_out}
         signature = inspect.signature(made)
         try:
             if name == "optimizer":
-                # Its constructor may compile a kernel.
+                # Not called: the constructor may compile a kernel.
                 signature.bind(None, **given)
                 usual = {key: each.default for key, each in signature.parameters.items()}
                 groups = [usual | given]
@@ -89,7 +102,7 @@ def misfits(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]
                 stand_in.step()
                 schedule.step()
         except (TypeError, ValueError, AssertionError, ArithmeticError, RuntimeError) as error:
-            takes = ", ".join([*list(signature.parameters)[1:], *(_TAKEN_OUT if is_adam else ())])
+            takes = ", ".join([*list(signature.parameters)[1:], *taken_out])
             found.append(
                 f"{name}.params of {kind} is {params!r}, but {made.__name__} takes {takes}: "
                 f"{error or type(error).__name__}. Correct it, or leave it to configure_optimizers"
@@ -97,17 +110,19 @@ def misfits(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]
     return found
 
 
-def schedule_of(section: Mapping[str, Any], optimizer: Optimizer) -> Any:
-    """The schedule; what it begins with is noted where torch's note it, for a resume to tell what it has changed."""
+def make_schedule(section: Mapping[str, Any], optimizer: Optimizer) -> Any:
+    """Make the learning rate schedule. Its initial values go into the groups as torch's schedules write them, so that a
+    resume can tell which were changed.
+    """
     notes = {"initial_lr": "lr"} | ({"base_momentum": "betas"} if section["type"] == "OneCycle" else {})
     for group in optimizer.param_groups:
         for name, changed in notes.items():
             group.setdefault(name, group.get(changed))
-    return class_of("scheduler", section["type"])(optimizer, **section["params"])
+    return find_class("scheduler", section["type"])(optimizer, **section["params"])
 
 
 class _StandIn(Optimizer):
-    """Has the hyperparameters of other groups, for a schedule to try."""
+    """Has the hyperparameters of other groups, to try a schedule on."""
 
     def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
         own: list[dict[str, Any]] = [{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups]
@@ -117,32 +132,9 @@ class _StandIn(Optimizer):
         pass
 
 
-def in_run_folder(config: Mapping[str, Any], run: str) -> tuple[dict[str, Any], list[Path]]:
-    """The configuration with a folder of this ``run`` (the same on all ranks) under each ``nvme_path``, and these
-    folders: DeepSpeed names files by rank alone and deletes what it finds.
-    """
-    moved = copy.deepcopy(dict(config))
-    folders = []
-    for name in ("offload_optimizer", "offload_param"):
-        section = moved["zero_optimization"].get(name) or {}
-        if section.get("device") == "nvme":
-            folders.append(Path(os.path.abspath(section["nvme_path"])) / f"lightning_shard-{run}")
-            section["nvme_path"] = str(folders[-1])
-    return moved, list(dict.fromkeys(folders))
-
-
-def _problem_with(folder: Path) -> str | None:
-    """Make ``folder``; why it can't be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"nvme_path is {str(folder.parent)!r}, but files can't be written there ({error.strerror or error})"
-    return None
-
-
-def warn_of_lock() -> None:
-    """Tell of a stale lock that an optimizer's constructor would wait for; whether it needs that kernel is unknown."""
-    if message := kernels.stale_lock("cpu_adam", wait=False):
+def warn_of_stale_lock() -> None:
+    """Warn that a DeepSpeedCPUAdam would wait for a stale lock. Nobody knows yet whether one will be made."""
+    if message := kernels.stale_lock_problem("cpu_adam", wait=False):
         warn_on_first_rank(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
 
 
@@ -154,31 +146,33 @@ def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str)
     if not any(c.__name__ == "DeepSpeedCPUAdam" for c in type(optimizer).__mro__):
         found = f"configure_optimizers returns {type(optimizer).__name__}"
     elif optimizer.fp32_optimizer_states and (name == "bf16" or device == "nvme"):  # type: ignore[attr-defined]
-        # In files everything of a sub-group has the masters' dtype: DeepSpeed would round the state without a word.
+        # All tensors of a sub-group in files have the masters' dtype: DeepSpeed would round the state silently.
         found = "configure_optimizers returns DeepSpeedCPUAdam with fp32_optimizer_states=True, its default"
     else:
         return
     raise PrecisionError(
-        f"masters are {name} and the optimizer is offloaded to {device}, where DeepSpeed steps them with "
-        f"DeepSpeedCPUAdam and state in {name} alone, but {found}. Return "
+        f"masters are {name} and the optimizer is offloaded to {device}. DeepSpeed steps them there by "
+        f"DeepSpeedCPUAdam with state in {name} alone, but {found}. Return "
         "deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, fp32_optimizer_states=False), or use an _aligned name or "
-        f"precision '{'bf16' if name == 'bf16' else '16'}-mixed', where any optimizer runs."
+        f"precision '{'bf16' if name == 'bf16' else '16'}-mixed', in which any optimizer runs."
     )
 
 
-def clean_up(folders: list[Path]) -> None:
-    """Unlink this rank's files, which the engine let go (mapped ones stay in use), and the folders with the last's."""
+def remove_run_folders(folders: list[Path]) -> None:
+    """Unlink this rank's files after the engine let them go, and the folders once they are empty. Mapped files stay in
+    use.
+    """
     while folders:
         folder = folders.pop()
-        with suppress(FileNotFoundError):  # another rank was faster, and removes all of them
+        with suppress(FileNotFoundError):  # Another rank was faster, and removes all of them.
             for files in folder.glob(f"zero_stage_3/*/rank{Ranks.of().rank}"):
                 shutil.rmtree(files, ignore_errors=True)
             for empty in (*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder):
-                # Other ranks' files are there still, or another rank was faster.
+                # Other ranks' files may still be there, or another rank was faster.
                 with suppress(OSError):
                     empty.rmdir()
 
 
 def _raise_on_all(ranks: Ranks, own: list[str]) -> None:
-    # What is installed may differ between nodes.
+    """Raise the problems of all ranks on each: installed tools may differ between nodes."""
     raise_problems(chain.from_iterable(ranks.gather(own)), "DeepSpeed can't run with these settings")

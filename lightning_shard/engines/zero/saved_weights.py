@@ -1,8 +1,8 @@
-"""What autograd saves of the parameters that stage 3 gathers: which part of which one, and no data.
+"""Keep gathered parameters of stage 3 out of autograd's graphs.
 
-A product's backward needs the weight, so autograd keeps the gathered tensor in memory although DeepSpeed frees the
-parameter after forward. Here a saved tensor that is a parameter or a view of one is replaced by its position, and made
-anew in backward from what DeepSpeed has gathered by then, with the same values. DeepSpeed's own way,
+A matrix product's backward needs the weight, so that autograd would keep the gathered tensor although DeepSpeed frees
+the parameter after forward. Here autograd saves the position of a parameter, or of a view of one, in its place. In
+backward the view is made of the data that DeepSpeed has gathered again, with the same values. DeepSpeed's own way,
 ``memory_efficient_linear``, replaces ``torch.nn.functional.linear`` for the whole process, by other kernels.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_shard.engines.zero import layout
+from lightning_shard.engines.zero import flat_layout
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 from lightning_shard.tensors.tracing import version
@@ -32,60 +32,59 @@ class _Part(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # From the parameter's own first element.
-    version: int  # The parameter's, of changes in place.
-    changes: int  # How often the parameters had been stepped.
+    version: int  # Of the parameter, counting writes in place.
+    changes: int  # Steps of the parameters before.
 
 
 class SavedWeights:
-    """Leaves gathered parameters out of the graphs that are made in `dropped`."""
+    """Saves positions in place of gathered parameters in the graphs of `save_positions`."""
 
     def __init__(self, parameters: Iterable[Tensor], in_flight: Mapping[Tensor, Any]) -> None:
-        """Small ``parameters``, always gathered, are left to autograd; ``in_flight``: live, gathers ahead of use."""
-        freed = (p for p in parameters if layout.is_partitioned(p) and not p.ds_persist and not p.is_complex())  # type: ignore[attr-defined]
+        """Small ``parameters`` are always gathered, and left to autograd. ``in_flight``: the running gathers, live."""
+        freed = (p for p in parameters if flat_layout.is_partitioned(p) and not p.ds_persist and not p.is_complex())  # type: ignore[attr-defined]
         self._freed: dict[int, Any] = {id(p): p for p in freed}
         self._in_flight = in_flight
         self._changes = 0
 
-    def changed(self) -> None:
-        """Say that parameters have new values: what was saved before can't be made anew."""
+    def note_new_values(self) -> None:
+        """Parameters have new values: saved positions are of the old ones."""
         self._changes += 1
 
     @contextmanager
-    def dropped(self) -> Generator[None, None, None]:
-        """Save no gathered parameter in this thread; hooks that surround it see all other tensors."""
+    def save_positions(self) -> Generator[None, None, None]:
+        """Save no gathered parameter in this thread. Surrounding hooks see all other tensors."""
         if not self._freed or not torch.is_grad_enabled():
             yield
             return
-        # Private, and the only way to the hooks in force, of which torch calls the innermost alone: without it a meter
-        # or `save_on_cpu` around a whole step would see nothing.
+        # torch calls the innermost hooks alone, and only this private function returns the outer ones. Without them a
+        # meter or `save_on_cpu` around a whole step would see nothing.
         outer: Hooks | None = _top_saved_tensors_default_hooks(False)
-        # An output that its own node saves would keep the node alive. Both have one version counter.
+        # Detached: a node that saves its own output would keep itself alive. Both share a version counter.
         save, give = outer or (lambda tensor: (tensor.detach(), version(tensor)), _give)
 
         def pack(tensor: Tensor) -> Any:
             base = tensor._base
             parameter = self._freed.get(id(tensor if base is None else base))
             part = None if parameter is None else self._part(parameter, tensor)
-            # A tuple in either case, so that what other hooks return may be anything.
+            # A tuple in both cases, because other hooks may return any object.
             return (save(tensor),) if part is None else part
 
         def unpack(packed: Any) -> Tensor:
-            return self._made(packed) if isinstance(packed, _Part) else give(packed[0])
+            return self._view(packed) if isinstance(packed, _Part) else give(packed[0])
 
         with saved_tensors_hooks(pack, unpack):
             yield
 
     def _part(self, parameter: Any, tensor: Tensor) -> _Part | None:
-        """The position of ``tensor`` in the parameter; None: its memory is not the parameter's now."""
-        same = tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-        if not (
-            same and layout.is_gathered(parameter) and parameter.is_contiguous() and tensor.dtype == parameter.dtype
-        ):
+        """The position of ``tensor`` in the parameter. None: it does not share the parameter's memory now."""
+        shares = tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        plain = parameter.is_contiguous() and tensor.dtype == parameter.dtype
+        if not (shares and plain and flat_layout.is_gathered(parameter)):
             return None
         offset = int(tensor.storage_offset() - parameter.storage_offset())
         return _Part(parameter, tensor.size(), tensor.stride(), offset, version(parameter), self._changes)
 
-    def _made(self, part: _Part) -> Tensor:
+    def _view(self, part: _Part) -> Tensor:
         parameter = part.parameter
         if part.changes != self._changes:
             raise ConfigurationError(
@@ -95,20 +94,20 @@ class SavedWeights:
             )
         if part.version != version(parameter):
             raise _changed_in_place(parameter, version(parameter), part.version)
-        data = parameter.detach() if layout.is_gathered(parameter) else self._gathered(parameter)
+        data = parameter.detach() if flat_layout.is_gathered(parameter) else self._gathered(parameter)
         return data.as_strided(part.size, part.stride, data.storage_offset() + part.offset)
 
     @torch.no_grad()
     def _gathered(self, parameter: Any) -> Tensor:
-        """The data of a released parameter, gathered ahead or for this use; ranks, with one graph, gather together."""
+        """Gather a released parameter, or wait for a gather ahead of use. Ranks have one graph, and gather together."""
         handle = self._in_flight.get(parameter)
         if handle is not None:
-            # It may be waited for again, and is, when DeepSpeed comes to the parameter's module.
+            # DeepSpeed waits again at the parameter's module, which is allowed.
             handle.wait()
             return parameter.detach()
         parameter.all_gather()
         data: Tensor = parameter.detach()
-        # What was gathered stays for as long as backward refers to it.
+        # The gathered memory stays while backward refers to it.
         parameter.partition()
         return data
 
@@ -116,7 +115,7 @@ class SavedWeights:
 def _give(packed: tuple[Tensor, int]) -> Tensor:
     tensor, expected = packed
     if version(tensor) != expected:
-        # Autograd checks this only of what no hook has saved.
+        # Autograd checks this only for tensors that no hook has saved.
         raise _changed_in_place(tensor, version(tensor), expected)
     return tensor
 

@@ -1,5 +1,7 @@
-"""0-d parameters under ZeRO in 16 bits. DeepSpeed casts all parameters, while a module's code reads 0-d ones in the
-dtype of their masters on every engine (a temperature or a gate is a single number that rounding would move).
+"""0-d parameters under ZeRO in 16 bits.
+
+DeepSpeed casts all parameters. On every engine a module's code reads 0-d ones in the dtype of their masters, because
+rounding would move a temperature or a gate.
 """
 
 from collections.abc import Mapping
@@ -12,15 +14,15 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_shard.engines.replicated import average_gradients
-from lightning_shard.engines.zero import layout
+from lightning_shard.engines.zero import flat_layout
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors.flat import FlatGroup, FlatTensor, LiveTensor
 from lightning_shard.tensors.names import parameter_names
 
 
-class Scalars:
-    """Leaves with the values that last, which ``owner.<name>`` gives in the place of 0-d parameters until `close`. All
-    ranks make it and call its methods, in one order.
+class ScalarLeaves:
+    """Replaces 0-d parameters by leaves with the values of their masters: ``owner.<name>`` returns the leaf. All ranks
+    make it and call its methods, in one order.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Scalars:
         policy: PrecisionPolicy,
         device: torch.device,
     ) -> None:
-        """``lasting``: FQN to a parameter's master or other value that lasts; ``groups``: what is stepped."""
+        """``lasting``: FQN to a parameter's master, or its unrounded frozen value. ``groups``: the stepped masters."""
         self._device, self._groups, self._reduce_dtype = device, groups, policy.reduce
         self.leaves: dict[str, Tensor] = {}  # By FQN.
         self._sums: dict[str, Tensor] = {}  # Of this rank's gradients since the last reduction.
@@ -43,14 +45,14 @@ class Scalars:
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 fqn = names[parameter]
                 dtype = lasting[fqn].dtype if fqn in lasting and owner not in left_out else policy.compute
-                if layout.full_shape(parameter) == () and dtype != policy.compute:
+                if flat_layout.full_shape(parameter) == () and dtype != policy.compute:
                     owner.__dict__[name] = self._leaf(fqn, parameter, dtype)
                     self._places.append((owner, name))
         members = [(group, member) for group in groups for member in group.members if member.fqn in self.leaves]
         self._members = {member.fqn: (group, member) for group, member in members if member.length}
         fixed = {fqn: lasting[fqn] for fqn in self.leaves.keys() - {m.fqn for _, m in members if m.stepped}}
         self._fixed = {n: [v.view(-1) for v in t.views] for n, t in fixed.items() if isinstance(t, FlatTensor)}
-        self.refresh()
+        self.refresh_leaves()
 
     def _leaf(self, fqn: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         if fqn not in self.leaves:
@@ -62,34 +64,34 @@ class Scalars:
 
     def _add(self, fqn: str, parameter: Tensor, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        if parameter.requires_grad and gradient is not None:  # toggle_optimizer switches it off for a while
+        if parameter.requires_grad and gradient is not None:  # toggle_optimizer may switch it off
             self._sums[fqn] = gradient if fqn not in self._sums else self._sums[fqn] + gradient
 
     def parts(self, fqn: str) -> list[Tensor]:
-        """This rank's part of the value that lasts: one element, or none."""
+        """This rank's part of the unrounded value: one element, or none."""
         if fqn in self._members:
             group, member = self._members[fqn]
             return [group.flat.detach().narrow(0, member.offset, member.length)]
         return self._fixed.get(fqn, [])
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Show the values that the masters have now."""
+    def refresh_leaves(self) -> None:
+        """Copy the masters' values into the leaves."""
         if not self.leaves:
             return
-        # One rank has each, and any dtype is exact in fp64.
+        # One rank has each value. fp64 holds all dtypes exactly.
         values = torch.zeros(len(self.leaves), dtype=torch.float64, device=self._device)
         for value, fqn in zip(values.split(1), self.leaves, strict=True):
             for part in self.parts(fqn):
                 value.copy_(part)
-        dist.all_reduce(values.view(torch.uint8), dist.ReduceOp.MAX)  # of the others all bits are 0
+        dist.all_reduce(values.view(torch.uint8), dist.ReduceOp.MAX)  # All bits of the other ranks are 0.
         for leaf, value in zip(self.leaves.values(), values, strict=True):
             leaf.data.copy_(value)
 
     @torch.no_grad()
-    def reduce(self, zero: Any) -> None:
-        """Average the gradients since the last call, at the accumulation boundary, and put them where
-        DeepSpeed's ``zero`` steps on them.
+    def reduce_gradients(self, zero: Any) -> None:
+        """Average the gradients since the last call, at the accumulation boundary, and copy them into the gradients of
+        DeepSpeed's ``zero``.
         """
         for fqn, leaf in self.leaves.items():
             leaf.grad = self._sums.pop(fqn, None)
@@ -97,11 +99,11 @@ class Scalars:
         average_gradients(trained.values(), reduce_dtype=self._reduce_dtype)
         for fqn, leaf in trained.items():
             gradient, leaf.grad = leaf.grad, None
-            if gradient is not None and (own := layout.gradient_of(zero, self._groups, fqn)) is not None:
+            if gradient is not None and (own := flat_layout.gradient_of(zero, self._groups, fqn)) is not None:
                 for part in own.views:
                     part.copy_(gradient)
 
-    def close(self) -> None:
+    def restore_parameters(self) -> None:
         """Let modules read their own parameters again."""
         for owner, name in self._places:
             owner.__dict__.pop(name, None)

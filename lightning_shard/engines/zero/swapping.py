@@ -1,10 +1,10 @@
-"""What ZeRO-Infinity has in files: masters, optimizer slots and parameters, as tensors mapped from them.
+"""Masters, optimizer slots and parameters that ZeRO-Infinity offloads to NVMe, as tensors mapped from their files.
 
 DeepSpeed swaps one sub-group after the other into buffers for its step. Between steps its empty tensors are mapped from
-their files here (``torch.from_file``), so that everything reads and writes them in place, by the kernel's page cache.
+their files here (``torch.from_file``), so that all code reads and writes them in place, through the page cache.
 Sub-groups and parameters of less than 1 MiB per rank stay in memory (``MIN_AIO_BYTES``). Gradients are not swapped:
-DeepSpeed holds all in host memory while it accumulates, and the step takes them from there, unscaled and clipped.
-Nothing else knows DeepSpeed's swappers.
+DeepSpeed accumulates them in host memory, and the step takes them from there, unscaled and clipped.
+No other file uses DeepSpeed's swappers.
 """
 
 import os
@@ -16,28 +16,28 @@ from torch import Tensor
 
 from lightning_shard.private_names import wrap
 
-IN_FILES = "nvme"  # What DeepSpeed calls the final location of a parameter shard in a file.
+IN_FILES = "nvme"  # DeepSpeed's ``final_location`` of a parameter shard in a file.
 
 
-def swaps(zero: Any) -> bool:
+def swaps_optimizer(zero: Any) -> bool:
     """Whether DeepSpeed's optimizer ``zero`` swaps optimizer state to files."""
     return getattr(zero, "optimizer_swapper", None) is not None
 
 
-def swapped(zero: Any) -> Iterator[int]:
+def swapped_groups(zero: Any) -> Iterator[int]:
     """The sub-groups whose masters and slots are in files."""
-    return (i for i in range(len(zero.fp16_groups) if swaps(zero) else 0) if is_swapped(zero, i))
+    return (i for i in range(len(zero.fp16_groups) if swaps_optimizer(zero) else 0) if is_swapped(zero, i))
 
 
 def is_swapped(zero: Any, index: int) -> bool:
-    if not swaps(zero):
+    if not swaps_optimizer(zero):
         return False
     return bool(zero.optimizer_swapper.is_swappable_tensor(numel=zero.fp16_partitioned_groups_flat_numel[index]))
 
 
-def take_over(zero: Any) -> None:
-    """Let the steps of ``zero`` take gradients from memory, and have as many buffers as the optimizer has slots."""
-    if not swaps(zero):
+def keep_gradients_in_memory(zero: Any) -> None:
+    """Let the steps of ``zero`` take gradients from memory, and add buffers for all slots of the optimizer."""
+    if not swaps_optimizer(zero):
         return
 
     def leave_gradient(to_file: Callable[..., None], parameter: Any, gradient: Tensor, *args: Any) -> None:
@@ -46,11 +46,11 @@ def take_over(zero: Any) -> None:
 
     def prepare_with_gradient(prepare: Callable[..., None], index: int, *args: Any) -> None:
         if is_swapped(zero, index):
-            _have_buffers(zero.optimizer_swapper, _info(zero, index).num_tensors())
+            _add_buffers(zero.optimizer_swapper, _info(zero, index).num_tensors())
         prepare(index, *args)
         if is_swapped(zero, index):
             flat = zero.fp32_partitioned_groups_flat[index]
-            flat.grad = gradient(zero, index).to(flat.dtype)
+            flat.grad = host_gradient(zero, index).to(flat.dtype)
 
     wrap(zero, "_offload_grad_partition_at_boundary", leave_gradient)
     wrap(zero, "_prepare_sub_group", prepare_with_gradient)
@@ -60,9 +60,9 @@ def _info(zero: Any, index: int) -> Any:
     return zero.optimizer_swapper._get_param_swap_info(zero.fp32_partitioned_groups_flat[index])
 
 
-def _have_buffers(swapper: Any, used: int) -> None:
-    """One for each tensor of a sub-group, and one to write new slots through. DeepSpeed asserts that ``buffer_count``
-    is enough, which nobody knows before the optimizer's first step.
+def _add_buffers(swapper: Any, used: int) -> None:
+    """Add buffers up to one for each tensor of a sub-group, and one to write new slots through. DeepSpeed asserts that
+    ``buffer_count`` suffices, but the number of slots is unknown before the optimizer's first step.
     """
     manager = swapper.swap_buffer_manager
     while len(manager.free_buffer_index) <= used:
@@ -72,22 +72,22 @@ def _have_buffers(swapper: Any, used: int) -> None:
         manager.count += 1
 
 
-def gradient(zero: Any, index: int) -> Tensor:
-    """This rank's gradients of a swapped sub-group, where DeepSpeed accumulates them: 1-D, as the masters lie."""
+def host_gradient(zero: Any, index: int) -> Tensor:
+    """This rank's accumulated gradients of a sub-group, in place: 1-D, in the order of its masters."""
     sizes = zero.fp16_partitioned_groups_flat_numel
     return zero.grad_partitions_flat_buffer.narrow(0, sum(sizes[:index]), sizes[index])
 
 
-def show(zero: Any) -> None:
-    """Map the masters and slots of all swapped sub-groups from their files, in place of the empty tensors."""
-    for index in swapped(zero):
+def map_swapped_state(zero: Any) -> None:
+    """Replace the empty masters and slots of all swapped sub-groups by tensors mapped from their files."""
+    for index in swapped_groups(zero):
         info = _info(zero, index)
         for context in info.tensors:
             context.compute_tensor.data = _mapped(context.swap_path, info.numel(), zero.optimizer_swapper.dtype)
 
 
-def new_slot(zero: Any, index: int, slot: str) -> Tensor:
-    """A zero slot of a swapped sub-group, mapped from a new file that DeepSpeed finds when it swaps the slot in."""
+def create_slot(zero: Any, index: int, slot: str) -> Tensor:
+    """Make a zero slot of a swapped sub-group, mapped from a new file that DeepSpeed will swap in."""
     swapper, flat = zero.optimizer_swapper, zero.fp32_partitioned_groups_flat[index]
     path = os.path.join(swapper.swap_folder, f"{slot}-{flat.ds_id}.tensor.swp")
     blocks = -(-flat.numel() // swapper.numel_alignment)
@@ -96,35 +96,34 @@ def new_slot(zero: Any, index: int, slot: str) -> Tensor:
     return _mapped(path, flat.numel(), swapper.dtype)
 
 
-def notice_slots(zero: Any) -> None:
-    """Let DeepSpeed swap the slots that the optimizer has now, after they were made anew."""
-    if not swaps(zero):
+def register_slots(zero: Any) -> None:
+    """Let DeepSpeed swap the slots that the optimizer has now, after they were replaced."""
+    if not swaps_optimizer(zero):
         return
     zero.optimizer_swapper.purge_state()
-    for index in swapped(zero):
-        # Registers what is in the optimizer's state.
-        _info(zero, index)
+    for index in swapped_groups(zero):
+        _info(zero, index)  # Registers the slots in the optimizer's state.
 
 
-def shard_of(parameter: Any) -> Tensor:
-    """This rank's shard of a parameter under stage 3, with its padding, live: in memory, or mapped from its file."""
+def live_shard(parameter: Any) -> Tensor:
+    """This rank's shard of a parameter under stage 3, with its padding: in memory, or mapped from its file."""
     if parameter.ds_tensor.final_location != IN_FILES:
         return parameter.ds_tensor.detach()
     swapper = parameter.nvme_swapper
     return _mapped(swapper.get_path(parameter, True), parameter.ds_tensor.ds_numel, swapper.dtype)
 
 
-def take(parameter: Any) -> None:
-    """Take a shard from DeepSpeed's swapper; what was in a file is mapped from it, and the file can be unlinked."""
+def take_shard(parameter: Any) -> None:
+    """Take a shard from DeepSpeed's swapper. From a file it is mapped, and the file can be unlinked."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
-    parameter.ds_tensor.data, parameter.ds_tensor.status = shard_of(parameter), PartitionedParamStatus.AVAILABLE
+    parameter.ds_tensor.data, parameter.ds_tensor.status = live_shard(parameter), PartitionedParamStatus.AVAILABLE
     parameter.ds_tensor.final_location = None
     parameter.nvme_swapper = None
 
 
-def give(parameter: Any, swapper: Any) -> None:
-    """Give a shard that is in memory to ``swapper``, in a file if it is large enough, as ``zero.Init`` does."""
+def give_shard(parameter: Any, swapper: Any) -> None:
+    """Give a shard in memory to ``swapper``, which writes large ones to a file, as ``zero.Init`` does."""
     parameter.nvme_swapper = swapper
     tensor = parameter.ds_tensor
     if swapper is None or not swapper.swappable_tensor(numel=tensor.ds_numel):
@@ -136,28 +135,28 @@ def give(parameter: Any, swapper: Any) -> None:
     swapper.swap_out_and_release([parameter])
 
 
-def read_once(swapper: Any) -> None:
-    """Let ``swapper``, if any, read a parameter of two modules in a row once: DeepSpeed has no second buffer."""
+def deduplicate_reads(swapper: Any) -> None:
+    """Let ``swapper``, if any, read a parameter of two consecutive modules once: DeepSpeed has no second buffer."""
 
-    def once(swap_in: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    def swap_in_once(swap_in: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         return swap_in(list(dict.fromkeys(params)), *args, **kwargs)
 
     if swapper is not None:
-        wrap(swapper, "swap_in", once)
+        wrap(swapper, "swap_in", swap_in_once)
 
 
-def release(zero: Any, parameters: Iterable[Any]) -> None:
-    """Take masters, slots and ``parameters`` from DeepSpeed; their files are then only mapped, and can be unlinked."""
-    show(zero)
+def release_files(zero: Any, parameters: Iterable[Any]) -> None:
+    """Take masters, slots and ``parameters`` from DeepSpeed. Their files are mapped then, and can be unlinked."""
+    map_swapped_state(zero)
     swappers = {}
     for parameter in parameters:
         swapper = getattr(parameter, "nvme_swapper", None)
         if swapper is None:
             continue
         swappers[id(swapper)] = swapper
-        take(parameter)
+        take_shard(parameter)
     for swapper in swappers.values():
-        # Locked memory of the process, which goes with nothing.
+        # Page-locked memory is not freed with its owner.
         for buffer in (swapper.buffers, swapper.partitioned_swap_buffer):
             if buffer is not None:
                 swapper.aio_read_handle.free_cpu_locked_tensor(buffer)

@@ -1,10 +1,11 @@
-"""The values of parameters beside those that DeepSpeed computes with, from a run's beginning to its end: it clones its
-masters from the cast parameters, so that they begin rounded. A parameter's own memory outlives the cast here.
+"""Unrounded values of parameters under DeepSpeed, from the start of a run to its end, and sharding for stage 3.
+
+DeepSpeed clones its masters from the cast parameters, so that they begin rounded. Here the loaded values outlive the
+cast, and are written into the masters.
 
 For stage 3 a module is sharded one submodule at a time, so that no rank ever holds the full model in any dtype.
-DeepSpeed's own way is to cast a full module, or to build it under ``zero.Init`` in the compute dtype. Here each
-parameter is full for a moment in the dtype that it was loaded in; the rank copies its shard of that, casts the
-parameter and lets DeepSpeed shard it.
+DeepSpeed would cast a full module, or build it under ``zero.Init`` in the compute dtype. Here a parameter is full for a
+moment in its loaded dtype. The rank copies its shard, casts the parameter and lets DeepSpeed shard it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,42 +18,42 @@ from torch import Tensor, nn
 from lightning_shard.engines.external_writes import ExternalWriteCheck, Seen
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
-from lightning_shard.engines.zero import layout, swapping
-from lightning_shard.engines.zero import running as zero
-from lightning_shard.engines.zero.process import group_of_hpz
+from lightning_shard.engines.zero import flat_layout, swapping
+from lightning_shard.engines.zero.connection import existing_hpz_group
+from lightning_shard.engines.zero.running_engine import RunningEngine
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import FlatSlice, FlatTensor, LiveTensor
 from lightning_shard.tensors.full import gather_full
 from lightning_shard.tensors.names import named_parameters, parameter_names
 
-Loaded = dict[str, FlatSlice]  # FQN to a slice of the parameter, in the dtype that it was loaded in.
+LoadedSlices = dict[str, FlatSlice]  # FQN to a slice of the parameter, in its loaded dtype.
 
-_MASTERS = "_shard_zero_masters"  # Where a module that stage 3 has sharded keeps this rank's masters between runs.
+_MASTERS = "_shard_zero_masters"  # Attribute of a module sharded by stage 3: this rank's masters between runs.
 
 
 def is_kept(parameter: Tensor, values: Tensor, compute: torch.dtype) -> bool:
-    """Whether the loaded ``values`` are kept beside those cast to ``compute``: rounded, or stepped by nothing."""
+    """Whether to keep loaded ``values`` after the cast to ``compute``: it rounds them, or no optimizer steps them."""
     rounds = torch.promote_types(values.dtype, compute) != compute
     return values.is_floating_point() and (rounds or (values.dtype != compute and not parameter.requires_grad))
 
 
-class Values:
-    """What a checkpoint has of parameters under DeepSpeed, on this rank: of a stepped one its master, of one that was
-    cast and nothing steps its shard of loaded values, in an evaluation without an engine those before the cast.
+class ParameterValues:
+    """This rank's values of parameters for checkpoints: the master of a stepped parameter, a shard of the loaded values
+    of a frozen one that was cast, and in an evaluation without an engine the values before the cast.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Begin with ``module`` as it is, with the masters of an earlier run if stage 3 has sharded it."""
+        """Take ``module``, and the masters of an earlier run if stage 3 has sharded it."""
         self._module = module
-        self.loaded: Loaded = module.__dict__.pop(_MASTERS, {})
-        """What the engine under construction rounds; `start` empties it."""
-        self.kept: Loaded = {}  # This rank's shards of the loaded values that nothing steps, on the host.
+        self.loaded: LoadedSlices = module.__dict__.pop(_MASTERS, {})
+        """The values that the engine's start rounds, until `write_masters`."""
+        self.kept: LoadedSlices = {}  # This rank's shards of loaded values of frozen parameters, on the host.
         self._rounded: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self.parameters = named_parameters(module)
 
-    def cast(self, compute: torch.dtype) -> None:
-        """Cast all parameters to ``compute``, as DeepSpeed does in 16 bits alone. What they were, where it is kept,
-        moves to the host: the device is to have nothing beside the cast ones and flat copies.
+    def cast_parameters(self, compute: torch.dtype) -> None:
+        """Cast all parameters to ``compute``, as DeepSpeed does in 16 bits alone. Values to keep move to the host: the
+        device has room for the cast parameters and flat copies alone.
         """
         self.loaded = {}
         for fqn, parameter in self.parameters.items():
@@ -63,10 +64,10 @@ class Values:
                 parameter.data = parameter.data.to(compute)
 
     @torch.no_grad()
-    def start(self, running: zero.Running, *, ranks: Ranks) -> None:
-        """Write the loaded values into the masters of a new engine; keep this rank's shards of the others."""
-        self.parameters = named_parameters(self._module)  # A hook may name them anew before `leave`.
-        for member, part in layout.shards(running.groups):
+    def write_masters(self, running: RunningEngine, *, ranks: Ranks) -> None:
+        """Write the loaded values into the masters of a new engine, and keep this rank's shards of the others."""
+        self.parameters = named_parameters(self._module)  # A hook may rename them before `give_back`.
+        for member, part in flat_layout.master_slices(running.groups):
             if member.fqn in self.loaded and member.length > 0:
                 loaded = self.loaded[member.fqn]
                 part.copy_(loaded.data.narrow(0, member.start - loaded.start, member.length))
@@ -75,131 +76,134 @@ class Values:
             if fqn not in self.loaded or fqn in stepped:
                 continue
             values, start = self.loaded[fqn].data, self.loaded[fqn].start
-            if not layout.is_partitioned(parameter):
+            if not flat_layout.is_partitioned(parameter):
                 size = -(-values.numel() // ranks.size)
                 start = min(ranks.rank * size, values.numel())
                 values = values[start : start + size]
             self.kept[fqn] = FlatSlice(values.cpu().clone(), start)
         self.loaded = {}
 
-    def tensors(self, running: zero.Running | None) -> Mapping[str, LiveTensor]:
-        """FQN to the live tensor, where that is not the module's own."""
+    def live_tensors(self, running: RunningEngine | None) -> Mapping[str, LiveTensor]:
+        """FQN to the live tensor, unless that is the module's own."""
         if running is None:
             return {fqn: data for fqn, (_, data) in self._rounded.items()}
-        sharded = {n: layout.shard(p) for n, p in self.parameters.items() if layout.is_partitioned(p)}
-        return {**sharded, **layout.masters(running.groups), **self._frozen_tensors()}
+        sharded = {fqn: p for fqn, p in self.parameters.items() if flat_layout.is_partitioned(p)}
+        shards = {fqn: flat_layout.parameter_shard(p) for fqn, p in sharded.items()}
+        return {**shards, **flat_layout.master_tensors(running.groups), **self._frozen_tensors()}
 
     def _frozen_tensors(self) -> dict[str, FlatTensor]:
-        shapes = {fqn: layout.full_shape(p) for fqn, p in self.parameters.items() if fqn in self.kept}
+        shapes = {fqn: flat_layout.full_shape(p) for fqn, p in self.parameters.items() if fqn in self.kept}
         return {fqn: FlatTensor(shapes[fqn], part.data.dtype, [part]) for fqn, part in self.kept.items()}
 
-    def seen(self, running: zero.Running, unit: nn.Module | None) -> Iterator[Seen]:
-        """What of this module the user's writes would be lost in: under stage 3 everything, or all in ``unit``, one of
-        those that it gathers for; else what is stepped, and what was cast.
+    def copies_in_module(self, running: RunningEngine, unit: nn.Module | None) -> Iterator[Seen]:
+        """The module's tensors in which a user's writes would be lost: under stage 3 all, or those in the shard unit
+        ``unit``. In other stages stepped parameters, and frozen ones that were cast.
         """
         leaves: Mapping[str, Tensor] = {} if running.scalars is None else running.scalars.leaves
         for fqn, leaf in leaves.items():
             parts = running.scalars.parts(fqn) if running.scalars else []
             yield Seen(fqn, leaf, leaf.detach().view(-1)[: len(parts)], parts[0] if parts else leaf.new_empty(0))
         if running.stage == 3:
-            # What it rounds on its way to the ranks (qwZ, DeepSpeed's own autocast) has other values than the shards.
+            # qwZ and DeepSpeed's own autocast round on the way to the ranks, to other values than the shards.
             rounds = running.engine.zero_quantized_weights() or running.engine.torch_autocast_enabled()
             for fqn, parameter in self.parameters.items() if unit is None else self._inside[unit]:
                 if fqn in leaves:
                     continue
-                if layout.is_gathered(parameter) and not rounds:
-                    start, length = layout.own_range(parameter)
+                if flat_layout.is_gathered(parameter) and not rounds:
+                    start, length = flat_layout.own_range(parameter)
                     own = parameter.detach().reshape(-1)[start : start + length]
-                    yield Seen(fqn, parameter, own, swapping.shard_of(parameter)[:length])
+                    yield Seen(fqn, parameter, own, swapping.live_shard(parameter)[:length])
                 else:
-                    yield Seen(fqn, parameter, released=layout.is_released(parameter))
+                    yield Seen(fqn, parameter, released=flat_layout.is_released(parameter))
             return
-        lasting = [(m.fqn, m.start, part) for m, part in layout.shards(running.groups) if m.stepped]
+        lasting = [(m.fqn, m.start, part) for m, part in flat_layout.master_slices(running.groups) if m.stepped]
         for fqn, start, part in (*lasting, *((fqn, part.start, part.data) for fqn, part in self.kept.items())):
             if fqn in leaves:
                 continue
             parameter = self.parameters[fqn]
             yield Seen(fqn, parameter, parameter.detach().reshape(-1)[start : start + part.numel()], part)
 
-    def check_writes(self, running: zero.Running, strategy: str) -> ExternalWriteCheck:
-        """The check of a fit under ``strategy`` that begins. All ranks call it."""
-        gathered = layout.gathered_modules(self._module) if running.stage == 3 else []
+    def start_write_check(self, running: RunningEngine, strategy: str) -> ExternalWriteCheck:
+        """Start the check of a fit under ``strategy``. All ranks call it."""
+        gathered = flat_layout.gathered_modules(self._module) if running.stage == 3 else []
         names = {parameter: fqn for fqn, parameter in self.parameters.items()}
-        self._inside = {m: [(names[p], p) for p in layout.gathered_with(m)] for _, m in gathered}
-        check = ExternalWriteCheck(strategy, partial(self.seen, running), self._inside)
-        check.closing.callback(layout.watch_releases(names, check.note_release))
+        self._inside = {m: [(names[p], p) for p in flat_layout.parameters_of_unit(m)] for _, m in gathered}
+        check = ExternalWriteCheck(strategy, partial(self.copies_in_module, running), self._inside)
+        check.closing.callback(flat_layout.watch_releases(names, check.note_release))
         check.note_versions()
         return check
 
     @torch.no_grad()
-    def show(self, running: zero.Running | None, *, device: torch.device) -> None:
-        """Let forward see values that were changed from outside. All ranks call it."""
+    def refresh_module(self, running: RunningEngine | None, *, device: torch.device) -> None:
+        """Let forward see values that were written from outside. All ranks call it."""
         for parameter, data in self._rounded.values():
             parameter.data = data.to(parameter.dtype)
         if running is None:
             return
         parameters: dict[str, Any] = dict(self.parameters)
         for fqn, tensor in self._frozen_tensors().items():
-            if layout.is_partitioned(parameters[fqn]):
+            if flat_layout.is_partitioned(parameters[fqn]):
                 values = self.kept[fqn].data
-                swapping.shard_of(parameters[fqn])[: values.numel()].copy_(values)
+                swapping.live_shard(parameters[fqn])[: values.numel()].copy_(values)
             else:
                 parameters[fqn].copy_(gather_full(tensor, device=device))
-        zero.refresh(running)
+        running.refresh_parameters()
 
     @torch.no_grad()
-    def leave(self, running: zero.Running, *, device: torch.device, communicate: bool) -> None:
-        """Give the module full values, or shards with their masters. Without ``communicate``, where other ranks may be
-        anywhere, full parameters keep the compute dtype's values.
+    def give_back(self, running: RunningEngine, *, device: torch.device, communicate: bool) -> None:
+        """Give the module full values, or under stage 3 shards with their masters. Without ``communicate``, after a
+        failure, full parameters keep the compute dtype's values.
         """
         if running.stage == 3:
-            # Copies on the host, or what is mapped from files as it is: the device has the engine's still.
+            # Masters mapped from files stay so. Others are copied to the host: the engine's are still on the device.
             in_files = {m.fqn for group in running.groups if group.new_slot is not None for m in group.members}
             masters = {
                 member.fqn: FlatSlice(part if member.fqn in in_files else part.to("cpu", copy=True), member.start)
-                for member, part in layout.shards(running.groups)
+                for member, part in flat_layout.master_slices(running.groups)
                 if member.stepped
             }
             self._module.__dict__[_MASTERS] = {**self.kept, **masters}
         elif communicate:
-            for fqn, tensor in {**layout.masters(running.groups), **self._frozen_tensors()}.items():
+            for fqn, tensor in {**flat_layout.master_tensors(running.groups), **self._frozen_tensors()}.items():
                 self.parameters[fqn].data = gather_full(tensor, device=device).cpu()
 
-    def round(self, compute: torch.dtype) -> None:
-        """Cast the parameters but 0-d ones for an evaluation without an engine, until `unround`."""
+    def round_parameters(self, compute: torch.dtype) -> None:
+        """Cast the parameters but 0-d ones for an evaluation without an engine, until `restore_rounded`."""
         for fqn, parameter in self.parameters.items():
             if parameter.is_floating_point() and parameter.dtype != compute and parameter.ndim > 0:
                 self._rounded[fqn] = parameter, parameter.data
                 parameter.data = parameter.data.to(compute)
 
-    def unround(self) -> None:
+    def restore_rounded(self) -> None:
         while self._rounded:
             _, (parameter, data) = self._rounded.popitem()
             parameter.data = data
 
 
-def partition(
+def partition_module(
     root: nn.Module, *, device: torch.device, compute: torch.dtype, seed: int, config: Mapping[str, Any]
-) -> Loaded:
-    """Shard every parameter under ``root`` and move its buffers. All ranks call it. What an earlier run or
-    ``zero.Init`` has sharded is only cast; else values of rank 0 win, or follow from ``seed``. Returns this rank's
-    shards, on the host, of what the cast to ``compute`` rounded. MaterializationError comes ahead.
+) -> LoadedSlices:
+    """Shard every parameter under ``root`` and move its buffers. All ranks call it.
+
+    Parameters that an earlier run or ``zero.Init`` has sharded are only cast. Others get rank 0's values. On the meta
+    device values follow from ``seed``. Returns this rank's shards, on the host, of parameters that the cast to
+    ``compute`` rounds. MaterializationError is raised before any is touched.
     """
     import deepspeed
 
     materializer = Materializer(root, device=device, seed=seed)
     names = parameter_names(root)
-    # DeepSpeed's default where it shards by itself; here only where the configuration asks for it.
+    # True by default if DeepSpeed shards by itself. Here only if the configuration says so.
     zero = {"memory_efficient_linear": False, **config["zero_optimization"]}
     own: Any = {"config_dict_or_path": {**config, "zero_optimization": zero}, "dtype": compute}
-    own["zero_param_parallel_group"] = group_of_hpz(zero.get("zero_hpz_partition_size", 1))
-    init = deepspeed.zero.Init(nn.Module(), **own)  # of no parameters: these are sharded below
-    swapping.read_once(init.param_swapper)
-    loaded: Loaded = {}
+    own["zero_param_parallel_group"] = existing_hpz_group(zero.get("zero_hpz_partition_size", 1))
+    init = deepspeed.zero.Init(nn.Module(), **own)  # Of no parameters: they are sharded below.
+    swapping.deduplicate_reads(init.param_swapper)
+    loaded: LoadedSlices = {}
     for module, fqn in materializer.fqns.items():
         materializer.fill([module])
         for name, parameter in module.named_parameters(recurse=False):
-            # What was on the meta device is another one now.
+            # A parameter from the meta device was replaced.
             known = names.setdefault(parameter, f"{fqn}.{name}".lstrip("."))
             _shard_parameter(parameter, known, device, compute, init, loaded)
         for name, buffer in module.named_buffers(recurse=False):
@@ -212,11 +216,11 @@ def partition(
 
 @torch.no_grad()
 def _shard_parameter(
-    parameter: Any, fqn: str, device: torch.device, compute: torch.dtype, init: Any, loaded: Loaded
+    parameter: Any, fqn: str, device: torch.device, compute: torch.dtype, init: Any, loaded: LoadedSlices
 ) -> None:
-    is_sharded = layout.is_partitioned(parameter)
+    is_sharded = flat_layout.is_partitioned(parameter)
     if is_sharded:
-        swapping.take(parameter)
+        swapping.take_shard(parameter)
     else:
         parameter.data = parameter.data.to(device)
         broadcast_from_rank_0([parameter])
@@ -225,12 +229,12 @@ def _shard_parameter(
         for tensor in (parameter, parameter.ds_tensor) if is_sharded else (parameter,):
             tensor.data = tensor.data.to(compute)
     if is_sharded:
-        swapping.give(parameter, init.param_swapper)
+        swapping.give_shard(parameter, init.param_swapper)
     else:
-        # Without the broadcast of `Init`, which fails for parameters without a dimension.
+        # Without the broadcast of `Init`, which fails for 0-d parameters.
         init._convert_to_deepspeed_param(parameter)
         parameter.partition()
     if is_kept(parameter, before, compute):
-        start, length = layout.own_range(parameter)
+        start, length = flat_layout.own_range(parameter)
         own = before[:length] if is_sharded else before.reshape(-1)[start : start + length]
         loaded[fqn] = FlatSlice(own.to("cpu", copy=True), start)

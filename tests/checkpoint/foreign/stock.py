@@ -170,7 +170,7 @@ def save_deepspeed(stage: int, bf16: bool, path: str, client: dict[str, Any], su
         safe_get_full_optimizer_state,
     )
 
-    from lightning_shard.engines.zero.process import _choose_accelerator
+    from lightning_shard.engines.zero.connection import _choose_accelerator
 
     # Another one compiles a kernel for a minute, which nothing uses.
     _choose_accelerator(torch.device("cpu"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.engines.zero.offload import clean_up
+from lightning_shard.engines.zero.offload import remove_run_folders
 from lightning_shard.ranks import Ranks
 from tests.harness import run_distributed
 
@@ -22,7 +22,7 @@ def _clean_up(root: str) -> None:
     Ranks.of().barrier()
     for _ in range(TIMES):
         if Ranks.of().is_first:
-            clean_up([folder])
+            remove_run_folders([folder])
             continue
         with suppress(OSError):
             os.makedirs(inside)
@@ -34,5 +34,5 @@ def _clean_up(root: str) -> None:
 @pytest.mark.matrix
 def test_ranks_that_end_together_do_not_stumble_over_each_other(tmp_path: Path) -> None:
     run_distributed(_clean_up, 2, str(tmp_path))
-    clean_up([tmp_path / "run"])
+    remove_run_folders([tmp_path / "run"])
     assert not (tmp_path / "run").exists()

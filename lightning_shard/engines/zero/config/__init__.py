@@ -1,5 +1,5 @@
 """DeepSpeed's configuration: typed fields and a user's JSON file in, one checked mapping out.
 
-`DeepSpeedFields` is what a user sets, of which `read_settings` makes `ZeroSettings`; `RunFacts` is what the run says,
-and `deepspeed_config` puts both together. DeepSpeed is imported by the functions that ask it for its keys.
+`read_settings` checks a user's `DeepSpeedFields` and returns `ZeroSettings`. `deepspeed_config` combines them with
+`RunFacts`, the values of the run. DeepSpeed is imported by the functions that ask it for its keys.
 """

@@ -1,66 +1,65 @@
-"""The final configuration: typed fields over ``config``, "auto" resolved by the run, and this package's own pins."""
+"""Build the final configuration: settings with "auto" replaced by values of the run, and this package's pins."""
 
 import copy
 import json
 from typing import Any
 
 from lightning_shard.engines.zero.config.fields import RunFacts
-from lightning_shard.engines.zero.config.reading import AUTO, get, put
-from lightning_shard.engines.zero.config.settings import CONTRACT, RULE, ZERO, ZeroSettings, check_policy
+from lightning_shard.engines.zero.config.reading import AUTO, set_value, value_at
+from lightning_shard.engines.zero.config.zero_settings import CONTRACT, RULE, ZERO, ZeroSettings, check_policy
 from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.precision.policy import DTYPES, short
 
-CONTRADICTS = (
-    'The DeepSpeed configuration contradicts the run; where a value is the Trainer\'s, write "auto" or remove it'
-)
+CONTRADICTS = 'The DeepSpeed configuration contradicts the run. Write "auto" for a value of the Trainer, or remove it'
 
 BUCKET = 500_000_000  # DeepSpeed's default for both buckets, in elements.
 
-OVERLAPPED = 200_000_000  # Of stages 1 and 2, which keep two at a time where they overlap: as in stock Lightning.
+OVERLAPPED = 200_000_000  # For stages 1 and 2, whose overlap keeps two buckets at a time. As in stock Lightning.
 
 NVME_BUFFER = 100_000_000  # DeepSpeed's default for one buffer of parameters from NVMe, in elements.
 
 
 def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
-    """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call. It never
-    clips (``gradient_clipping`` 0) nor scales the loss: this package's own formulas do. One ConfigurationError has all
-    that contradicts the run; PrecisionError: a policy that can't be.
+    """Build the argument of ``deepspeed.initialize(config=...)``: plain JSON, the same on every rank and in every call.
+    DeepSpeed never clips (``gradient_clipping`` 0) nor scales the loss, which this package does by its own formulas.
+
+    ConfigurationError lists all values that contradict the run. PrecisionError: see `check_policy`.
     """
     problems: list[str] = []
     config = copy.deepcopy(dict(settings.merged))
     check_policy(settings, facts)
-    _batch(config, facts, problems)
-    _clipping(config, facts, problems)
-    _precision(config, facts, problems)
-    resolve_sections(config, facts, problems)
-    _zero(config, facts, problems)
+    _set_batch_sizes(config, facts, problems)
+    _check_clipping(config, facts, problems)
+    _set_precision(config, facts, problems)
+    _resolve_sections(config, facts, problems)
+    _set_zero_options(config, facts, problems)
     raise_problems(problems, CONTRADICTS)
-    # Else DeepSpeed waits for the device twice in each micro-batch, to log a throughput (utils/timer.py).
+    # By default DeepSpeed waits for the device twice in each micro-batch, to log a throughput (utils/timer.py).
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if facts.aligned:
-        # Written out, so that no default of DeepSpeed's is relied upon.
+        # Written out, to depend on no default of DeepSpeed.
         for path, (allowed, _) in CONTRACT.items():
             section = path.rpartition(".")[0]
-            if allowed and (section in ("", ZERO) or get(config, section) is not None) and path not in _BY_POLICY:
-                put(config, path, allowed[0])
+            if allowed and (section in ("", ZERO) or value_at(config, section) is not None) and path not in _BY_POLICY:
+                set_value(config, path, allowed[0])
     config["managed_gradient_accumulation"] = True
-    config.pop("checkpoint", None)  # checkpoints are this package's own, and its writer needs DeepSpeed's launcher
+    config.pop("checkpoint", None)  # Checkpoints are this package's own. This writer needs DeepSpeed's launcher.
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     try:
-        return json.loads(json.dumps(_without_auto(config), sort_keys=True, allow_nan=False))
+        return json.loads(json.dumps(_drop_auto(config), sort_keys=True, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{RULE}: it holds a value that JSON does not have ({error}).") from error
 
 
-def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys whose "auto" nobody resolved: DeepSpeed's own default holds for them."""
+def _drop_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """Drop keys that are still "auto", so that DeepSpeed's default holds."""
     kept = {key: value for key, value in config.items() if value != AUTO}
-    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {key: _drop_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-def _batch(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
-    """The three batch keys, whose product DeepSpeed checks; an unknown micro-batch, used in logs, counts as 1."""
+def _set_batch_sizes(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    """Set the three batch keys, whose product DeepSpeed checks. An unknown micro-batch counts as 1, in logs alone."""
     accumulate = facts.accumulate_grad_batches
     per_micro = accumulate * facts.ranks
     micro = facts.trainer.micro_batch_size
@@ -69,14 +68,14 @@ def _batch(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None
         given, whole = (None if config.get(key) == AUTO else config.get(key) for key in (micro_key, train_key))
         micro = given or (whole // per_micro if whole and whole % per_micro == 0 else 1)
     else:
-        differ(config, micro_key, micro, "the dataloader's batch size", problems)
-    differ(config, "gradient_accumulation_steps", accumulate, "the Trainer's accumulate_grad_batches", problems)
+        _check_equal(config, micro_key, micro, "the dataloader's batch size", problems)
+    _check_equal(config, "gradient_accumulation_steps", accumulate, "the Trainer's accumulate_grad_batches", problems)
     product = f"{micro} per process x {accumulate} accumulated x {facts.ranks} processes"
-    differ(config, train_key, micro * per_micro, f"that of the run, {product},", problems)
+    _check_equal(config, train_key, micro * per_micro, f"the run's, {product},", problems)
     config.update({micro_key: micro, train_key: micro * per_micro, "gradient_accumulation_steps": accumulate})
 
 
-def _clipping(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+def _check_clipping(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     given = config.get("gradient_clipping", AUTO)
     trainers = facts.trainer.gradient_clip_val or 0.0
     if given != AUTO and given != trainers:
@@ -90,20 +89,19 @@ def _clipping(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> N
     config["gradient_clipping"] = 0.0
 
 
-def _precision(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
-    """The sections ``fp16``, ``bf16`` and ``data_types``, and the dtype of the network, by the policy."""
+def _set_precision(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    """Set ``fp16``, ``bf16``, ``data_types`` and ``communication_data_type`` by the policy."""
     policy, compute = facts.policy, short(facts.policy.compute)
-    for section in ("fp16", "bf16"):
-        given = get(config, f"{section}.enabled")
+    low = policy.is_low_memory
+    for section, wanted in (("fp16", "16-true"), ("bf16", "bf16-true")):
+        given = value_at(config, f"{section}.enabled")
         if given not in (None, AUTO) and given != (compute == section):
             problems.append(
                 f"{section}.enabled is {str(given).lower()}, but the Trainer's precision computes in {compute}"
             )
-    low = policy.is_low_memory
-    for path in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
-        given = get(config, path)
-        if given not in (None, AUTO) and path.startswith(compute) and given != low:
-            wanted = "bf16-true" if compute == "bf16" else "16-true"
+        path = f"{section}.{section}_master_weights_and_grads"
+        given = value_at(config, path)
+        if given not in (None, AUTO) and section == compute and given != low:
             problems.append(
                 f"{path} is {str(given).lower()}, but the Trainer's precision keeps masters in {short(policy.master)}:"
                 f" 16-bit masters are precision {wanted!r}"
@@ -111,16 +109,16 @@ def _precision(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> 
     bf16 = config.pop("bf16", {})
     config.pop("fp16", None)
     if compute == "fp16":
-        # The scale is this package's: 1.0 is static, and multiplies by nothing.
+        # 1.0 is a static scale without effect: this package scales the loss.
         config["fp16"] = {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": low}
     elif compute == "bf16":
-        # A step with inf or NaN is skipped on no engine unless a loss scale is there to be lowered.
+        # Engines skip a step with inf or NaN only under a loss scale.
         config["bf16"] = {"check_grad_overflow": False, "bf16_optimizer_states": low, **bf16}
         config["bf16"].update(enabled=True, bf16_master_weights_and_grads=low)
-    _data_types(config, facts, problems)
+    _set_data_types(config, facts, problems)
 
 
-def _data_types(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+def _set_data_types(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     model, types = short(facts.policy.compute), config.setdefault("data_types", {})
     given = _dtype_name(types.get("param_dtype"))
     if given not in (None, model):
@@ -140,7 +138,7 @@ def _dtype_name(value: Any) -> str | None:
     return {**names, "half": "fp16", "float": "fp32"}.get(word, word)
 
 
-def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+def _set_zero_options(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     zero = config[ZERO]
     hidden = facts.hidden_size
     if hidden is not None:
@@ -151,13 +149,13 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
             "stage3_param_persistence_threshold": 10 * hidden,
         }
         zero.update({key: value for key, value in by_hidden.items() if zero.get(key) == AUTO})
-    # These are allocated whole, 1 to 2 GB at DeepSpeed's defaults, however small the model. DeepSpeed asserts that the
-    # gathering one is even, for the alignment of 16-bit buffers.
+    # Buckets are allocated whole, 1 to 2 GB at DeepSpeed's defaults, however small the model. DeepSpeed asserts that
+    # the all-gather bucket is even, for the alignment of 16-bit buffers.
     elements = facts.number_of_parameters or BUCKET
     elements += elements % 2
     bucket = OVERLAPPED if zero["stage"] < 3 else BUCKET
     if zero["stage"] < 3 and facts.device_type != "cpu" and zero.get("overlap_comm", AUTO) == AUTO:
-        # Stage 1 in bf16 without offload is DeepSpeed's ``BF16_Optimizer``, which reduces after backward.
+        # DeepSpeed's ``BF16_Optimizer``, stage 1 in bf16 without offload, reduces after backward.
         zero["overlap_comm"] = (
             zero["stage"] == 2 or short(facts.policy.compute) != "bf16" or "offload_optimizer" in zero
         )
@@ -168,11 +166,11 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     if parameters.get("device") == "nvme" and parameters.get("buffer_size", AUTO) == AUTO:
         parameters["buffer_size"] = min(NVME_BUFFER, elements)
     zero.setdefault("ignore_unused_parameters", True)
-    zero.pop("compute_grad_norm", None)  # DeepSpeed computes none here, and refuses the word in stage 1 in bf16
+    zero.pop("compute_grad_norm", None)  # DeepSpeed computes none here, and refuses the key in stage 1 in bf16.
     for key in ("offload_optimizer", "offload_param"):
         if facts.device_type == "cpu" and key in zero and zero[key].get("pin_memory", AUTO) == AUTO:
             zero[key]["pin_memory"] = False
-    if facts.device_type != "cuda" and get(config, "aio.use_gds") is True:
+    if facts.device_type != "cuda" and value_at(config, "aio.use_gds") is True:
         problems.append(f"aio.use_gds is true, but GPUDirect Storage needs CUDA, and the run is on {facts.device_type}")
     hpz = zero.get("zero_hpz_partition_size", AUTO)
     if hpz not in (AUTO, 0, 1) and facts.ranks % hpz != 0:
@@ -185,33 +183,33 @@ _BY_POLICY = ("communication_data_type", "data_types.grad_accum_dtype")
 """Set by the policy already, in fp32 under aligned."""
 
 
-def differ(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:
-    """A problem where ``config`` has another value than the run at ``path``; nothing there, or "auto", is none."""
-    given = get(config, path)
+def _check_equal(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:
+    """Append a problem if ``config`` has another value at ``path`` than the run, unless it is unset or "auto"."""
+    given = value_at(config, path)
     if given not in (None, AUTO) and given != value:
         problems.append(f"{path} is {given!r}, but {whose} is {value!r}")
 
 
-def _fill(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:
-    differ(config, path, value, whose, problems)
-    if get(config, path) == AUTO:
-        put(config, path, value)
+def _fill_auto(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:
+    _check_equal(config, path, value, whose, problems)
+    if value_at(config, path) == AUTO:
+        set_value(config, path, value)
 
 
-def resolve_sections(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
-    """Fill in the "auto" values of both sections in place; a number that the run contradicts is a problem."""
+def _resolve_sections(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    """Replace the "auto" values of both sections in place. Numbers that differ from the run's are problems."""
     optimizer = facts.optimizer or {}
     known = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.items() if v is not None}
     if "optimizer" in config:
-        _optimizer(config, known, problems)
-        _adam(config["optimizer"], facts)
+        _resolve_optimizer(config, known, problems)
+        _choose_adam(config["optimizer"], facts)
     if "scheduler" in config:
-        _scheduler(config, facts, known, problems)
+        _resolve_scheduler(config, facts, known, problems)
 
 
-def _optimizer(config: dict[str, Any], known: dict[str, Any], problems: list[str]) -> None:
+def _resolve_optimizer(config: dict[str, Any], known: dict[str, Any], problems: list[str]) -> None:
     kind, existing = config["optimizer"]["type"], known.get("type")
-    # Adam is DeepSpeed's name of AdamW too, unless ``adam_w_mode`` is off.
+    # DeepSpeed's Adam is AdamW too, unless ``adam_w_mode`` is off.
     word = "adam" if kind.lower() == "adamw" else kind.lower()
     if existing is not None and word not in existing.lower():
         problems.append(
@@ -220,35 +218,35 @@ def _optimizer(config: dict[str, Any], known: dict[str, Any], problems: list[str
         )
     for key in ("lr", "betas", "eps", "weight_decay"):
         if key in known:
-            _fill(config, f"optimizer.params.{key}", known[key], "the optimizer's", problems)
-    if get(config, "optimizer.params.lr") == AUTO:
+            _fill_auto(config, f"optimizer.params.{key}", known[key], "the optimizer's", problems)
+    if value_at(config, "optimizer.params.lr") == AUTO:
         problems.append(
             "optimizer.params.lr is 'auto', but no learning rate is known: write a number, or return the optimizer "
             "from configure_optimizers"
         )
 
 
-def _adam(section: dict[str, Any], facts: RunFacts) -> None:
-    """Which of its three Adams DeepSpeed builds, where the section does not say: under the contract torch's, since its
-    own kernels round otherwise; in low memory the CPU's with moments in the masters' dtype.
+def _choose_adam(section: dict[str, Any], facts: RunFacts) -> None:
+    """Choose between DeepSpeed's three Adams unless the section does. Under the contract it is torch's, as DeepSpeed's
+    kernels round otherwise. In low memory DeepSpeedCPUAdam has moments in the masters' dtype.
     """
     if section["type"].lower() not in ("adam", "adamw"):
         return
     params = section["params"]
     if facts.aligned and params.get("bias_correction", True) in (True, AUTO):
-        # torch's has no such argument, and always does it.
+        # torch's AdamW has no such argument, and always corrects.
         params.pop("bias_correction", None)
         params.setdefault("torch_adam", True)
     if facts.policy.is_low_memory and not params.get("torch_adam"):
         params.setdefault("fp32_optimizer_states", False)
 
 
-def _scheduler(config: dict[str, Any], facts: RunFacts, known: dict[str, Any], problems: list[str]) -> None:
-    rate = known.get("lr", get(config, "optimizer.params.lr"))
+def _resolve_scheduler(config: dict[str, Any], facts: RunFacts, known: dict[str, Any], problems: list[str]) -> None:
+    rate = known.get("lr", value_at(config, "optimizer.params.lr"))
     # DeepSpeed refuses 0 warm-up steps, Hugging Face's default.
     for key, least in (("warmup_num_steps", 1), ("warmup_min_lr", 0)):
-        if get(config, f"scheduler.params.{key}") == AUTO:
-            put(config, f"scheduler.params.{key}", least)
+        if value_at(config, f"scheduler.params.{key}") == AUTO:
+            set_value(config, f"scheduler.params.{key}", least)
     sources = {
         "total_num_steps": (facts.total_steps, "the Trainer's number of optimizer steps"),
         "warmup_max_lr": (None if rate == AUTO else rate, "the optimizer's learning rate"),
@@ -256,6 +254,6 @@ def _scheduler(config: dict[str, Any], facts: RunFacts, known: dict[str, Any], p
     for key, (value, whose) in sources.items():
         path = f"scheduler.params.{key}"
         if value is not None:
-            _fill(config, path, value, whose, problems)
-        elif get(config, path) == AUTO:
+            _fill_auto(config, path, value, whose, problems)
+        elif value_at(config, path) == AUTO:
             problems.append(f"{path} is 'auto', but {whose} is not known: write a number")

@@ -1,6 +1,6 @@
-"""What a user sets for DeepSpeed, in typed groups, and what the run says: "auto" values come from there.
+"""DeepSpeed's options in typed groups, and the values of a run that replace "auto".
 
-A field that is None is not set: then ``config`` says it, and else DeepSpeed's own default holds.
+A field of None is not set: ``config`` may set it, and else DeepSpeed's own default holds.
 """
 
 from collections.abc import Iterable
@@ -17,19 +17,19 @@ from lightning_shard.precision.words import DType
 @checked_fields("offload_optimizer")
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOffload:
-    """Where optimizer state and fp32 masters are resident; the optimizer steps on the host."""
+    """Keeps optimizer state and fp32 masters off the device. The optimizer steps on the host."""
 
     device: Literal["cpu", "nvme"] = "cpu"
     """"cpu": host memory, stages 1 to 3. "nvme": files, stage 3 only."""
 
     nvme_path: str | None = None
-    """Directory for "nvme", on each node; a run keeps its files in a folder of its own there, and removes it."""
+    """Directory for "nvme", on each node. A run keeps its files in a folder of its own there, and removes it."""
 
     pin_memory: bool | None = None
-    """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, where nothing is copied."""
+    """Page-locked host memory, for faster copies. None: true on CUDA, and false on CPU, as nothing is copied there."""
 
     buffer_count: int | None = None
-    """Buffers for state from NVMe, each as large as a sub-group; more are made if the optimizer has more tensors.
+    """Buffers for state from NVMe, each as large as a sub-group. More are made if the optimizer has more tensors.
     DeepSpeed's: 4."""
 
     fast_init: bool | None = None
@@ -39,22 +39,22 @@ class OptimizerOffload:
 @checked_fields("offload_parameters")
 @dataclass(frozen=True, kw_only=True)
 class ParameterOffload:
-    """Where a rank's parameter shards are resident; stage 3 only."""
+    """Keeps a rank's parameter shards off the device, in stage 3 only."""
 
     device: Literal["cpu", "nvme"] = "cpu"
     """"cpu": host memory. "nvme": files."""
 
     nvme_path: str | None = None
-    """Directory for "nvme", on each node; a run keeps its files in a folder of its own there, and removes it."""
+    """Directory for "nvme", on each node. A run keeps its files in a folder of its own there, and removes it."""
 
     pin_memory: bool | None = None
-    """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, where nothing is copied."""
+    """Page-locked host memory, for faster copies. None: true on CUDA, and false on CPU, as nothing is copied there."""
 
     buffer_count: int | None = None
     """Buffers for reading parameters from NVMe. DeepSpeed's: 5."""
 
     buffer_size: int | None = None
-    """Elements per buffer; no shard may be larger. DeepSpeed's: 1e8."""
+    """Elements per buffer. No shard may be larger. DeepSpeed's: 1e8."""
 
     max_in_cpu: int | None = None
     """Elements that stay in host memory under "nvme". DeepSpeed's: 1e9."""
@@ -84,7 +84,7 @@ class ZeroBuckets:
     """Reduce-scatter gradients in place of an all-reduce. DeepSpeed's: true."""
 
     round_robin_gradients: bool | None = None
-    """Assign parameters to ranks in turn, for faster copies under offload; stages 1 and 2. DeepSpeed's: false."""
+    """Assign parameters to ranks in turn, for faster copies under offload, in stages 1 and 2. DeepSpeed's: false."""
 
 
 @checked_fields("stage3")
@@ -114,8 +114,8 @@ class Stage3Options:
     """Modules with fewer elements per submodule are gathered as one. DeepSpeed's: 0, none."""
 
     leaf_modules: list[str] | None = None
-    """Class names of modules whose parameters are gathered together, as mixture-of-experts blocks need it, of which
-    each rank runs other parts. DeepSpeed's: the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE in transformers."""
+    """Class names of modules whose parameters are gathered together, such as mixture-of-experts blocks: each rank runs
+    other parts of one. DeepSpeed's: the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE in transformers."""
 
 
 @checked_fields("zero_plus_plus")
@@ -124,7 +124,7 @@ class ZeroPlusPlus:
     """ZeRO++: less traffic for stage 3, at the cost of memory or of digits."""
 
     hpz_partition_size: int | None = None
-    """hpZ: ranks over which a second copy of the parameters is sharded, a node's; backward gathers from it.
+    """hpZ: number of ranks, usually a node's, that shard a second copy of the parameters. Backward gathers from it.
     Parameters, gradients and state stay sharded over all ranks. DeepSpeed's: 1, none."""
 
     quantized_weights: bool | None = None
@@ -139,7 +139,7 @@ class ZeroPlusPlus:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFields:
-    """All that a user sets; see ``ShardDeepSpeedStrategy``, which makes it from its arguments."""
+    """The arguments of ``ShardDeepSpeedStrategy``."""
 
     stage: Literal[0, 1, 2, 3] | None = None
     offload_optimizer: OptimizerOffload | None = None
@@ -153,19 +153,21 @@ class DeepSpeedFields:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts(PlannedRun):
-    """What the configuration of a run may ask for; ``optimizer`` has a ``type`` where an optimizer exists."""
+    """The values that a configuration can take from its run. ``optimizer`` has a ``type`` once an optimizer exists."""
 
     trainer: TrainerFacts = field(default_factory=TrainerFacts)
-    total_steps: int | None = None  # Optimizer steps of the whole fit, where they are known.
-    hidden_size: int | None = None  # The model's hidden size, the largest of several, where its configuration says it.
+    total_steps: int | None = None  # Optimizer steps of the whole fit. None: not known.
+    hidden_size: int | None = None  # The largest that the model's configuration names. None: it names none.
     number_of_parameters: int | None = None  # Elements of all parameters, unsharded.
 
 
 def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_steps: bool = False) -> RunFacts:
-    """The facts of a run whose optimizers are made. All ranks call it; ``count_steps`` sets up the training data."""
+    """Collect the facts of a run whose optimizers are made. All ranks call it. ``count_steps``: count the fit's steps,
+    which sets up the training data.
+    """
     trainer, first = run.trainer, next(iter(optimizers), None)
     known = {} if first is None else {k: first.defaults.get(k) for k in ("lr", "betas", "eps", "weight_decay")}
-    # Else only the user's code knows; above 1 DeepSpeed keeps the memory that adding up under offload takes.
+    # Without foresight only the user's code knows. Above 1 DeepSpeed keeps the memory for sums of offloaded gradients.
     accumulate = trainer.accumulate_grad_batches if run.foresees_steps else max(2, trainer.accumulate_grad_batches)
     return planned_facts(
         module,
@@ -179,13 +181,13 @@ def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_s
 
 
 def planned_facts(module: nn.Module, run: PlannedRun, **others: Any) -> RunFacts:
-    """The facts of a run that is planned only, with ``others`` in the place of its own fields."""
+    """Collect the facts of a planned run. ``others`` replace its fields."""
     elements = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
     return RunFacts(**{**vars(run), "hidden_size": hidden_size(module), "number_of_parameters": elements, **others})
 
 
 def hidden_size(root: nn.Module) -> int | None:
-    """The largest hidden size that a Hugging Face style ``config`` of a module in ``root`` names, or None."""
+    """Find the largest hidden size in the Hugging Face style ``config`` of any module in ``root``, or None."""
     found: list[int] = []
     for module in root.modules():
         config = getattr(module, "config", None)

@@ -1,5 +1,5 @@
-"""The keys that DeepSpeed 0.19 reads: its own pydantic models, and those that it reads with ``dict.get``, where a typo
-would pass, tested against the library.
+"""The keys that DeepSpeed 0.19 reads: its pydantic models, and tables of the keys that it reads with ``dict.get``. A
+typo in these would pass. Tests compare the tables with the installed library.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ TOP_LEVEL: Mapping[str, Any] = _keys(
     (str, "seq_parallel_communication_data_type gradient_allreduce_op"),
     (_word("debug", "info", "warning", "error", "critical"), "log_level"),
 )
-"""Key to the type of its value; what DeepSpeed asserts late, or never, is a part of it."""
+"""Key to the type of its value, with the ranges that DeepSpeed asserts late or never."""
 
 _WRITER = _keys(
     (str, "type data_parallel"),
@@ -63,20 +63,20 @@ UNMODELLED: Mapping[str, Mapping[str, Any]] = {
 """Section to its keys."""
 
 ALIASES = {"bfloat16": "bf16", "thread_count": "intra_op_parallelism"}
-"""Older names, of a section and of a key of ``aio``; the models have aliases of their own."""
+"""Older names of a section and of a key of ``aio``. The models have aliases of their own."""
 
 REMOVED: Mapping[str, str] = {
-    "nebula": "DeepSpeed removed Nebula; checkpoints are this package's own",
+    "nebula": "DeepSpeed removed Nebula, and checkpoints are this package's own",
     "compression_training": "DeepSpeed removed its compression library",
-    "amp": "DeepSpeed removed Apex AMP; the Trainer's precision says the dtypes",
+    "amp": "DeepSpeed removed Apex AMP, and the Trainer's precision sets the dtypes",
     "quantize_training": "DeepSpeed removed Mixture-of-Quantization",
     "eigenvalue": "DeepSpeed removed Mixture-of-Quantization, which it was for",
-    "sparse_gradients": "DeepSpeed removed it; nn.Embedding(sparse=True) needs no setting",
+    "sparse_gradients": "DeepSpeed removed it, and nn.Embedding(sparse=True) needs no setting",
     "sparse_attention": "DeepSpeed removed Sparse Attention",
-    "elasticity": "DeepSpeed removed elastic training; the batch size is the dataloader's",
+    "elasticity": "DeepSpeed removed elastic training, and the batch size is the dataloader's",
     "graph_harvesting": "DeepSpeed removed it",
-    "curriculum_learning": "DeepSpeed removed it; order the samples in the dataloader",
-    "progressive_layer_drop": "DeepSpeed removed it; drop layers in the model",
+    "curriculum_learning": "DeepSpeed removed it. Order the samples in the dataloader",
+    "progressive_layer_drop": "DeepSpeed removed it. Drop layers in the model",
 }
 """Sections that DeepSpeed 0.19 refuses, with the reason."""
 
@@ -106,15 +106,15 @@ REMOVED_ZERO: Mapping[str, str] = {
 UNSEEN: Mapping[str, str] = {
     "zenflow": "it steps a part of a gradient late, by an optimizer of its own, whose state no checkpoint would have",
     "offload_optimizer.super_offload": "it steps in a process of its own, whose state no checkpoint would have",
-    "offload_optimizer.ratio": "DeepSpeed would step what stays on the device by an AdamW of its own, which follows no "
+    "offload_optimizer.ratio": "DeepSpeed would step the part on the device by an AdamW of its own, which follows no "
     "schedule and whose state no checkpoint would have",
 }
-"""What DeepSpeed has there, and what would be lost with it."""
+"""Keys of ``zero_optimization`` whose state no checkpoint would hold, with the reason."""
 
 
 @cache
 def configuration() -> Any:
-    """The model of the whole configuration for the installed DeepSpeed, which is imported here."""
+    """Make the model of the whole configuration for the installed DeepSpeed, which is imported here."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor import config as monitor
@@ -143,14 +143,14 @@ def configuration() -> Any:
 
 
 def names_of(model: Any) -> dict[str, str]:
-    """Each name that files have for a field of ``model`` to the canonical one, as ``stage3_prefetch_bucket_size``."""
+    """Map each name of a field of ``model`` to the canonical one, such as ``stage3_prefetch_bucket_size``."""
     names = {name: info.alias or name for name, info in model.model_fields.items()}
     older = {old: new for old, new in ALIASES.items() if new in names}
     return {**{alias: alias for alias in names.values()}, **names, **older}
 
 
 def section_of(model: Any, key: str) -> Any:
-    """The model of a field that is a section; None: it is a value."""
+    """The model of a field that is a section. None: the field is a value."""
     info = next(info for name, info in model.model_fields.items() if key in (name, info.alias))
     kinds = [info.annotation, *getattr(info.annotation, "__args__", ())]
     return next((kind for kind in kinds if hasattr(kind, "model_fields")), None)

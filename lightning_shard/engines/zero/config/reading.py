@@ -1,5 +1,6 @@
-"""A DeepSpeed configuration as people have it, read into one form: known keys in one spelling, values of their kind.
-What can't be understood becomes a problem, a line with the key's path; the caller raises all at once.
+"""Read a user's DeepSpeed configuration into one form: known keys in one spelling, values of their type.
+
+Each error becomes a problem, a line with the key's path. The caller raises all problems at once.
 """
 
 import copy
@@ -29,18 +30,18 @@ from lightning_shard.engines.zero.config.keys import (
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import nearest
 
-AUTO = "auto"  # The value that stands for what the Trainer, the model or DeepSpeed would say.
+AUTO = "auto"  # Replaced by the value of the Trainer, the model or DeepSpeed.
 
 
-def get(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, None where there is none."""
+def value_at(config: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None."""
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
-def put(config: dict[str, Any], path: str, value: Any) -> None:
+def set_value(config: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a dotted path, with the sections that lead to it."""
     *sections, key = path.split(".")
     for section in sections:
@@ -49,7 +50,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -> dict[str, Any]:
-    """A copy of a configuration, given as it is or as its file's path. ConfigurationError: see `read_file`."""
+    """Copy a configuration that is given as a mapping or as its file's path. ConfigurationError: see `read_file`."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -63,19 +64,19 @@ def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -
 
 
 def read_file(path: Path, name: str = "") -> dict[str, Any]:
-    """The content of a YAML file, or of JSON as DeepSpeed reads it: with comments and trailing commas, but with no key
-    twice. ConfigurationError, which calls the file ``name``: it is missing, neither of the two or no mapping.
+    """Read a YAML file, or a JSON file as DeepSpeed does: comments and trailing commas are allowed, a repeated key is
+    not. ConfigurationError calls the file ``name``: it is missing, can't be parsed, or holds no mapping.
     """
     name = name or str(path)
     if not path.is_file():
-        what = "it is a folder, and no file" if path.is_dir() else f"there is no such file (from {Path.cwd()})"
-        raise ConfigurationError(f"{name}: {what}.")
+        found = "it is a folder, and no file" if path.is_dir() else f"there is no such file (from {Path.cwd()})"
+        raise ConfigurationError(f"{name}: {found}.")
     text = path.read_bytes()
     begins = text.lstrip().startswith((b"{", b"//", b"/*"))
     is_json = path.suffix in (".json", ".hjson") or (path.suffix not in (".yaml", ".yml") and begins)
     try:
         # To hjson an empty file is a mapping.
-        content = _json(text) if is_json and text.strip() else yaml.safe_load(text)
+        content = _parse_json(text) if is_json and text.strip() else yaml.safe_load(text)
     except RecursionError as error:
         raise ConfigurationError(f"{name} is nested too deeply to be a configuration.") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
@@ -83,36 +84,38 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
     if not isinstance(content, dict):
         held = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise ConfigurationError(f"{name} {held}, but must hold a mapping of keys.")
-    return dict(_without_comments(content))
+    return dict(_drop_comments(content))
 
 
-def _json(text: bytes) -> Any:
+def _parse_json(text: bytes) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_refuse_repeated_keys)
     except json.JSONDecodeError:
-        # In its turn it takes Infinity, which Python writes, for a word.
-        return hjson.loads(text, object_pairs_hook=_unique)
+        # hjson reads Infinity, which Python writes, as text, so that json goes first.
+        return hjson.loads(text, object_pairs_hook=_refuse_repeated_keys)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r} is there twice; remove one")
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} is there twice. Remove one")
     return found
 
 
-def _without_comments(value: Any) -> Any:
-    """Strict JSON has no comments, and people write them as keys."""
+def _drop_comments(value: Any) -> Any:
+    """Drop the keys ``_comment*``, which stand for comments in strict JSON."""
     if isinstance(value, list):
-        return [_without_comments(item) for item in value]
+        return [_drop_comments(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: _without_comments(item) for key, item in value.items() if not str(key).startswith("_comment")}
+    return {key: _drop_comments(item) for key, item in value.items() if not str(key).startswith("_comment")}
 
 
-def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """``config`` without aliases, deprecated or null keys, values as DeepSpeed reads them or `AUTO`; its problems."""
+def canonical_config(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Copy ``config`` without aliases, deprecated keys and nulls, each value as DeepSpeed parses it, or `AUTO`. Appends
+    to ``problems``.
+    """
     config = dict(config)
     for key in list(config):
         if key in REMOVED or key in FOREIGN:
@@ -120,13 +123,13 @@ def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             if not is_off(config.pop(key), key):
                 problems.append(f"{key} can't be used: {reason}. Remove it")
     if config.get("steps_per_print") in (math.inf, "inf", "Infinity"):
-        del config["steps_per_print"]  # never
-    config = _zero_without_old_keys(config, problems)
-    return _section(config, configuration(), "", problems)
+        del config["steps_per_print"]  # Never.
+    config = _rewrite_old_keys(config, problems)
+    return _read_section(config, configuration(), "", problems)
 
 
 def is_off(value: Any, key: str = "") -> bool:
-    """Whether the setting of a feature that there is not asks for nothing."""
+    """Whether the setting of an unavailable feature leaves it off."""
     if key in ("sequence_parallel_size", "data_parallel_size") and value == 1:
         return True
     if key == "tensor_parallel" and isinstance(value, Mapping) and set(value) == {"autotp_size"}:
@@ -136,8 +139,8 @@ def is_off(value: Any, key: str = "") -> bool:
     return value in (None, False, 0, AUTO) or (isinstance(value, str) and value.lower() == "false")
 
 
-def take_lost(zero: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Take what can't be had out of ``zero_optimization``: path and value of each that asks for something, and why."""
+def pop_unavailable(zero: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Remove unavailable keys from ``zero_optimization``. Yields path, value and reason of each that is not off."""
     for path, reason in {**REMOVED_ZERO, **UNSEEN}.items():
         section, _, key = path.rpartition(".")
         holder = zero.get(section) if section else zero
@@ -147,16 +150,16 @@ def take_lost(zero: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield path, value, reason
 
 
-def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """``zero_optimization`` as a mapping, with what was deprecated or removed rewritten or refused."""
+def _rewrite_old_keys(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Rewrite the deprecated keys of ``zero_optimization``, and refuse the removed ones."""
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
-        # DeepSpeed's first format, which had stage 1 alone.
+        # DeepSpeed's first format had stage 1 alone.
         zero = {"stage": int(zero)}
     if not isinstance(zero, Mapping):
         return config
     zero = dict(zero)
-    for path, value, reason in take_lost(zero):
+    for path, value, reason in pop_unavailable(zero):
         problems.append(f"zero_optimization.{path} is {value!r}, but {reason}. Remove it")
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if str(zero.pop(old, False)).lower() in ("true", "1"):
@@ -171,7 +174,7 @@ def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[
     return {**config, "zero_optimization": zero}
 
 
-def _section(content: Mapping[str, Any], model: Any, path: str, problems: list[str]) -> dict[str, Any]:
+def _read_section(content: Mapping[str, Any], model: Any, path: str, problems: list[str]) -> dict[str, Any]:
     from pydantic import ValidationError
 
     names, result, given = names_of(model), dict[str, Any](), dict[str, Any]()
@@ -187,9 +190,9 @@ def _section(content: Mapping[str, Any], model: Any, path: str, problems: list[s
         if section and not isinstance(value, Mapping):
             problems.append(f"{path}{name} is {value!r}, but must be a mapping of keys")
             continue
-        read = _section(value, section, f"{path}{name}.", problems) if section else AUTO if is_auto else value
+        read = _read_section(value, section, f"{path}{name}.", problems) if section else AUTO if is_auto else value
         if not section and not is_auto:
-            given[name] = read = as_number(value) if isinstance(value, str) and "e" in value.lower() else value
+            given[name] = read = parse_number(value) if isinstance(value, str) and "e" in value.lower() else value
         if name in result and result[name] != read:
             problems.append(f"{path}{name} is given twice, as {result[name]!r} and, under another name, as {read!r}")
         result[name] = read
@@ -198,36 +201,37 @@ def _section(content: Mapping[str, Any], model: Any, path: str, problems: list[s
     except ValidationError as error:
         for detail in error.errors():
             key = ".".join(map(str, detail["loc"][:1]))
-            where = f"{path}{key} is {given.get(key)!r}" if key else f"{path.rstrip('.')} does not fit"
-            problems.append(f"{where}, but DeepSpeed's rule is: {detail['msg']}")
+            found = f"{path}{key} is {given.get(key)!r}" if key else f"{path.rstrip('.')} does not fit"
+            problems.append(f"{found}, but DeepSpeed's rule is: {detail['msg']}")
         return result
     values = {names[name]: getattr(made, name) for name in model.model_fields if names[name] in given}
     return result | {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def as_number(text: str) -> Any:
-    """The number that is written as text, whole where it is; other text as it is. YAML 1.1 takes 1e8 for a word."""
+def parse_number(text: str) -> Any:
+    """Parse a number that is written as text, to an int if it is whole. Other text is returned as it is. In YAML 1.1
+    1e8 is text.
+    """
     with suppress(ValueError, OverflowError):
-        return int(text) if text.strip().lstrip("+-").isdigit() else _whole(float(text))
+        if text.strip().lstrip("+-").isdigit():
+            return int(text)
+        number = float(text)
+        return int(number) if number == int(number) else number
     return text
 
 
-def _whole(number: float) -> float:
-    return int(number) if number == int(number) else number
-
-
 ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
-"""Types that older versions of DeepSpeed had, which compress what they communicate."""
+"""Optimizers of older versions of DeepSpeed, with compressed communication."""
 
 MUON = (
     *("lr", "weight_decay", "momentum", "muon_lr", "adam_lr", "ns_method", "betas", "eps"),
     *("adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"),
 )
-"""What DeepSpeed's Muon takes; it drops others without a word, where other types' constructors raise."""
+"""The hyperparameters of DeepSpeed's Muon, which drops others silently. Other constructors raise."""
 
 
 def read_sections(config: dict[str, Any], problems: list[str]) -> None:
-    """Check that the types of both sections exist, and read the numbers that are written as text, in place."""
+    """Check that the types of both sections exist, and parse numbers that are written as text, in place."""
     for name in ("optimizer", "scheduler"):
         section = config.get(name)
         if not section:
@@ -241,12 +245,12 @@ def read_sections(config: dict[str, Any], problems: list[str]) -> None:
             )
         elif not isinstance(params, Mapping):
             problems.append(f"{name}.params is {params!r}, but must be a mapping")
-        elif not _exists(name, kind):
+        elif not _type_exists(name, kind):
             near = nearest(kind, [*_own_types(name), "AdamW", "SGD"])
             hint = f": the nearest is {near[0]!r}" if near else ""
             problems.append(f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has{hint}")
         else:
-            section["params"] = params = {key: _without_text(value) for key, value in params.items()}
+            section["params"] = params = {key: _parse_values(value) for key, value in params.items()}
             for key in params:
                 path = f"{name}.params.{key}"
                 if key == "max_grad_norm":
@@ -263,8 +267,8 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _check_values(section: str, kind: str, params: Mapping[str, Any], problems: list[str]) -> None:
-    """Refuse what torch's optimizer of that type, or for one that it has not its AdamW, does not take, and a word that
-    DeepSpeed's schedules would take for another.
+    """Refuse values that torch's optimizer of that type refuses, its AdamW for a type that torch has not. Refuse a
+    ``warmup_type`` that DeepSpeed's schedules would replace silently.
     """
     from deepspeed.runtime.lr_schedules import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
 
@@ -289,26 +293,26 @@ def _own_types(section: str) -> list[str]:
     return list(DEEPSPEED_OPTIMIZERS if section == "optimizer" else VALID_LR_SCHEDULES)
 
 
-def _exists(section: str, kind: str) -> bool:
-    """Whether it is a type of DeepSpeed's own, which are in lower case for optimizers, or else a class of torch's."""
+def _type_exists(section: str, kind: str) -> bool:
+    """Whether ``kind`` is a type of DeepSpeed, in any case for optimizers, or a class of torch."""
     if (kind.lower() if section == "optimizer" else kind) in _own_types(section):
         return True
-    found = class_of(section, kind)
+    found = find_class(section, kind)
     return inspect.isclass(found) and issubclass(found, Optimizer if section == "optimizer" else LRScheduler)
 
 
-def class_of(section: str, kind: str) -> Any:
-    """A class of torch's, or a learning rate schedule of DeepSpeed's own, by its name; None: there is none."""
+def find_class(section: str, kind: str) -> Any:
+    """Find an optimizer of torch, or a schedule of DeepSpeed or torch, by its class name."""
     from deepspeed.runtime import lr_schedules
 
-    where = [torch.optim] if section == "optimizer" else [lr_schedules, torch.optim.lr_scheduler]
-    return next((found for module in where if (found := getattr(module, kind, None)) is not None), None)
+    modules = [torch.optim] if section == "optimizer" else [lr_schedules, torch.optim.lr_scheduler]
+    return next((found for module in modules if (found := getattr(module, kind, None)) is not None), None)
 
 
-def _without_text(value: Any) -> Any:
-    """A hyperparameter, of which numbers and flags may be text, in lists too; other words stay as they are."""
+def _parse_values(value: Any) -> Any:
+    """Parse a hyperparameter whose numbers and flags may be text, in lists too. Other words stay."""
     if isinstance(value, list):
-        return [_without_text(item) for item in value]
+        return [_parse_values(item) for item in value]
     if not isinstance(value, str):
         return value
-    return {"true": True, "false": False}.get(value.strip().lower(), as_number(value))
+    return {"true": True, "false": False}.get(value.strip().lower(), parse_number(value))

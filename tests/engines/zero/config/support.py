@@ -14,7 +14,7 @@ from deepspeed.runtime import config as library
 from lightning_shard.engines.engine import TrainerFacts
 from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
-from lightning_shard.engines.zero.config.settings import RULE, ZeroSettings, read_settings
+from lightning_shard.engines.zero.config.zero_settings import RULE, ZeroSettings, read_settings
 from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import policy_from

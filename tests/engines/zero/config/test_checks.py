@@ -10,8 +10,8 @@ import torch
 from deepspeed.runtime import config as library
 
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, OptimizerOffload
-from lightning_shard.engines.zero.config.reading import put
-from lightning_shard.engines.zero.config.settings import CONTRACT, check_policy
+from lightning_shard.engines.zero.config.reading import set_value
+from lightning_shard.engines.zero.config.zero_settings import CONTRACT, check_policy
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import short
@@ -39,15 +39,15 @@ def test_settings_that_break_the_contract_are_named(path: str) -> None:
     }.get(path, True)
     allowed, rule = CONTRACT[path]
     config: dict[str, Any] = {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    put(config, path, breaking)
+    set_value(config, path, breaking)
     if path in ("gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients", "torch_autocast.enabled"):
         # DeepSpeed itself has no sum in stage 3, divides there after a reduce-scatter, and wants autocast's dtype.
-        put(config, f"{ZERO}.stage", 1)
+        set_value(config, f"{ZERO}.stage", 1)
     text = refusal(config, aligned=True)
     assert f"{path} is {breaking!r} under aligned, but the contract is: {rule}." in text
     settings_of(DeepSpeedFields(config=config), aligned=False)
     for value in allowed:
-        put(config, path, value)
+        set_value(config, path, value)
         settings_of(DeepSpeedFields(config=config), aligned=True)
 
 

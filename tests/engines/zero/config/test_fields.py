@@ -21,8 +21,8 @@ from lightning_shard.engines.zero.config.fields import (
     ZeroBuckets,
     ZeroPlusPlus,
 )
-from lightning_shard.engines.zero.config.reading import get, put
-from lightning_shard.engines.zero.config.settings import KEYS, read_settings
+from lightning_shard.engines.zero.config.reading import set_value, value_at
+from lightning_shard.engines.zero.config.zero_settings import KEYS, read_settings
 from tests.engines.zero.config.support import ZERO, accepted, configured, refusal, run_facts, settings_of
 
 TYPED: dict[str, tuple[DeepSpeedFields, Any]] = {
@@ -112,7 +112,7 @@ def test_typed_fields_reach_deepspeed(name: str) -> None:
     fields, value = TYPED[name]
     path = KEYS[name]
     config = configured(fields, run_facts(world_size=2))
-    assert get(config, path) == value
+    assert value_at(config, path) == value
     # One process, for DeepSpeed's own check of the batch size; hpZ is checked against the group later.
     config["train_batch_size"] = 2
     taken: Any = accepted(config)
@@ -137,13 +137,13 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
         list: lambda v: [*v, "Other"],
     }[type(value)](value)
     config: dict[str, Any] = {}
-    put(config, path, other)
+    set_value(config, path, other)
     text = refusal(config, **{f.name: getattr(fields, f.name) for f in fields_of(fields) if f.name != "config"})
     assert f"{name} is {value!r}, but config's {path} is {other!r}: remove one of the two" in text
-    put(config, path, value)
-    assert get(read_settings(replace(fields, config=config), aligned=False, problems=[]).merged, path) == value
-    put(config, path, "auto")
-    assert get(read_settings(replace(fields, config=config), aligned=False, problems=[]).merged, path) == value
+    set_value(config, path, value)
+    assert value_at(read_settings(replace(fields, config=config), aligned=False, problems=[]).merged, path) == value
+    set_value(config, path, "auto")
+    assert value_at(read_settings(replace(fields, config=config), aligned=False, problems=[]).merged, path) == value
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
         ({"zero_plus_plus": ZeroPlusPlus(quantized_gradients=True)}, "zero_quantized_gradients is True with stage 2"),
         (
             {"config": {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}},
-            f"{ZERO}.offload_optimizer.ratio is 0.5, but DeepSpeed would step what stays on the device by an AdamW of",
+            f"{ZERO}.offload_optimizer.ratio is 0.5, but DeepSpeed would step the part on the device by an AdamW of",
         ),
         (
             {"config": {ZERO: {"offload_optimizer": {"device": "cpu", "super_offload": True}}}},

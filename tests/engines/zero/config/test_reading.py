@@ -22,14 +22,14 @@ def test_whole_numbers_are_understood_as_text_and_as_floats(number: int) -> None
         forms += [float(number), str(float(number)), repr(float(number)).replace("e", "E")]
     for form in forms:
         problems: list[str] = []
-        [read] = reading.canonical({ZERO: {"reduce_bucket_size": form}}, problems)[ZERO].values()
+        [read] = reading.canonical_config({ZERO: {"reduce_bucket_size": form}}, problems)[ZERO].values()
         assert (read, type(read), problems) == (number, int, [])
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False, min_value=0))
 def test_numbers_are_understood_as_text(number: float) -> None:
     problems: list[str] = []
-    assert reading.canonical({"gradient_clipping": repr(number)}, problems) == {"gradient_clipping": number}
+    assert reading.canonical_config({"gradient_clipping": repr(number)}, problems) == {"gradient_clipping": number}
     assert problems == []
 
 
@@ -207,7 +207,7 @@ def test_files_that_can_not_be_read(tmp_path: Path) -> None:
         ('{"fp16": {', "can't be read as JSON: Bad key name (eof)"),
         ("", " is empty, but must hold a mapping"),
         ("[1]", " holds a list, but must hold a mapping"),
-        ('{"fp16": {}, "fp16": {}}', "can't be read as JSON: the key 'fp16' is there twice; remove one"),
+        ('{"fp16": {}, "fp16": {}}', "can't be read as JSON: the key 'fp16' is there twice. Remove one"),
     ):
         path = tmp_path / "ds.json"
         path.write_text(content)

@@ -38,7 +38,7 @@ def test_every_contradiction_is_in_one_error() -> None:
     facts = run_facts(world_size=2, optimizer={**ADAMW, "type": "AdamW"})
     text = contradiction(config, facts)
     for line in (
-        "train_batch_size is 64, but that of the run, 2 per process x 1 accumulated x 2 processes, is 4",
+        "train_batch_size is 64, but the run's, 2 per process x 1 accumulated x 2 processes, is 4",
         "train_micro_batch_size_per_gpu is 8, but the dataloader's batch size is 2",
         "gradient_accumulation_steps is 4, but the Trainer's accumulate_grad_batches is 1",
         "gradient_clipping is 1, but the Trainer's gradient_clip_val is not set: set Trainer(gradient_clip_val=1)",

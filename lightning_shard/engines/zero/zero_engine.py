@@ -22,15 +22,17 @@ from lightning_shard.engines.parameter_use import TRAINING, ParameterUse
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.torch_optimizer_engine import ModuleTensors
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.whole_steps import WholeSteps, needs_of
-from lightning_shard.engines.zero import layout, offload, process, running
+from lightning_shard.engines.whole_steps import needs_of
+from lightning_shard.engines.zero import flat_layout, offload
 from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.fields import planned_facts, run_facts
-from lightning_shard.engines.zero.config.settings import ZeroSettings, check_optimizers, check_policy
-from lightning_shard.engines.zero.running import Running
-from lightning_shard.engines.zero.scalars import Scalars
-from lightning_shard.engines.zero.stepping import Carrier, OneOptimizer, SeveralOptimizers, Stepping, UnusedParameters
-from lightning_shard.engines.zero.values import Values, partition
+from lightning_shard.engines.zero.config.zero_settings import ZeroSettings, check_optimizers, check_policy
+from lightning_shard.engines.zero.connection import Connection, synced_generation
+from lightning_shard.engines.zero.running_engine import RunningEngine, replaced_step, replay_cpu_adam, start_engine
+from lightning_shard.engines.zero.scalars import ScalarLeaves
+from lightning_shard.engines.zero.stepping import OneOptimizer, ParameterCarrier, SeveralOptimizers
+from lightning_shard.engines.zero.unused_parameters import UnusedParameters
+from lightning_shard.engines.zero.values import ParameterValues, partition_module
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD, MeshConfig, resolve_mesh
 from lightning_shard.precision.casting import install_casts
@@ -41,7 +43,7 @@ from lightning_shard.tensors.names import named_parameters, parameter_names
 from lightning_shard.tensors.tracing import version
 
 
-class Zero(Engine):
+class ZeroEngine(Engine):
     """See `Engine`. A fit begins with a plain module. `attach_optimizers` hands its parameters to DeepSpeed together
     with the optimizer. Evaluation needs DeepSpeed in stage 3 alone.
     """
@@ -53,7 +55,7 @@ class Zero(Engine):
     steps_itself = True
     shows_gradients = False
 
-    _stepping: Stepping
+    _stepping: OneOptimizer | SeveralOptimizers
 
     def __init__(
         self,
@@ -61,19 +63,17 @@ class Zero(Engine):
         forward: ForwardOptions,
         *,
         mesh: MeshConfig,
-        connection: process.Connection | None = None,
+        connection: Connection | None = None,
     ) -> None:
-        """``connection`` is DeepSpeed's to the process group, once there is one."""
         self._settings = settings
         self._forward_options = forward
         self._mesh = mesh
         self._connection = connection
         self._stage = settings.stage
         self.gathers_in_forward = self._stage == 3
-        self._running: Running | None = None
+        self._running: RunningEngine | None = None
         self._writes: ExternalWriteCheck | None = None
-        self._masters_written: list[int] = []  # How often each master was, by the engine.
-        self._unused: UnusedParameters | None = None
+        self._master_versions: list[int] = []  # Autograd's version counters after the engine's last write.
         self._optimizers: Sequence[Optimizer] = ()
         self.upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
@@ -100,7 +100,7 @@ class Zero(Engine):
         return replace(policy, loss_scale=loss_scale)
 
     def memory_model(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
-        # Of a run that goes on, what DeepSpeed was given.
+        # DeepSpeed's own, once a run has begun.
         config = self._config or deepspeed_config(self._settings, planned_facts(module, run))
         return deepspeed_facts(config, ranks=run.ranks, accumulate=run.policy.accumulate, device_type=run.device_type)
 
@@ -123,31 +123,31 @@ class Zero(Engine):
             self._closing.callback(unsharding.guard, module)
         self._closing.callback(self._to_host)
         if run.fitting:
-            offload.warn_of_lock()
+            offload.warn_of_stale_lock()
         if run.fitting and self._settings.optimizer_device != "none":
             devices.step_on_all_cores(run.device, run.planned.per_node, os.environ, says=run.mesh.get_rank() == 0)
         transforms, policy = find_transforms(module, self.units(module), self._forward_options), run.policy
         if policy.compute != torch.float32:
-            # First, so that what checkpointing runs again in backward has the casts in it.
+            # Before activation checkpointing, which has to repeat the casts in backward.
             self._closing.callback(install_casts(module, policy.compute, output=policy.output, float8=policy.float8))
         for undo in transforms():
             self._closing.callback(undo)
-        self._values = Values(module)
-        self._closing.callback(self._values.unround)
+        self._values = ParameterValues(module)
+        self._closing.callback(self._values.restore_rounded)
         if not run.fitting:
             if self._stage == 3:
                 self._start_evaluation()
             else:
-                self._values.round(policy.compute)
+                self._values.round_parameters(policy.compute)
             self._closing.callback(masters.register(self._module, self))
         return module
 
     def _start_evaluation(self) -> None:
         config = deepspeed_config(self._settings, run_facts(self._module, self._run, []))
         # Evaluation has no optimizer.
-        self._configure({key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}, None)
-        self._partition([])
-        self._start(None)
+        self._prepare_config({k: v for k, v in config.items() if k not in ("optimizer", "scheduler")}, None)
+        self._partition_module([])
+        self._start_engine(None)
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         optimizer_remap.follow(optimizers, self._module)
@@ -156,27 +156,39 @@ class Zero(Engine):
         self._foreign_steps = ForeignStepCheck(self._module, optimizers)
         self._closing.callback(self._foreign_steps.close)
         several = len(optimizers) > 1
-        # Several step full parameters in any case; what couples these is refused.
+        # Several step full parameters in any case. A closure that computes the loss again is refused.
         self._needs = {id(each): needs_of(each, self._run) for each in optimizers}
         full = any(n.full or n.loss for n in self._needs.values()) and not several
         for each in optimizers:
-            self._refuse_closure(each)
-        optimizer: Optimizer | None = Carrier(optimizers) if several else next(iter(optimizers), None)
+            if self.needs(each).again:
+                raise ConfigurationError(
+                    f"{type(each).__qualname__} needs a closure that computes the loss again, but DeepSpeed steps "
+                    "after backward, without one. Use shard_ddp, or another optimizer."
+                )
+        optimizer: Optimizer | None = ParameterCarrier(optimizers) if several else next(iter(optimizers), None)
         rests = full or {rests_at_zero(each) for each in optimizers} == {True}
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._settings.counts_steps)
-        self._configure(deepspeed_config(self._settings, facts), optimizer)
+        self._prepare_config(deepspeed_config(self._settings, facts), optimizer)
         master, loaded = self._run.policy.master, self._values.loaded
         self.upcast = {n: p.dtype for n, p in self._trainable.items() if p.dtype != master and n not in loaded}
         if self._stage == 3:
             # A carrier has groups of its own.
-            self._partition(optimizers if optimizer is None else [*optimizers, optimizer])
+            self._partition_module(optimizers if optimizer is None else [*optimizers, optimizer])
         else:
-            self._values.cast(self._run.policy.compute)
-        step = self._take_over_step(optimizer) if full and optimizer is not None else None
-        running = self._start(optimizer)
-        self._stepping = self._begin_stepping(running, step, rests=rests)
-        self._closing.callback(self._stepping.close)
-        self._writes = self._values.check_writes(running, self._called)
+            self._values.cast_parameters(self._run.policy.compute)
+        whole_step = self._replace_step(optimizer) if full and optimizer is not None else None
+        running = self._start_engine(optimizer)
+        unused = self._watch_use(running, several=several, rests=rests)
+        group, device = self._run.mesh[SHARD].get_group(), self._run.device
+        parts = self._module, running, self._values, unused
+        if several:
+            self._stepping = SeveralOptimizers(*parts, optimizers=optimizers, group=group, device=device)
+        else:
+            assert running.optimizer is not None
+            self._optimizers = [running.optimizer]
+            self._stepping = OneOptimizer(*parts, whole_step=whole_step, group=group, device=device)
+        self._closing.callback(self._stepping.closing.close)
+        self._writes = self._values.start_write_check(running, self._called)
         self._closing.callback(self._writes.close)
         self._note_written()
         self._closing.callback(module_checks.refuse_new_groups(self._optimizers, self._called))
@@ -186,42 +198,25 @@ class Zero(Engine):
     def replicas(self) -> dist.ProcessGroup | None:
         return None
 
-    def _refuse_closure(self, optimizer: Optimizer) -> None:
-        if self.needs(optimizer).again:
-            raise ConfigurationError(
-                f"{type(optimizer).__qualname__} needs a closure that computes the loss again, but DeepSpeed steps "
-                "after backward, without one. Use shard_ddp, or another optimizer."
-            )
-
     @property
     def _trainable(self) -> dict[str, nn.Parameter]:
         named = named_parameters(self._module)
         return {fqn: p for fqn, p in named.items() if p.requires_grad and p.is_floating_point()}
 
-    def _begin_stepping(self, running: Running, step: Callable[..., Any] | None, *, rests: bool) -> Stepping:
-        """``step`` is that of an optimizer on full parameters; ``rests``: see `UnusedParameters`."""
-        assert running.optimizer is not None
-        shards = layout.steps(running.zero, running.groups)
-        several, apart, automatic = len(self._optimizers) > 1, layout.in_leaf_modules(self._module), self._run.automatic
+    def _watch_use(self, running: RunningEngine, *, several: bool, rests: bool) -> UnusedParameters:
+        """Compare the parameters that steps use. ``rests``: see `UnusedParameters`."""
+        apart, automatic = flat_layout.names_in_leaf_modules(self._module), self._run.automatic
         leaves: Mapping[str, Tensor] = running.scalars.leaves if running.scalars else {}
         self._use.compare(self._trainable, always=several, apart=apart)
         for fqn, parameter in self._trainable.items():
             ordered = self._stage > 1 and automatic
             self._closing.callback(self._use.watch(fqn, leaves.get(fqn, parameter), ordered=ordered))
-        unused = UnusedParameters(self._use, running, rests=rests, apart=apart, repeats=automatic)
-        self._unused = unused
-        self._closing.callback(unused.close)
-        group, device = self._run.mesh[SHARD].get_group(), self._run.device
-        if several:
-            of, taken = self._optimizers, unused.taken
-            return SeveralOptimizers(self._module, running, self._values, of, taken=taken, group=group, device=device)
-        shards = [unused.with_gradients(shard) for shard in shards]
-        self._optimizers, own = [running.optimizer], running.optimizer
-        whole = None if step is None else WholeSteps(own, shards, step=step, group=group, device=device)
-        return OneOptimizer(self._module, running, self._values, whole, device=device)
+        unused = UnusedParameters(self._use, running, rests=rests, apart=apart, automatic=automatic)
+        self._closing.callback(unused.closing.close)
+        return unused
 
-    def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
+    def _replace_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Let DeepSpeed's call of the optimizer's step do nothing. Returns the optimizer's own step."""
         if self._settings.optimizer_device == "nvme":
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__} needs full parameters, but with the optimizer offloaded to NVMe "
@@ -229,30 +224,30 @@ class Zero(Engine):
                 "optimizer."
             )
         step = optimizer.step
-        # The values are there before DeepSpeed casts and gathers them.
-        self._closing.enter_context(running.replaced_step(optimizer))
+        # The new values are written before DeepSpeed casts and gathers them.
+        self._closing.enter_context(replaced_step(optimizer))
         return step
 
-    def _configure(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
+    def _prepare_config(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
         run = self._run
-        self._config, folders = offload.prepare(config, optimizer, policy=run.policy, device=run.device)
-        self._closing.callback(offload.clean_up, folders)
+        self._config, folders = offload.prepare_run_config(config, optimizer, policy=run.policy, device=run.device)
+        self._closing.callback(offload.remove_run_folders, folders)
 
-    def _partition(self, optimizers: Sequence[Optimizer]) -> None:
-        """Shard the parameters, one submodule at a time; ``optimizers`` step those that take the place of meta ones."""
+    def _partition_module(self, optimizers: Sequence[Optimizer]) -> None:
+        """Shard the parameters, one submodule at a time. ``optimizers`` follow those that replace meta ones."""
         if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
             # A zero.Init of the user's in configure_model has replaced them.
             self._connection.restore_functions()
         run = self._run
-        loaded = partition(
+        loaded = partition_module(
             self._module, device=run.device, compute=run.policy.compute, seed=run.seed, config=self._config
         )
         # An earlier run's masters win.
         self._values.loaded = {**loaded, **self._values.loaded}
         optimizer_remap.follow(optimizers, self._module)
 
-    def _start(self, optimizer: Optimizer | None) -> Running:
-        self._running = running.start(
+    def _start_engine(self, optimizer: Optimizer | None) -> RunningEngine:
+        self._running = running = start_engine(
             self._module,
             optimizer=optimizer,
             config=self._config,
@@ -260,67 +255,68 @@ class Zero(Engine):
             device=self._run.device,
             foresees_steps=self._run.foresees_steps,
         )
-        self._closing.callback(self._stop)
-        units = layout.gathered_modules(self._module) if self.gathers_in_forward else []
+        self._closing.callback(self._stop_engine)
+        units = flat_layout.gathered_modules(self._module) if self.gathers_in_forward else []
         self._use = ParameterUse(units, self._module.named_modules() if units else ())
         self._closing.callback(self._use.close)
-        self._values.start(self._running, ranks=Ranks.of())
-        lasting, groups = self._values.tensors(self._running), self._running.groups
-        self._running.scalars = Scalars(self._module, lasting, groups, policy=self._run.policy, device=self._run.device)
-        return self._running
+        self._values.write_masters(running, ranks=Ranks.of())
+        lasting, run = self._values.live_tensors(running), self._run
+        running.scalars = ScalarLeaves(self._module, lasting, running.groups, policy=run.policy, device=run.device)
+        return running
 
     @property
     def tensors(self) -> EngineTensors:
         if self._running is not None and self._running.groups:
             return self._stepping
-        live = self._values.tensors(self._running)
+        live = self._values.live_tensors(self._running)
         return ModuleTensors(module=self._module, stepping=self._optimizers, device=self._run.device, live=live)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._settle_writes(together=True)
+        self._check_writes(together=True)
         with self._foreign_steps.forward():
-            output = self._inside(TRAINING, step, *args, **kwargs)
+            output = self._run_forward(TRAINING, step, *args, **kwargs)
         if self._writes is not None and self.gathers_in_forward:
             self._writes.refuse_writes(together=True)
         return output
 
-    def _settle_writes(self, *, together: bool) -> None:
-        """Follow the optimizer's writes to masters outside of its step, as ScheduleFree has values for training and for
-        evaluation; refuse the user's to parameters, ``together`` on all ranks.
+    def _check_writes(self, *, together: bool) -> None:
+        """Refresh the module after an optimizer's writes to masters outside of its step, such as ScheduleFree's for
+        evaluation. Refuse the user's writes to parameters, ``together`` on all ranks.
         """
-        # Inside of a step of stage 3 parameters are gathered and freed.
+        # Stage 3 gathers and frees parameters in forward.
         if self._writes is None or (self.gathers_in_forward and self._started.inside):
             return
-        if self._masters_written != self._master_versions():
-            running.refresh(self._started)
+        if self._master_versions != self._versions_of_masters():
+            self._started.refresh_parameters()
             self._note_written()
         self._writes.refuse_writes(together=together)
 
-    def _master_versions(self) -> list[int]:
+    def _versions_of_masters(self) -> list[int]:
         return [version(group.flat) for group in self._started.groups]
 
     def _note_written(self) -> None:
         if self._writes is not None:
-            self._masters_written = self._master_versions()
+            self._master_versions = self._versions_of_masters()
             self._writes.note_versions()
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._settle_writes(together=False)
+        self._check_writes(together=False)
         if self._running is None:
             return step(*args, **kwargs)
         if not self.gathers_in_forward:
-            return self._inside("evaluation", step, *args, **kwargs)
-        with process.generates_together(self._config):
-            output = self._inside("evaluation", step, *args, **kwargs)
-        running.release(self._running)
+            return self._run_forward("evaluation", step, *args, **kwargs)
+        with synced_generation(self._config):
+            output = self._run_forward("evaluation", step, *args, **kwargs)
+        # Gradients taken inside of the forward left parameters gathered, and no backward follows.
+        self._running.offload.release_backward_leftovers()
         return output
 
-    def _inside(self, kind: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_forward(self, kind: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with module_checks.explained(self._called), self._use.step(kind):
-            return running.run(self._started, step, *args, **kwargs)
+            return self._started.run_forward(step, *args, **kwargs)
 
     @property
-    def _started(self) -> Running:
+    def _started(self) -> RunningEngine:
         assert self._running is not None, "DeepSpeed's engine is started by attach_optimizers"
         return self._running
 
@@ -328,34 +324,24 @@ class Zero(Engine):
         self._stepping.check_backward()
         self._use.came.clear()
         with module_checks.explained(self._called):
-            running.backward(self._started, loss, call if overridden else None, **kwargs)
-        if self._unused is not None and self._run.automatic:
-            self._unused.after_micro_batch()
+            self._started.run_backward(loss, call if overridden else None, **kwargs)
+        self._stepping.unused.after_backward()
 
     def sync_gradients(self, enabled: bool) -> None:
-        running.set_boundary(self._started, enabled)
+        self._started.set_boundary(enabled)
 
     def finish_gradients(self) -> None:
-        self._stepping.collect()
-        if self._run.automatic:
-            self._finish_step()
-
-    def _finish_step(self) -> None:
-        if self._unused is not None and len(self._optimizers) == 1:
-            self._unused.finish()
+        self._stepping.collect_gradients()
 
     def reduction_dtypes(self) -> set[torch.dtype]:
-        return layout.reduction_dtypes(self._started.engine)
+        return flat_layout.reduction_dtypes(self._started.engine)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
-        return self.tensors.gradients(optimizer), self._run.mesh
+        return self._stepping.gradients(optimizer), self._run.mesh
 
     def step_optimizer(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
-        self._settle_writes(together=True)
-        if not self._run.automatic:
-            # Each backward pass is over a part of the model.
-            self._finish_step()
-        self._stepping.step(optimizer, skip=skip, **kwargs)
+        self._check_writes(together=True)
+        self._stepping.step_optimizer(optimizer, skip=skip, **kwargs)
         self._note_written()
         if self._writes is not None:
             self._writes.end_step()
@@ -365,7 +351,7 @@ class Zero(Engine):
             self._stepping.share_state()
 
     def free_gradients(self) -> None:
-        """Nothing: DeepSpeed drops them in its step."""
+        """Do nothing: DeepSpeed drops gradients in its step."""
 
     def follow_freezing(self) -> nn.Module:
         raise ConfigurationError(
@@ -374,33 +360,33 @@ class Zero(Engine):
         )
 
     def reshard_and_sync_masters(self) -> None:
-        self._settle_writes(together=False)
+        self._check_writes(together=False)
 
     def begin_writing(self) -> None:
-        self._masters_written = []  # Until `refresh_model_weights` all ranks take the masters for changed.
+        self._master_versions = []  # All ranks count the masters as written until `refresh_model_weights`.
 
     def refresh_model_weights(self) -> None:
-        self._values.show(self._running, device=self._run.device)
+        self._values.refresh_module(self._running, device=self._run.device)
         self._note_written()
 
     def resumed(self) -> None:
         if self._running is not None and self._running.optimizer is not None:
-            running.replay_cpu_adam(self._running.optimizer, self._running.groups)
+            replay_cpu_adam(self._running.optimizer, self._running.groups)
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         return {"deepspeed_config": self._config}
 
     def release_module(self, *, failed: bool) -> None:
-        """Take DeepSpeed off: full parameters get their masters' values; sharded ones stay for another run."""
+        """Take DeepSpeed off. Full parameters get their masters' values. Sharded ones stay for another run."""
         self._failed = failed
-        # What was prepared so far, in reverse order.
+        # In reverse order of preparation.
         self._closing.close()
 
-    def _stop(self) -> None:
+    def _stop_engine(self) -> None:
         self._writes = None
-        # What it stepped stays, so that a checkpoint can be saved after the fit too.
-        self._values.leave(self._started, device=self._run.device, communicate=not self._failed)
-        running.stop(self._started)
+        # The live tensors stay, so that a checkpoint can be saved after the fit too.
+        self._values.give_back(self._started, device=self._run.device, communicate=not self._failed)
+        self._started.stop()
 
     def _to_host(self) -> None:
         if self._stage < 3 and not self._failed:

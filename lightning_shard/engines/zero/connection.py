@@ -1,4 +1,4 @@
-"""What DeepSpeed changes in the process: set for this run, and restored afterwards."""
+"""Connect DeepSpeed to the process group. Its changes of the process are undone after a run."""
 
 import inspect
 import logging
@@ -20,7 +20,7 @@ from lightning_shard.versions import TESTED, numbers
 
 
 def refuse_older_version() -> None:
-    """Refuse a DeepSpeed that is older than what was tested, or that is missing (ImportError). A newer one may run."""
+    """Refuse a DeepSpeed that is missing or older than the tested ones (ImportError). A newer one may run."""
     import deepspeed
 
     lowest = TESTED["deepspeed"][0]
@@ -33,24 +33,28 @@ def refuse_older_version() -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """What DeepSpeed may change in the process, as it was before."""
+    """The state of the process before DeepSpeed changed it."""
 
-    functions: Mapping[str, Any]  # Those of ``torch.nn.functional``.
+    functions: Mapping[str, Any]  # Of ``torch.nn.functional``.
     others: ExitStack
 
     def restore_functions(self) -> None:
-        """Restore ``torch.nn.functional``: what DeepSpeed's ``zero.Init`` leaves there rounds otherwise."""
+        """Restore ``torch.nn.functional``, in which ``zero.Init`` leaves functions that round otherwise."""
         vars(functional).update(self.functions)
 
-    def undo(self) -> None:
+    def disconnect(self) -> None:
         self.restore_functions()
         self.others.close()
 
 
-def connect(device: torch.device, *, backend: str, local_rank: int, local_size: int, timeout: timedelta) -> Connection:
-    """Let DeepSpeed use the process group of ``backend`` that is there, and drop its globals of an earlier one. All
-    ranks call it. ``device`` decides its accelerator; ``local_rank`` is the process's on its node, ``local_size`` what
-    DeepSpeed takes for its number of devices on a CPU, ``timeout`` that of its own groups.
+def connect_deepspeed(
+    device: torch.device, *, backend: str, local_rank: int, local_size: int, timeout: timedelta
+) -> Connection:
+    """Let DeepSpeed use the existing process group of ``backend``, and drop its globals of an earlier one. All ranks
+    call it.
+
+    ``device`` decides DeepSpeed's accelerator. ``local_rank`` is the rank on the node. ``local_size`` is the number of
+    devices that DeepSpeed sees on a CPU. ``timeout`` is for groups that DeepSpeed makes.
     """
     import deepspeed
     from deepspeed.comm import comm
@@ -64,22 +68,22 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     others.callback(os.environ.update, {name: os.environ[name] for name in _VARIABLES if name in os.environ})
     for name in _VARIABLES:
         others.callback(os.environ.pop, name, None)
-    # Stage 3 puts there each module that it was given, and never takes it out again.
+    # Stage 3 appends each module, and never removes one.
     stack = parameter_offload.FWD_MODULE_STACK
     others.callback(stack.__delitem__, slice(len(stack), None))
     others.callback(_forget_releases)
-    # An engine with its own autocast leaves it on, and all later ones reduce in its dtype.
+    # An engine with DeepSpeed's autocast leaves this set, and all later engines would reduce in its dtype.
     others.callback(setattr, torch_autocast, "TORCH_AUTOCAST_INITIALIZED", torch_autocast.TORCH_AUTOCAST_INITIALIZED)
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     engine: Any = deepspeed.DeepSpeedEngine
     others.callback(setattr, engine, "_broadcast_model", engine._broadcast_model)
     others.callback(lambda: vars(comm.cdb).pop("new_group", None))
-    # `prepare_replica` made the ranks equal; this fails for parameters without a dimension.
+    # `prepare_replica` made the ranks equal. DeepSpeed's broadcast fails for 0-d parameters.
     engine._broadcast_model = lambda engine: None
-    # DeepSpeed tells of every buffer that it makes.
+    # DeepSpeed logs every buffer that it makes.
     logger.setLevel(logging.WARNING)
     os.environ["LOCAL_SIZE"] = str(local_size)
-    # Read by DeepSpeed all the time, and by Lightning as the rank that it is.
+    # DeepSpeed reads it again and again, and Lightning takes it for the local rank.
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     _choose_accelerator(device)
     if getattr(comm, "cdb", None) is not None and _connected.get("group") is not dist.group.WORLD:
@@ -91,9 +95,9 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     return Connection(functions, others)
 
 
-def group_of_hpz(size: int) -> dist.ProcessGroup | None:
-    """The ranks among which an earlier run shares hpZ's second copy: DeepSpeed makes no other group, and asserts that
-    there is none. None: it may make one, as there is none of that ``size``.
+def existing_hpz_group(size: int) -> dist.ProcessGroup | None:
+    """The group of ``size`` ranks that an earlier run made for hpZ. DeepSpeed asserts that it makes this group once. A
+    group of another size is dropped, so that DeepSpeed can make one.
     """
     from deepspeed.utils import groups
 
@@ -105,16 +109,16 @@ def group_of_hpz(size: int) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def generates_together(config: Mapping[str, Any]) -> Generator[None, None, None]:
-    """Let ``generate`` of transformers run on inside until all ranks are done, as its ``synced_gpus`` does by default
-    where it knows of stage 3, here by DeepSpeed's ``config``. In training LayerDrop would leave out no layer then.
+def synced_generation(config: Mapping[str, Any]) -> Generator[None, None, None]:
+    """Let ``generate`` of transformers run on until all ranks are done. Its ``synced_gpus`` is true by default if it is
+    shown a ``config`` of stage 3. Not in training: LayerDrop would drop no layer then.
     """
     known = sys.modules.get("transformers.integrations.deepspeed")
     if known is None or known.is_deepspeed_zero3_enabled():
         yield
         return
-    # transformers holds it weakly. Its own class needs accelerate.
-    shown = _ConfigOfStage3(config)
+    # transformers holds it weakly.
+    shown = _Stage3Config(config)
     known.set_hf_deepspeed_config(shown)
     try:
         yield
@@ -122,8 +126,8 @@ def generates_together(config: Mapping[str, Any]) -> Generator[None, None, None]
         known.unset_hf_deepspeed_config()
 
 
-class _ConfigOfStage3:
-    """Stands for ``transformers.integrations.HfDeepSpeedConfig``."""
+class _Stage3Config:
+    """Stands for ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -153,7 +157,7 @@ def _cuda_accelerator() -> Any:
         chosen_here = True
 
         def device_name(self, device_index: int | str | None = None) -> str:
-            # What is given as text is LOCAL_RANK, which DeepSpeed takes for the index of this process' device
+            # Text is LOCAL_RANK, which DeepSpeed takes for the index of this process' device
             # (zero/partition_parameters.py, zero/utils.py).
             return super().device_name(self.current_device() if isinstance(device_index, str) else device_index)
 
@@ -167,18 +171,18 @@ def _cpu_accelerator() -> Any:
         chosen_here = True
 
         def is_fp16_supported(self) -> bool:
-            # DeepSpeed asks for fp16 instructions; torch computes without them, only slower.
+            # DeepSpeed requires fp16 instructions. torch computes without them, only slower.
             return True
 
         def create_op_builder(self, class_name: str) -> Any:
-            # Compiled when a backend is made, and used by DeepSpeed's inference alone.
+            # DeepSpeed compiles it for each backend, and uses it for inference alone.
             return None if class_name == "ShareMemCommBuilder" else super().create_op_builder(class_name)
 
     return CPU()
 
 
 def _forget_releases() -> None:
-    """Empty the cache of what stage 3 releases after each module: a function's own, it would keep every run alive."""
+    """Empty the cache of parameters that stage 3 releases after each module. It would keep every run alive."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
     decorated = vars(Coordinator)["_PartitionedParameterCoordinator__params_to_release"]

@@ -1,4 +1,4 @@
-"""What a user asks of DeepSpeed: typed fields laid over ``config``, checked before any process is started."""
+"""A user's settings of DeepSpeed: typed fields over ``config``, checked before any process is started."""
 
 import copy
 import dataclasses
@@ -12,7 +12,14 @@ from torch.optim import Adagrad, Optimizer
 
 from lightning_shard.engines.engine import PlannedRun
 from lightning_shard.engines.zero.config import fields as typed
-from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, put, read_config, read_sections
+from lightning_shard.engines.zero.config.reading import (
+    AUTO,
+    canonical_config,
+    read_config,
+    read_sections,
+    set_value,
+    value_at,
+)
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import short
@@ -21,7 +28,7 @@ SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hystere
 
 RULE = "The DeepSpeed configuration can't be used"
 
-DEFAULT_STAGE = 2  # The stage where neither the field nor ``config`` says one, as in stock Lightning.
+DEFAULT_STAGE = 2  # As in stock Lightning.
 
 ZERO = "zero_optimization"
 
@@ -36,7 +43,7 @@ _NAMES: dict[type, tuple[str, str, dict[str, str]]] = {
     ),
     typed.ZeroPlusPlus: ("zero_plus_plus", "zero_", {}),
 }
-"""Class of a typed group to its name, to the beginning of DeepSpeed's keys, and to those of other names."""
+"""Class of a typed group to its name, the prefix of its keys in DeepSpeed, and the keys with other names."""
 
 KEYS = {
     "stage": f"{ZERO}.stage",
@@ -47,38 +54,38 @@ KEYS = {
     },
     "communication_data_type": "communication_data_type",
 }
-"""Typed field to DeepSpeed's key."""
+"""Typed field to DeepSpeed's key, both with dots."""
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroSettings:
-    """What the typed fields and ``config`` together ask for; `read_settings` makes it."""
+    """Checked settings, made by `read_settings`."""
 
     fields: typed.DeepSpeedFields
-    merged: Mapping[str, Any]  # Both in DeepSpeed's keys, in one spelling, with their "auto" values.
+    merged: Mapping[str, Any]  # Fields and ``config`` in DeepSpeed's keys, in one spelling, "auto" not yet replaced.
 
     @property
     def stage(self) -> int:
-        """1 to 3; 0 in a file, which is refused."""
-        stage: int = get(self.merged, f"{ZERO}.stage")
+        """1 to 3, or 0 from a file, which is refused later."""
+        stage: int = value_at(self.merged, f"{ZERO}.stage")
         return stage
 
     @property
     def optimizer_device(self) -> OffloadDevice:
-        """Where optimizer state is resident; "none": on the device that computes."""
-        return get(self.merged, f"{ZERO}.offload_optimizer.device") or "none"
+        """The memory of optimizer state. "none": the device that computes."""
+        return value_at(self.merged, f"{ZERO}.offload_optimizer.device") or "none"
 
     @property
     def parameter_device(self) -> OffloadDevice:
-        """Where parameter shards are resident; "none": on the device that computes."""
-        return get(self.merged, f"{ZERO}.offload_param.device") or "none"
+        """The memory of parameter shards. "none": the device that computes."""
+        return value_at(self.merged, f"{ZERO}.offload_param.device") or "none"
 
     @property
     def communication_data_type(self) -> str | None:
-        """That of gradients, "fp32", "bf16" or "fp16"; None: the precision policy's."""
-        dtype = get(self.merged, "communication_data_type")
+        """The dtype in which gradients are reduced, "fp32", "bf16" or "fp16". None: the precision policy's."""
+        dtype = value_at(self.merged, "communication_data_type")
         return None if dtype in (None, AUTO) else dtype.lower()
 
     @property
@@ -88,13 +95,13 @@ class ZeroSettings:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether a schedule is as long as the fit."""
-        return bool(get(self.merged, "scheduler.params.total_num_steps") == AUTO)
+        """Whether a schedule needs the number of steps of the fit."""
+        return bool(value_at(self.merged, "scheduler.params.total_num_steps") == AUTO)
 
 
 def read_settings(fields: typed.DeepSpeedFields, *, aligned: bool, problems: list[str]) -> ZeroSettings:
-    """The settings, and in ``problems`` all that can't work whatever the run is: a line for each, with its path."""
-    settings = ZeroSettings(fields=fields, merged=canonical(_merge(fields, problems), problems))
+    """Check ``fields``. Appends to ``problems`` a line with its path for each value that can work in no run."""
+    settings = ZeroSettings(fields=fields, merged=canonical_config(_merge_fields(fields, problems), problems))
     if not problems:
         _check_stage(settings, problems)
         _check_trainer_owned(settings.merged, problems)
@@ -107,31 +114,31 @@ def read_settings(fields: typed.DeepSpeedFields, *, aligned: bool, problems: lis
     return settings
 
 
-def _merge(fields: typed.DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
+def _merge_fields(fields: typed.DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
     """See `ZeroSettings.merged`."""
-    merged = canonical(read_config(fields.config), problems)
+    merged = canonical_config(read_config(fields.config), problems)
     read_sections(merged, problems)
     for name, path in KEYS.items():
         unset = getattr(fields, name.partition(".")[0]) is None
         value = None if unset else attrgetter(name)(fields)
         if value is None:
             continue
-        there = get(merged, path)
+        there = value_at(merged, path)
         if there not in (None, AUTO) and there != value:
             problems.append(
                 f"{name} is {value!r}, but config's {path} is {there!r}: remove one of the two, or make them equal"
             )
-        put(merged, path, copy.copy(value))
+        set_value(merged, path, copy.copy(value))
     for section in ("offload_optimizer", "offload_param"):
-        if get(merged, f"{ZERO}.{section}.device") in (None, AUTO, "none"):
+        if value_at(merged, f"{ZERO}.{section}.device") in (None, AUTO, "none"):
             merged.get(ZERO, {}).pop(section, None)
-    if get(merged, f"{ZERO}.stage") in (None, AUTO):
-        put(merged, f"{ZERO}.stage", DEFAULT_STAGE)
+    if value_at(merged, f"{ZERO}.stage") in (None, AUTO):
+        set_value(merged, f"{ZERO}.stage", DEFAULT_STAGE)
     return merged
 
 
 def check_optimizers(settings: ZeroSettings, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what ``configure_optimizers`` makes where DeepSpeed can't step it (ConfigurationError)."""
+    """Refuse optimizers that DeepSpeed can't step (ConfigurationError)."""
     if len(optimizers) > 1 and settings.optimizer_device == "nvme":
         raise ConfigurationError(
             f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one with the "
@@ -143,7 +150,7 @@ def check_optimizers(settings: ZeroSettings, optimizers: Sequence[Optimizer]) ->
             "scheduler section, which does not say whose learning rate it sets. Return schedules from "
             "configure_optimizers, and remove the section."
         )
-    section = get(settings.merged, "optimizer.type") if not optimizers else None
+    section = value_at(settings.merged, "optimizer.type") if not optimizers else None
     is_adagrad = len(optimizers) == 1 and isinstance(optimizers[0], Adagrad)
     if is_adagrad or (str(section).lower() == "adagrad" and settings.optimizer_device == "none"):
         raise ConfigurationError(
@@ -158,7 +165,7 @@ def check_optimizers(settings: ZeroSettings, optimizers: Sequence[Optimizer]) ->
 
 
 def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
-    """The loss scale of an ``fp16`` section in canonical form, with DeepSpeed's own defaults; None: it says nothing.
+    """Read the loss scale of a canonical ``fp16`` section, with DeepSpeed's defaults. None: the section sets none.
     ConfigurationError: a static scale, a hysteresis refilled by each good step, a minimum that is no power of two.
     """
     given = {key: value for key, value in fp16.items() if value != AUTO}
@@ -191,7 +198,7 @@ def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
 
 
 def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
-    """What DeepSpeed itself would not refuse, or only later."""
+    """Check combinations that DeepSpeed refuses late or never."""
     stage, zero = asked.stage, asked.merged[ZERO]
     if asked.parameter_device != "none" and stage < 3:
         problems.append(
@@ -208,14 +215,14 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
             problems.append(f"{name} is 'nvme' without nvme_path. Set {name}.nvme_path to a directory")
         for pipeline in ("pipeline_read", "pipeline_write"):
             if section.get(pipeline) is True:
-                # DeepSpeed's other swapper writes while the next sub-group is stepped; state is read between steps.
+                # DeepSpeed's other swapper writes while the next sub-group is stepped. State is read between steps.
                 problems.append(f"{ZERO}.{key}.{pipeline} is true, but state in files is used between steps. Remove it")
     for key, plain in (("gradient_predivide_factor", 1.0), ("prescale_gradients", False)):
-        # DeepSpeed asserts it once stage 3 has sharded the parameters.
+        # DeepSpeed asserts it after stage 3 has sharded the parameters.
         value, sums = asked.merged.get(key, plain), asked.merged.get("gradient_allreduce_op") == "sum"
         if value not in (AUTO, plain) and stage > 1 + sums and zero.get("reduce_scatter") is not False:
             problems.append(
-                f"{key} is {value} with stage {stage}, which divides gradients before their sum only where it does not "
+                f"{key} is {value} with stage {stage}, which divides gradients before their sum only if it does not "
                 "reduce-scatter them. Remove it, or set buckets.reduce_scatter: false"
             )
     autocast = asked.merged.get("torch_autocast", {})
@@ -235,13 +242,13 @@ def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
 
 
 def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None:
-    """What DeepSpeed would do itself but the Trainer or the strategy does here."""
+    """Check settings that belong to the Trainer or the strategy here."""
     for path, (refused, reason) in TRAINER_OWNED.items():
-        if get(merged, path) is refused:
+        if value_at(merged, path) is refused:
             problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
-    if get(merged, "fp16.enabled") is True and get(merged, "bf16.enabled") is True:
+    if value_at(merged, "fp16.enabled") is True and value_at(merged, "bf16.enabled") is True:
         problems.append("fp16.enabled and bf16.enabled are both true, but a run computes in one of them")
-    bucket = get(merged, f"{ZERO}.allgather_bucket_size")
+    bucket = value_at(merged, f"{ZERO}.allgather_bucket_size")
     if isinstance(bucket, int) and bucket % 2:
         problems.append(f"{ZERO}.allgather_bucket_size is {bucket}, but DeepSpeed's must be even")
 
@@ -257,7 +264,7 @@ TRAINER_OWNED = {
         "DeepSpeed 0.19 copies frozen parameters into int8 without scaling them, by which most become 0",
     ),
 }
-"""Key to the value that can't be had, and the reason."""
+"""Key to the refused value, and the reason."""
 
 CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     "communication_data_type": (("fp32",), "gradients are reduced in fp32"),
@@ -276,12 +283,12 @@ CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     "gradient_allreduce_op": (("mean",), "gradients are averaged"),
     "torch_autocast.enabled": ((False,), "entire modules are cast on every engine"),
 }
-"""Key to the values that the aligned contract allows, and the rule that others break."""
+"""Key to the values that the aligned contract allows, the first of them pinned, and its rule."""
 
 
 def _check_contract(merged: Mapping[str, Any], problems: list[str]) -> None:
     for path, (allowed, rule) in CONTRACT.items():
-        value = get(merged, path)
+        value = value_at(merged, path)
         compared = value.lower() if isinstance(value, str) else value
         if value in (None, AUTO) or compared in allowed:
             continue

@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from lightning_shard.engines.zero.running import replaced_step
+from lightning_shard.engines.zero.running_engine import replaced_step
 
 
 def test_a_step_that_was_replaced_keeps_no_optimizer_alive() -> None:
