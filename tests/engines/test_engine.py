@@ -283,4 +283,4 @@ def test_the_comparison_sees_another_learning_rate() -> None:
 
 @pytest.mark.parametrize("name", [*ENGINES])
 def test_what_was_never_prepared_can_be_closed(name: str) -> None:
-    ENGINES[name]().close(failed=True)
+    ENGINES[name]().release_module(failed=True)

@@ -156,7 +156,7 @@ class ZeroEngine(Engine):
         self._foreign_steps = ForeignStepCheck(self._module, optimizers)
         self._closing.callback(self._foreign_steps.close)
         several = len(optimizers) > 1
-        # Several step full parameters in any case. A closure that computes the loss again is refused.
+        # Several step full parameters in any case. `needs_of` refuses an optimizer that couples them.
         self._needs = {id(each): needs_of(each, self._run) for each in optimizers}
         full = any(n.full or n.loss for n in self._needs.values()) and not several
         for each in optimizers:
