@@ -191,7 +191,7 @@ def test_a_typed_field_and_the_config_must_agree(name: str) -> None:
         ({"config": {ZERO: {"zenflow": {"topk_ratio": 0.1}}}}, "0.1}, but it steps a part of a gradient late, by"),
         (
             {"stage": 3, "config": {"prescale_gradients": True}},
-            "prescale_gradients is True with stage 3, which divides gradients before their sum only where it does not",
+            "prescale_gradients is True with stage 3, which divides gradients before their sum only if it does not",
         ),
         ({"config": {"gradient_predivide_factor": 2}}, "Remove it, or set buckets.reduce_scatter: false"),
         (
