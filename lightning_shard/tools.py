@@ -15,7 +15,7 @@ from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any, verify
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.commands.migrate import Migrated, migrate
-from lightning_shard.commands.plan import Plan, parsed
+from lightning_shard.commands.plan import Plan, make_plan
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import DTYPES
 from lightning_shard.precision.words import DType
@@ -56,7 +56,7 @@ def plan(
     files = [configs] if isinstance(configs, str | os.PathLike) else configs
     given = {"nodes": nodes, "devices": devices, "batch-size": batch_size, **(options or {})}
     words = [f"--device-memory={device_memory}", *(f"--{k}={v}" for k, v in given.items() if v is not None)]
-    return parsed([*words, *["--compare"] * compare, *(f"--config={os.fspath(file)}" for file in files)])
+    return make_plan([*words, *["--compare"] * compare, *(f"--config={os.fspath(file)}" for file in files)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""The commands of ``lightning-shard``: one table, whose modules are imported when their command runs.
+"""The commands of ``lightning-shard``: one table. A command's module is imported when the command runs.
 
-``fit``, ``validate``, ``test`` and ``predict`` are :class:`~lightning_shard.commands.cli.ShardCLI`, which runs the
-commands of the table too: modules with ``main(arguments)``, which does what the arguments say, prints, and returns the
-exit code; what it raises, ``ShardCLI`` reports. `quick` answers what needs neither torch nor Lightning.
+:class:`~lightning_shard.commands.cli.ShardCLI` is ``fit``, ``validate``, ``test`` and ``predict``, and runs the
+commands of the table too. Each of these is a module with ``main(arguments)``, which prints and returns the exit code.
+``ShardCLI`` reports its errors. `quick` runs the commands that need neither torch nor Lightning.
 """
 
 import importlib
@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "checkpoint": "Look into a checkpoint, check it, convert it, or export its weights.",
     "completion": "Print what makes the shell complete commands and options.",
 }
-"""One line of help for each command beside those of LightningCLI, in the order of the help."""
+"""This package's commands in the order of the help, with one line of help each."""
 
 FIT: Mapping[str, str] = {
     "fit": "Train. Options are those of LightningCLI: --config, --trainer.*, --model.*, --data.*.",
@@ -33,7 +33,7 @@ FIT: Mapping[str, str] = {
     "test": "Test a checkpoint.",
     "predict": "Predict with a checkpoint.",
 }
-"""The same for those of LightningCLI."""
+"""LightningCLI's subcommands, likewise."""
 
 EXAMPLES: Mapping[str, str] = {
     "fit": "--config run.yaml --trainer.strategy shard_fsdp_aligned",
@@ -45,19 +45,19 @@ EXAMPLES: Mapping[str, str] = {
     "checkpoint": "inspect last.ckpt",
     "completion": "bash >> ~/.bashrc",
 }
-"""Arguments of those that are shown with some."""
+"""Arguments of the example in the help, if there are any."""
 
-_FIT_ELSEWHERE = ("train", "launch", "run", "start")  # as other programs call it
+_FIT_ELSEWHERE = ("train", "launch", "run", "start")  # names of the command in other programs
 _QUICK = ("strategies", "slurm", "env", "selftest", "init")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """The command's exit code; UsageError: a file that the arguments name can't be read or written."""
+    """Return the command's exit code. UsageError: a file in the arguments can't be read or written."""
     try:
         return int(importlib.import_module(f"lightning_shard.commands.{name}").main(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # as shells have it
+        return 130  # the shells' code for Ctrl-C
     except OSError as error:
         if error.filename is None or isinstance(error, ConnectionError):
             raise
@@ -65,7 +65,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def quick(program: str, arguments: Sequence[str]) -> int | None:
-    """Answer what needs no torch: help, version, a wrong command, some of the table; returns the exit code, or None."""
+    """Answer without torch: help, version, an unknown command, `_QUICK`. Return the exit code, None for others."""
     first = arguments[0] if arguments else "--help"
     try:
         if first in ("-h", "--help"):
@@ -90,7 +90,7 @@ def quick(program: str, arguments: Sequence[str]) -> int | None:
 
 
 def given(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each word before its "=" with what is behind that, or with the next word: options with their values."""
+    """Yield options with their values, which follow a "=" or are the next word."""
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, inline = word.partition("=")
         yield name, inline if equals else following
@@ -109,7 +109,7 @@ def overview(program: str) -> str:
 
 
 def versions() -> str:
-    """This package's version, Lightning's and torch's, without importing these."""
+    """Return the versions of this package, Lightning and torch, without importing the last two."""
     from importlib.metadata import version
 
     from lightning_shard import __version__

@@ -1,4 +1,4 @@
-"""``lightning-shard checkpoint inspect|verify|convert|export|clean``: each command and its arguments."""
+"""``lightning-shard checkpoint inspect|verify|convert|export|clean``."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,11 +42,11 @@ def parser() -> OptionsParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = vars(parser().parse_args(arguments))
-    print(_done(options.pop("command"), options.pop("path"), options))
+    print(_run(options.pop("command"), options.pop("path"), options))
     return 0
 
 
-def _done(command: str, path: str, options: Mapping[str, Any]) -> str:
+def _run(command: str, path: str, options: Mapping[str, Any]) -> str:
     if command == "clean":
         from lightning_shard.checkpoint.files.commit import clean_folder
 

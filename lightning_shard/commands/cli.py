@@ -1,5 +1,5 @@
-"""`ShardCLI`: LightningCLI with this package's strategies, commands and messages, and what ``fit``, ``validate``,
-``test`` and ``predict`` check and change in their configuration, and say at the end.
+"""`ShardCLI`: LightningCLI with this package's strategies, commands and messages, and the checks of a configuration
+before ``fit``, ``validate``, ``test`` and ``predict``.
 """
 
 import logging
@@ -34,30 +34,30 @@ from lightning_shard.precision.words import PRECISIONS
 from lightning_shard.strategies import ddp, deepspeed, fsdp
 from lightning_shard.strategies.strategy import ShardStrategy
 
-# The parser finds classes that are imported by their short names, as it finds Lightning's own.
+# The parser resolves short class names among imported classes.
 FOUND_BY_SHORT_NAMES = (callbacks, ddp, deepspeed, fsdp)
 
 
 class ShardCLI(ConfiguredCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` with this package's strategies, commands and messages.
 
-    Takes what LightningCLI takes. Without ``model_class`` and ``datamodule_class`` any LightningModule and
-    LightningDataModule can be named by ``class_path``; modules are also found in the current folder::
+    Without ``model_class`` and ``datamodule_class`` the configuration names the LightningModule and the
+    LightningDataModule by ``class_path``. Modules are also imported from the current folder::
 
         from lightning_shard import ShardCLI
 
         ShardCLI(MyModule, MyDataModule)
 
     Args:
-        model_class: the LightningModule, or a function that returns one; default: named in the configuration.
-        datamodule_class: the same of the LightningDataModule.
-        args: what to parse in place of ``sys.argv[1:]``: a list of arguments or a configuration as a mapping.
-        environ: the launcher's environment, which says which rank this is; by default this process's.
+        model_class: the LightningModule, or a function that returns one (default: named in the configuration).
+        datamodule_class: the LightningDataModule, likewise.
+        args: arguments to parse in place of ``sys.argv[1:]``: a list of words, or a configuration as a mapping.
+        environ: the launcher's environment, from which the rank is read (default: this process's).
         **kwargs: LightningCLI's other arguments.
 
     Raises:
-        SystemExit: code 2 on every rank after a user's mistake, with the error as its ``__cause__``; the exit code of
-            a command that is not one of Lightning's.
+        SystemExit: after a user's mistake, with code 2 on every rank and the error as ``__cause__``. After one of this
+            package's commands, with its exit code.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class ShardCLI(ConfiguredCLI):
         self._environ = os.environ if environ is None else environ
         arguments = sys.argv[1:] if args is None else args
         self._arguments = list(arguments) if isinstance(arguments, list) else []
-        # As ``python -m`` does; a console script's own folder stands first instead.
+        # As ``python -m`` does. A console script has its own folder here instead.
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         leave_out_noise()
         kwargs.setdefault("parser_class", ShardArgumentParser)
         kwargs["parser_kwargs"] = {"version": commands.versions(), **(kwargs.get("parser_kwargs") or {})}
-        # Other settings may be those of single subcommands, which then have to be built.
+        # Other keys of `parser_kwargs` may be subcommands, which then all have to be built.
         self._builds_one = not kwargs["parser_kwargs"].keys() - {"version", "prog", "description"}
         try:
             words = self._arguments[1:] if self._arguments[:1] == ["--traceback"] else self._arguments
@@ -86,7 +86,7 @@ class ShardCLI(ConfiguredCLI):
                 raise SystemExit(commands.run(words[0], words[1:]))
             super().__init__(model_class, datamodule_class, args=args, **kwargs)
         except SystemExit as ended:
-            # Lightning ends a run in which Ctrl-C was pressed by itself.
+            # Lightning itself ends the process after Ctrl-C.
             if isinstance(ended.__context__, KeyboardInterrupt) and self.trainer.is_global_zero:
                 print(f"interrupted at step {self.trainer.global_step}")
                 self._print_checkpoints(wanted=True)
@@ -99,37 +99,37 @@ class ShardCLI(ConfiguredCLI):
             raise cause from None
 
     def _report(self, error: Exception) -> None:
-        """Print a user's mistake and end the process; returns where ``error`` is to be raised."""
-        failures.end(error, getattr(self, "trainer", None), self._arguments, self._environ)
+        """Print a user's mistake and exit. Return if ``error`` is to be raised."""
+        failures.end_command(error, getattr(self, "trainer", None), self._arguments, self._environ)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Lightning's parser with ``--traceback``, whose help has the texts below the fields of dataclasses."""
+        """Add ``--traceback``, and show docstrings of dataclass fields in the help."""
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         parser = super().init_parser(**kwargs)
         parser.add_argument("--traceback", action="store_true", help="Show the stack of frames of a mistake too.")
         return parser
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Lightning's, or the one alone that the first word names: each takes a tenth of a second to build."""
+        """Return Lightning's subcommands, or only the one in use: building a parser takes 0.1 s."""
         every = super().subcommands()
         first = self._arguments[0] if self._arguments else ""
         return {first: every[first]} if first in every and self._builds_one else every
 
     def setup_parser(self, add_subcommands: bool, *args: Any, **kwargs: Any) -> None:
-        """Lightning's parsers, and this package's commands in the help."""
+        """Build Lightning's parsers, and list this package's commands in the help."""
         super().setup_parser(add_subcommands, *args, **kwargs)
         if add_subcommands and isinstance(self.parser, ShardArgumentParser):
             own = self.parser.subcommands.choices
             if "fit" in own:
                 own["fit"].add_argument("--verbose", action="store_true", help="Show the table of measured dtypes too.")
             for name, text in commands.COMMANDS.items() if len(own) > 1 else ():
-                # Parsed elsewhere: for the help.
+                # Only for the help: `__init__` runs these before parsing.
                 self.parser.subcommands.add_subcommand(name, type(self.parser)(description=text), help=text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse into ``self.config``, and check what needs no Trainer."""
+        """Parse into ``self.config``, and make the checks that need no Trainer."""
         if parser.parser_mode == "yaml":
-            # The parser does not say which file is no YAML mapping.
+            # jsonargparse does not name the file that is no YAML mapping.
             for file in filter(Path.is_file, map(Path, commands.config_files(self._arguments))):
                 read_file(file)
         super().parse_arguments(parser, args)
@@ -145,11 +145,11 @@ class ShardCLI(ConfiguredCLI):
 
     @property
     def _run_config(self) -> Namespace:
-        """The parsed configuration of the run, which stands below the name of the subcommand if there is one."""
+        """The parsed configuration of the run, without the level of the subcommand."""
         return self.config.get(str(self.config.get("subcommand")), self.config)
 
     def before_instantiate_classes(self) -> None:
-        """Give ``16-mixed`` to a strategy of this package by the plugin: Lightning makes bf16 of the flag on CPU."""
+        """Pass ``16-mixed`` by plugin to strategies of this package: Lightning turns the flag into bf16 on CPU."""
         super().before_instantiate_classes()
         trainer = self._run_config.get("trainer") or Namespace()
         if str(trainer.get("precision")) in ("16", "16-mixed") and _is_own(trainer.get("strategy")):
@@ -159,10 +159,10 @@ class ShardCLI(ConfiguredCLI):
             trainer["precision"] = None
 
     def instantiate_classes(self) -> None:
-        """Lightning's; what a constructor raises is kept by the parser, and a second run saves its configuration."""
+        """Build the classes, and let a second run in one folder save its configuration."""
         if not self.save_config_kwargs:
-            # Lightning refuses to run twice in one folder, as happens to a run without a logger that makes a new one
-            # each time: then a validation of what was just trained fails, or would replace its configuration.
+            # Lightning refuses to overwrite config.yaml. Without a logger that makes a folder for each run, a `validate`
+            # after `fit` would fail, or replace the configuration of `fit`.
             name = "config.yaml" if self.subcommand in (None, "fit") else f"config_{self.subcommand}.yaml"
             self.save_config_kwargs = {"overwrite": True, "config_filename": name}
         super().instantiate_classes()
@@ -170,10 +170,10 @@ class ShardCLI(ConfiguredCLI):
         if isinstance(strategy, ShardStrategy):
             strategy.all_frames = "--traceback" in self._arguments
         if not getattr(getattr(strategy, "preemption", None), "signals", ()):
-            release_signals()  # nobody else notes them
+            release_signals()  # no strategy handles them
 
     def after_fit(self) -> None:
-        """Say where the checkpoint is, and how to validate it and go on, or what was not done; rank 0."""
+        """Print on rank 0 the checkpoint's path and the commands that validate it and resume from it."""
         if self.trainer.is_global_zero:
             if 0 in (self.trainer.num_training_batches, self.trainer.limit_train_batches):
                 print("nothing was trained: the training dataloader has no batches")
@@ -203,7 +203,10 @@ _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
 def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
-    """Refuse values that the Trainer would take, or refuse without saying what is allowed; ``runs``: it will, here."""
+    """Refuse wrong values that the Trainer takes, or refuses without naming the allowed ones.
+
+    ``runs``: the Trainer runs on this machine, so check its devices too.
+    """
     settings = trainer or Namespace()
     strategy = settings.get("strategy")
     if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
@@ -237,7 +240,7 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
 
 
 def check_ckpt_path(path: Any) -> None:
-    """Refuse a local path at which there is no checkpoint; words and remote paths are left to Lightning."""
+    """Refuse a local path without a checkpoint. Words and remote paths are Lightning's to check."""
     if path is None or "://" in str(path) or str(path).partition(":")[0] in _CHECKPOINT_WORDS:
         return
     given = f"ckpt_path: {str(path)!r}"
@@ -252,7 +255,7 @@ def check_ckpt_path(path: Any) -> None:
 
 
 def _is_own(strategy: Any) -> bool:
-    """Whether ``trainer.strategy``, as it was parsed, is a strategy of this package, by its name or its class."""
+    """Say whether the parsed ``trainer.strategy`` names a strategy or class of this package."""
     if isinstance(strategy, str):
         return strategy.lower() in registry.PRESETS
     found = imported(getattr(strategy, "class_path", ""))
@@ -260,13 +263,13 @@ def _is_own(strategy: Any) -> bool:
 
 
 def _shortest(path: str) -> str:
-    """Relative to the current folder where it lies in it."""
+    """Return the path relative to the current folder, if it is inside."""
     absolute = Path(path).absolute()
     return path and str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
 
 
 def validate_arguments(fit: Sequence[str], ckpt_path: str) -> list[str]:
-    """The arguments of ``fit`` with ``validate`` and the checkpoint in place of its own."""
+    """Turn arguments of ``fit`` into those that validate a checkpoint."""
     pairs = zip(fit, ("", *fit), strict=False)
     arguments = [word for word, before in pairs if "--ckpt_path" not in (word.partition("=")[0], before)]
     arguments[arguments.index("fit")] = "validate"

@@ -1,4 +1,4 @@
-"""``lightning-shard completion SHELL``: a script that makes bash or zsh complete commands, options and names."""
+"""``lightning-shard completion SHELL``: print a script by which bash or zsh completes commands, options and names."""
 
 import argparse
 import importlib

@@ -1,4 +1,4 @@
-"""``lightning-shard doctor``: look at the processes of a job before a run does, and say what is odd."""
+"""``lightning-shard doctor``: check the processes of a job before a run, and print everything odd."""
 
 import argparse
 import os
@@ -31,13 +31,13 @@ from lightning_shard.versions import newer_than_tested, tested
 _DESCRIPTION = """\
 Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
 doctor. All processes meet, compare versions, see whether --folder is shared, add and gather tensors, and measure the
-links between neighbouring ranks, one after the other, and all together in all-gathers. --output leaves these speeds
-for lightning-shard plan, with what a device reaches in products, in its memory and over its link to the host. Prints a
-table with a line for each node, and what is odd.
+links between neighbouring ranks, one after the other, and all together in all-gathers. --output writes these speeds
+for lightning-shard plan, with the speeds of a device's products, memory and link to the host. Prints a table with a
+line for each node, and everything odd.
 """
 
-_PAIR_MEGABYTES = 16  # Between two neighbours, and gathered on CPUs.
-SLOW = 0.5  # A link of less than this part of the median of its kind is called slow.
+_PAIR_MEGABYTES = 16  # Sent between two neighbours, and gathered on CPUs.
+SLOW = 0.5  # A link is slow below this part of the median of its kind.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class Rank:
     node: str
     device: str
     versions: Mapping[str, str]
-    sums: bool = False  # Whether all-reduce and all-gather gave the right values.
-    link: float = 0.0  # GB/s to the next rank; 0 for a process alone.
-    inside: float = 0.0  # GB/s of a device to others of its node, in all-gathers; 0 where there are none.
-    between: float = 0.0  # The same of its node to others.
+    sums: bool = False  # True if all-reduce and all-gather gave the right values.
+    link: float = 0.0  # GB/s to the next rank, 0 for a process alone.
+    inside: float = 0.0  # GB/s of a device to others of its node in all-gathers, 0 if it is alone there.
+    between: float = 0.0  # GB/s of a node to others in all-gathers, 0 if there is one node.
     reached: Mapping[str, float] = field(default_factory=dict)  # As `Links.device`.
 
 
@@ -57,14 +57,14 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--folder", type=Path, help="folder that all nodes are to share, such as the run's default_root_dir")
     add("--seconds", type=float, default=120.0, help="how long a process may be late (default: 120)")
-    add("--megabytes", type=count, help="size of what is gathered (default: 256 on GPUs, else 16)")
+    add("--megabytes", type=count, help="size of the gathered tensor (default: 256 on GPUs, else 16)")
     add_output(parser, "speeds of all-gathers in and between nodes, for plan --links FILE")
-    add("--backend", choices=["gloo", "nccl"], help="backend (default: nccl where there are GPUs)")
+    add("--backend", choices=["gloo", "nccl"], help="backend (default: nccl if there are GPUs)")
     return parser
 
 
 def rendezvous_of(environ: Mapping[str, str]) -> tuple[Rendezvous, int]:
-    """Where this process meets the others, and its local rank; a process alone where no launcher is seen."""
+    """Return the rendezvous of the launcher's processes and the local rank. Without a launcher it is a single process."""
     if "RANK" not in environ:
         job = read_job(environ)
         if job is None or not job.uses_srun:
@@ -84,7 +84,8 @@ def rendezvous_of(environ: Mapping[str, str]) -> tuple[Rendezvous, int]:
 
 
 def examine(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tuple[list[Rank], list[str]]:
-    """Compare and measure; returns what every rank says, and rank 0's warnings. Every rank calls it.
+    """Compare and measure. Return every rank's results and rank 0's warnings. All ranks call it.
+
     ConfigurationError: the ranks can't meet, or differ.
     """
     seconds, found = options.seconds, accelerator() if options.backend != "gloo" else None
@@ -98,7 +99,7 @@ def examine(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tup
     store.set_timeout(timedelta(seconds=seconds))
     prepare_gloo(at.address, os.environ, gpu=gpu)
     if gpu:
-        # Collectives and objects go over the current device, which is the first one in every process.
+        # Collectives of objects use the current device, by default the first one in every process.
         torch.accelerator.set_device_index(device)
     dist.init_process_group(
         options.backend or dist.get_default_backend_for_device(device),
@@ -118,7 +119,7 @@ def examine(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tup
 
 
 def _gather_over_gloo(seen: Rank, seconds: float) -> list[Rank]:
-    """What every rank has seen, over the backend that runs on GPUs need too."""
+    """Gather every rank's results over gloo, which runs on GPUs need too."""
     set_timeout(timedelta(seconds=seconds))
     try:
         return Ranks.of().gather(seen)
@@ -141,7 +142,7 @@ def _adds_up(device: torch.device) -> bool:
 
 
 def _link(device: torch.device) -> float:
-    """GB/s from this rank to the next, while no other rank sends."""
+    """Measure GB/s from this rank to the next, while no other rank sends."""
     rank, size = dist.get_rank(), dist.get_world_size()
     data = torch.zeros(_PAIR_MEGABYTES << 18, device=device)
     speed = 0.0
@@ -163,7 +164,7 @@ def _link(device: torch.device) -> float:
 
 
 def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tuple[float, float]:
-    """GB/s of a device to others of its node and of its node to others, in all-gathers, by the formulas of plan."""
+    """Measure GB/s in all-gathers, of a device to its node and of its node to others, by the formulas of plan."""
     of_node = {name: [i for i, node in enumerate(nodes) if node == name] for name in nodes}
     groups = {name: dist.new_group(ranks) for name, ranks in of_node.items()}
     speeds = []
@@ -178,7 +179,7 @@ def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tupl
 
 
 def _reached(device: torch.device) -> dict[str, float]:
-    """What a device reaches alone, as `lightning_shard.planning.operators.Device` has it."""
+    """Measure the speeds of a device alone, as `lightning_shard.planning.operators.Device` names them."""
     size, count = (8192, 1 << 28) if device.type != "cpu" else (1024, 1 << 27)
     data, tiny = torch.zeros(count, dtype=torch.uint8, device=device), torch.zeros(8, device=device)
     host = torch.zeros(count, dtype=torch.uint8, pin_memory=device.type != "cpu")
@@ -213,7 +214,7 @@ def _seconds(device: torch.device, act: Callable[[], object]) -> float:
 
 
 def table(ranks: Sequence[Rank]) -> str:
-    """A line for each node: its ranks, devices, versions, and the links inside and to the next node."""
+    """Return a table with ranks, devices, versions and links of each node."""
     libraries = ("python", "torch", "lightning")
     rows: list[tuple[str, ...]] = [("node", "ranks", "devices", *libraries, "inside GB/s", "to next node GB/s")]
     for node in dict.fromkeys(rank.node for rank in ranks):
@@ -228,7 +229,7 @@ def table(ranks: Sequence[Rank]) -> str:
 
 
 def odd(ranks: Sequence[Rank]) -> list[str]:
-    """A line for each thing that is odd: wrong values, a slow link, another device, another number of ranks."""
+    """Return a line for each wrong value, slow link, differing device or differing number of ranks."""
     wrong = "all-reduce or all-gather gave wrong values"
     found = [f"rank {i} ({rank.node}): {wrong}" for i, rank in enumerate(ranks) if not rank.sums]
     for links in _links(ranks).values():
@@ -240,7 +241,7 @@ def odd(ranks: Sequence[Rank]) -> list[str]:
                     f"slow link: rank {i} ({ranks[i].node}) to rank {following} ({ranks[following].node}) has "
                     f"{link:.2f} GB/s, the median of its kind is {median:.2f}"
                 )
-    for what, values in (
+    for fact, values in (
         ("device", [rank.device for rank in ranks]),
         ("number of ranks on its node", [sum(r.node == rank.node for r in ranks) for rank in ranks]),
     ):
@@ -248,12 +249,12 @@ def odd(ranks: Sequence[Rank]) -> list[str]:
         for rank, value in zip(ranks, values, strict=True):
             if value != usual:
                 others.setdefault(rank.node, value)
-        found += [f"{node}: {what} is {other}, elsewhere {usual}" for node, other in others.items()]
+        found += [f"{node}: {fact} is {other}, elsewhere {usual}" for node, other in others.items()]
     return found
 
 
 def untested() -> list[str]:
-    """A line for each library that is newer than the tested versions, which is nothing odd."""
+    """Return a line for each library newer than the tested versions, which is not odd."""
     return [
         f"untested: {library} {version}, tested is {tested(library)}: a fit checks its numbers, as selftest does"
         for library, version in newer_than_tested().items()
@@ -269,7 +270,7 @@ def slowest(ranks: Sequence[Rank]) -> Links:
 
 
 def _links(ranks: Sequence[Rank]) -> dict[str, dict[int, float]]:
-    """GB/s of the links inside nodes and of those between nodes, by the rank that each starts at."""
+    """Return GB/s of the links inside and between nodes, by the rank that sends."""
     links: dict[str, dict[int, float]] = {"inside": {}, "between": {}}
     for i, rank in enumerate(ranks):
         following = ranks[(i + 1) % len(ranks)]
@@ -279,14 +280,14 @@ def _links(ranks: Sequence[Rank]) -> dict[str, dict[int, float]]:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Run it; the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ."""
+    """Return the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ."""
     options = parser().parse_args(arguments)
     at, local_rank = rendezvous_of(os.environ if environ is None else environ)
     try:
         refuse_to_replace(options.output if at.rank == 0 else None, options.force)
         ranks, warnings = examine(at, local_rank, options)
     except ConfigurationError as error:
-        # What all are told is said once; what one rank alone has met begins with its number.
+        # Rank 0 prints an error of all ranks. An error of one rank begins with its number.
         if at.rank == 0 or str(error).startswith("["):
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -296,7 +297,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
         print("".join(f"{line}\n" for line in untested()), end="")
         links = slowest(ranks)
         shown = {"of a device inside its node": links.intra_node, "of a node to others": links.inter_node}
-        print("".join(f"all-gather: {speed / 1e9:.2f} GB/s {what}\n" for what, speed in shown.items() if speed), end="")
+        print("".join(f"all-gather: {speed / 1e9:.2f} GB/s {of}\n" for of, speed in shown.items() if speed), end="")
         alone = "one process alone, so that nothing between processes was checked: start it by srun or torchrun"
         print("\n".join(f"odd: {line}" for line in found) or ("nothing is odd" if at.world_size > 1 else alone))
         if options.output is not None:

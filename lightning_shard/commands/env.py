@@ -1,4 +1,4 @@
-"""``lightning-shard env``: what a report of a bug has to say of this machine, without secrets."""
+"""``lightning-shard env``: the facts of this machine that a bug report needs, without secrets."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ _PREFIXES = (
     "CUDA", "CXX", "DS_", "GLOO_", "GROUP_", "LIGHTNING_", "LOCAL_", "MASTER_", "MAX_JOBS", "NCCL_", "NODE_RANK",
     "OMP_", "PL_", "PYTORCH_", "RANK", "ROLE_", "SLURM_", "TORCH", "TP_SOCKET_", "WORLD_SIZE",
 )  # fmt: skip
-"""What variables begin with that torch, Lightning, DeepSpeed, NCCL and the launchers read."""
+"""Prefixes of the variables that torch, Lightning, DeepSpeed, NCCL and the launchers read."""
 
 _PRIVATE = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|USER|ACCOUNT|COMMENT|COMMAND|_[UG]ID$|_DIR$|_NAME$")
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def describe(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Title to names with their values, or to lines."""
+    """Return the sections by title: names with their values, or lines."""
     import torch
 
     from lightning_shard.checkpoint.files.manifest import library_versions
@@ -68,7 +68,7 @@ def describe(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _first_line(*command: str, line: int = 0) -> str | None:
-    """A line of what a program prints; None where there is no such program, or it fails."""
+    """Return one line of a program's output, or None if the program is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

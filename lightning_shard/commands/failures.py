@@ -1,4 +1,4 @@
-"""How a command ends after an error: one rank says what a user's mistake is, a bug is raised, no child stays."""
+"""End a command after an error: one rank prints a user's mistake, a bug is raised, all children are ended."""
 
 import subprocess
 import sys
@@ -15,42 +15,45 @@ from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import ShardError, chain
 
 MISTAKE_EXIT_CODE = 2
-# How long a rank other than 0 keeps a mistake to itself: rank 0 has most often made the same one, says it, and
+# Ranks other than 0 wait before they print a mistake: rank 0 has most often made the same one, prints it first, and
 # ends the others.
 _SILENCE_SECONDS = 2.0
-# How long rank 0 waits for the children's own last words before it ends them.
+# Rank 0 waits for the children's own messages before it ends them.
 _LAST_WORDS_SECONDS = 4.0
 
 
-def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """End the children; after a mistake print it on one rank, by ``environ``, and exit with code 2. Returns when it is
-    to be raised. ``trainer`` is None where none was built; ``--traceback`` among the arguments asks for frames.
+def end_command(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """End the children. Print a user's mistake on one rank and exit with code 2. Return if ``error`` is to be raised.
+
+    ``trainer`` is None if none was built. ``--traceback`` in ``arguments`` prints the frames of a mistake.
     """
     children = processes.take_children(trainer)
     if not is_mistake(error):
-        # A lost child breaks this rank's collectives: then what the child said is the cause.
-        if MISTAKE_EXIT_CODE in wait(children, _LAST_WORDS_SECONDS):
+        # A lost child breaks this rank's collectives. The child's own message is the cause then.
+        if MISTAKE_EXIT_CODE in wait_for_children(children, _LAST_WORDS_SECONDS):
             raise SystemExit(MISTAKE_EXIT_CODE) from error
-        terminate(children)
+        terminate_children(children)
         return
-    if not getattr(error, "said", False):  # by another rank, whose failure this is the outcome of
+    if not getattr(error, "said", False):  # printed by the rank that failed first
         if rank := global_rank(environ):
             time.sleep(_SILENCE_SECONDS)
         sys.stdout.flush()
-        # The user's line; of a module that can't be imported, of which the parser tells the words alone, that line.
+        # Of a module that can't be imported the parser keeps only the message, so take the frame of its cause.
         inner = (one for one in chain(error) if one is not error and isinstance(one, ImportError))
         where = user_frame(error) or next(map(user_frame, inner), None)
         raised, who = f"\n(raised in {where})" if where else "", f"[rank {rank}] " if rank else ""
         print(f"{who}error: {words_of(error)}{raised}", file=sys.stderr, flush=True)
-    terminate(children)
+    terminate_children(children)
     if "--traceback" in arguments:
         traceback.print_exception(error)
     raise SystemExit(MISTAKE_EXIT_CODE) from error
 
 
 def global_rank(environ: Mapping[str, str]) -> int:
-    """Rank by the launcher, else 0: torchrun's ``RANK``, then ``LOCAL_RANK`` of Lightning's children, which may stand
-    inside a SLURM step of one task, then SLURM's.
+    """Read the global rank from the launcher's variables, 0 without a launcher.
+
+    ``RANK`` is torchrun's. ``LOCAL_RANK`` of Lightning's children comes before SLURM's variables, since they may run
+    inside a SLURM step of one task.
     """
     if "RANK" in environ:
         return int(environ["RANK"])
@@ -64,8 +67,10 @@ _OF_PATHS = FileNotFoundError | FileExistsError | NotADirectoryError | Permissio
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether the message alone says what to change: an error of this package, ``MisconfigurationException``, or what
-    Lightning, the system or a constructor refuses without the user's code having been entered.
+    """Say whether the message alone tells the user the fix.
+
+    True of errors of this package, of ``MisconfigurationException``, and of errors that Lightning, the system or a
+    constructor raises outside the user's own code.
     """
     if isinstance(error, UsageError | ShardError | MisconfigurationException):
         return True
@@ -73,7 +78,7 @@ def is_mistake(error: BaseException) -> bool:
     refused = isinstance(error, ValueError | ModuleNotFoundError | _OF_PATHS)
     if not frames or not (refused or isinstance(error, RuntimeError | TypeError)):
         return False
-    # By jsonargparse, or by Lightning's command line once the model is there (optimizers).
+    # jsonargparse builds all classes but optimizers, which Lightning's command line builds later.
     built = ("jsonargparse", "instantiate_class")
     constructed = any(package_of(frame) in built or frame.f_code.co_name in built for frame in frames)
     if refused and constructed and frames[-1].f_code.co_name in ("__init__", "__post_init__"):
@@ -82,31 +87,31 @@ def is_mistake(error: BaseException) -> bool:
         return True
     if user_frame(error) is not None:
         return False
-    # What Lightning itself says, not what fails in it.
+    # Errors that Lightning raises itself, not failures inside it.
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return isinstance(error, _OF_PATHS) or (package_of(frames[-1]) == "lightning" and line.startswith("raise "))
 
 
 def cause_of(error: Exception, failure: Exception | None) -> Exception:
-    """What made the command fail: ``failure``, raised by a constructor, where jsonargparse reported it as its own."""
+    """Return a constructor's ``failure`` if jsonargparse reported it as an error of its own, else ``error``."""
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
     reported = isinstance(error, ValueError) and package_of(last) == "jsonargparse"
     return error if failure is None or not reported else failure
 
 
-def wait(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
-    """Exit codes, None for those that have not ended in this time."""
+def wait_for_children(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
+    """Return exit codes, None for children that still run."""
     deadline = time.monotonic() + seconds
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [child.poll() for child in children]
 
 
-def terminate(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def terminate_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in children:
         child.terminate()
-    # Lightning handles SIGTERM while it trains, and a process inside a collective sees no signal but SIGKILL.
-    if None in wait(children, 1.0):
+    # Lightning handles SIGTERM while it trains, and a process inside a collective reacts to SIGKILL alone.
+    if None in wait_for_children(children, 1.0):
         for child in children:
             child.kill()
-    wait(children, 5.0)
+    wait_for_children(children, 5.0)

@@ -1,4 +1,4 @@
-"""``lightning-shard init``: five questions, and one complete configuration with comments that trains as it is."""
+"""``lightning-shard init``: ask five questions and write one complete configuration with comments."""
 
 import argparse
 import re
@@ -29,7 +29,7 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
     "engine": ("Which strategy? a name of `lightning-shard strategies`", "|".join(registry.PRESETS)),
     "precision": (f"Which precision? {', '.join(PRECISIONS)}", "|".join(PRECISIONS)),
 }
-"""Each with what its answer must match."""
+"""Name to question, and to the pattern of its answers."""
 
 _DESCRIPTION = """\
 Look at this machine, ask five things, and write one complete YAML with comments that trains as it is. --answers gives
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _machines(found: Mapping[str, str]) -> tuple[int, int, str]:
-    """Nodes, devices of each, and the accelerator: where a queue or other nodes run it, this machine's says nothing."""
+    """Return nodes, devices of each, and the accelerator: ``gpu`` if SLURM or several nodes run it, else this one's."""
     from lightning_shard.devices import visible
 
     copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
@@ -82,7 +82,7 @@ def _machines(found: Mapping[str, str]) -> tuple[int, int, str]:
 
 
 def _proposed(name: str, found: Mapping[str, str]) -> str:
-    """The answer where none is given, after those before it."""
+    """Return the default answer, given the earlier answers."""
     from lightning_shard.devices import visible
 
     if name == "devices":
@@ -109,7 +109,7 @@ def _write_example(force: bool) -> int:
 
 
 def _answers(given: Sequence[str]) -> dict[str, str]:
-    """Question to answer: given, typed or proposed."""
+    """Return all answers: given, typed or proposed."""
     from lightning_shard.engines.zero.config.reading import read_file
 
     answers: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def _typed(question: str) -> str:
 
 
 def _wrong(name: str, answer: str) -> str:
-    """Why it is no answer, or ``""``."""
+    """Return the message for a wrong answer, else ``""``."""
     question, pattern = QUESTIONS[name]
     if not re.fullmatch(pattern, answer):
         return f"{name} is {answer!r}, which is no answer. {question}.{did_you_mean(answer, pattern.split('|'))}"

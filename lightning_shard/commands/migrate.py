@@ -1,4 +1,4 @@
-"""``lightning-shard migrate``: write the YAML for this package from what people have."""
+"""``lightning-shard migrate``: write the YAML for this package from another tool's configuration."""
 
 import argparse
 import contextlib
@@ -29,16 +29,15 @@ from lightning_shard.text import parse_count
 
 _DESCRIPTION = """\
 Write the YAML for this package from an Accelerate config file, Hugging Face TrainingArguments (JSON or YAML), a
-DeepSpeed file, or a Lightning YAML with a stock strategy or one of this package; and a table of what became what.
-Several Lightning YAMLs are laid over one another, as with --config; beside them one file of another kind may say the
-strategy.
+DeepSpeed file, or a Lightning YAML with a stock strategy or one of this package. Print a table of all fields and their
+counterparts. Several Lightning YAMLs are merged, as with --config. One file of another kind may add the strategy.
 
 The YAML goes to --output and the table to stdout; without --output the YAML goes to stdout and the table to stderr.
 A field that has no counterpart is refused, with the reason and what comes nearest, unless --lossy is given.
 """
 
-_MOST_DEVICES = 1024  # of a node, and so processes that are checked together
-# Keys of the Trainer whose classes are carried over, and may not be importable here.
+_MOST_DEVICES = 1024  # of a node
+# Keys of the Trainer that are carried over unchecked, since their classes may not be importable here.
 _CARRIED = ("callbacks", "logger", "profiler")
 
 
@@ -67,16 +66,16 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """A configuration for this package, made from another."""
+    """A configuration for this package, made from another tool's."""
 
     content: Mapping[str, Any]
-    """What ``lightning-shard fit --config`` reads."""
+    """Configuration for ``lightning-shard fit --config``."""
 
     yaml: str
-    """The same as text, with what was lost as comments."""
+    """``content`` as text, with lost fields as comments."""
 
     table: str
-    """What became what, a line for each field."""
+    """A line for each field, with its counterpart."""
 
     lost: Sequence[str]
     """Fields without a counterpart."""
@@ -89,23 +88,22 @@ def migrate(
     lossy: bool = False,
     command: Sequence[str] = (),
 ) -> Migrated:
-    """Read an Accelerate, DeepSpeed or Lightning configuration into one for this package. One process calls it.
+    """Turn an Accelerate, DeepSpeed or Lightning configuration into one for this package. One process calls it.
 
     Args:
-        files: the configuration; several Lightning YAMLs are laid over one another.
-        to: strategy name to write for; None: the source's own engine.
-        lossy: go on without fields that have no counterpart.
-        command: arguments of ``lightning-shard`` that the text's first line names.
+        files: the configuration. Several Lightning YAMLs are merged.
+        to: strategy name to write for (default: the source's own engine).
+        lossy: leave out fields that have no counterpart.
+        command: arguments of ``lightning-shard`` for the text's first line.
 
     Raises:
-        ConfigurationError: everything that is wrong with the files, fields that would be lost, and what the strategy
-            itself refuses.
+        ConfigurationError: mistakes in the files, fields that would be lost, and settings that the strategy refuses.
     """
     name = None if to is None else registry.find(to.lower()).name
     files = [files] if isinstance(files, str | os.PathLike) else files
     if not files:
         raise ConfigurationError("files is empty: give the configuration to read.")
-    # DeepSpeed's logger writes to what is stdout when it is imported, and there the YAML goes.
+    # DeepSpeed's logger keeps the stdout of its import and would write between the lines of the YAML.
     with contextlib.redirect_stdout(sys.stderr):
         content, target = read_and_migrate([Path(file) for file in files], known(), name)
         lost = target.reading.lost
@@ -128,7 +126,7 @@ def known() -> Known:
 
 
 def check(content: Mapping[str, Any]) -> None:
-    """Let the parser of ``lightning-shard fit`` read the Trainer's section but `_CARRIED`, and the strategy check."""
+    """Parse the Trainer's section without `_CARRIED` as ``lightning-shard fit`` does, and let the strategy check it."""
     trainer = {key: value for key, value in content["trainer"].items() if key.rstrip("+") not in _CARRIED}
     plugins = [plugin for plugin in trainer.get("plugins") or [] if isinstance(plugin, Mapping)]
     trainer["plugins"] = [p for p in plugins if p.get("class_path") == "lightning_shard.ShardPrecision"] or None
@@ -141,7 +139,7 @@ def check(content: Mapping[str, Any]) -> None:
     except (common.UsageError, ValueError) as error:
         failure = error if isinstance(error, common.UsageError) else parser.failure or error
         raise ConfigurationError(f"the result can't be used:\n{failure}") from failure
-    # With the precision and the number of processes, as before a run.
+    # The strategy checks itself with the precision and the number of processes, as before a run.
     strategy = registry.build(built.strategy) if isinstance(built.strategy, str) else built.strategy
     strategy.precision_plugin = built.plugins[0] if built.plugins else ShardPrecision(built.precision or "32-true")
     strategy.num_nodes, count = built.num_nodes, parse_count(built.devices)
@@ -151,4 +149,4 @@ def check(content: Mapping[str, Any]) -> None:
     if count:
         strategy.check()
     else:
-        _ = strategy.policy  # a mesh can't be checked against a number that nobody knows yet
+        _ = strategy.policy  # checks the precision alone: the mesh needs the number of processes

@@ -1,4 +1,4 @@
-"""The parser of commands with options alone, which imports nothing that takes time."""
+"""The argparse parser of this package's commands, without slow imports."""
 
 import argparse
 import os
@@ -11,24 +11,24 @@ from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
 
 KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only")
-"""At the top of a configuration of ``lightning-shard fit``."""
+"""Top-level keys of a configuration of ``lightning-shard fit``."""
 
 require(argparse.ArgumentParser, "_actions")
 
 
 class UsageError(Exception):
-    """Arguments or a configuration file that can't be parsed; the message is complete."""
+    """Raised if arguments or a configuration file can't be parsed. The message is printed as it is."""
 
 
 def count(text: str) -> int:
-    """The type of an option that is 1 or more."""
+    """Parse the value of an option that must be 1 or more."""
     if not text.isdecimal() or (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, but must be a whole number, 1 or more")
     return number
 
 
 class OptionsParser(argparse.ArgumentParser):
-    """Argparse's, which raises a UsageError, and names the option that is nearest to an unknown one."""
+    """Raise UsageError in place of exiting, and suggest the option nearest to an unknown one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = self.parse_known_args(args, namespace)
@@ -39,7 +39,7 @@ class OptionsParser(argparse.ArgumentParser):
         return options
 
     def unknown(self, word: str, more: Sequence[str] = ()) -> str:
-        """What to say of a word that is neither an option nor one of ``more``, nor the value of one."""
+        """Return the message for a word that is no option, nor in ``more``, nor the value of an option."""
         name = word.partition("=")[0]
         known = [option for action in actions(self) for option in action.option_strings] + [*more]
         if not word.startswith("-"):
@@ -52,19 +52,19 @@ class OptionsParser(argparse.ArgumentParser):
 
 
 def options_parser(name: str, description: str) -> OptionsParser:
-    """A parser for a command whose arguments are no part of a run's configuration."""
+    """Make the parser of a command."""
     lines, prog = argparse.RawDescriptionHelpFormatter, f"lightning-shard {name}"
     return OptionsParser(prog=prog, description=description, formatter_class=lines, allow_abbrev=False)
 
 
 def add_output(parser: argparse.ArgumentParser, text: str, default: Path | None = None) -> None:
-    """``--output``, which `refuse_to_replace` checks, and ``--force``."""
+    """Add ``--output``, which `refuse_to_replace` checks, and ``--force``."""
     parser.add_argument("--output", type=Path, default=default, metavar="FILE", help=text)
     parser.add_argument("--force", action="store_true", help="replace the file that is at --output")
 
 
 def refuse_to_replace(output: Path | None, force: bool) -> None:
-    """Refuse an ``--output`` that exists, unless ``--force`` was given, or that has no folder."""
+    """Refuse an ``--output`` that exists without ``--force``, or whose folder is missing."""
     if output is None:
         return
     if os.path.lexists(output) and not force:
@@ -74,7 +74,7 @@ def refuse_to_replace(output: Path | None, force: bool) -> None:
 
 
 def write_output(output: Path, text: str, force: bool) -> None:
-    """Write the file at ``--output``, as `refuse_to_replace` allows."""
+    """Write ``text`` to ``--output`` after `refuse_to_replace`."""
     refuse_to_replace(output, force)
     try:
         output.write_text(text, encoding="utf-8")
@@ -83,5 +83,5 @@ def write_output(output: Path, text: str, force: bool) -> None:
 
 
 def actions(parser: Any) -> list[Any]:
-    """The arguments of a parser, argparse's or jsonargparse's."""
+    """Return the arguments of a parser of argparse or jsonargparse."""
     return list(parser._actions)

@@ -1,4 +1,4 @@
-"""The parser of the command line: Lightning's, which names the keys that are nearest to an unknown one."""
+"""Lightning's parser, which suggests the keys nearest to an unknown one."""
 
 import functools
 import inspect
@@ -15,31 +15,31 @@ from lightning_shard.text import did_you_mean
 
 
 class ShardArgumentParser(LightningArgumentParser):
-    """Lightning's parser, which raises :class:`~lightning_shard.commands.parser.UsageError`."""
+    """Lightning's parser, which raises :class:`~lightning_shard.commands.options.UsageError` in place of exiting."""
 
     failure: Exception | None = None
     subcommands: Any = None
     instantiators: Sequence[tuple[Callable[..., Any], type, bool]] = ()
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the message; parsers inside a type check (``exit_on_error=False``) stay as they are."""
+        """Raise ``message`` as a UsageError. Parsers inside a type check have ``exit_on_error=False`` and stay."""
         if not self.exit_on_error:
             super().error(message, ex)
-        # jsonargparse reports from the parser above the subcommand's, which has the keys.
+        # jsonargparse reports from the outer parser, but the subcommand's parser has the keys.
         parser = getattr(ex, "subcommand_parser", None) or self
         keys = [action.dest for action in actions(parser) if action.dest != "help"]
         raise UsageError(with_near_keys(message, keys)) from ex
 
     def build(self, config: Namespace) -> Namespace:
-        """Make the objects of ``config``, and keep in ``self.failure`` the exception of a constructor, which
-        jsonargparse reports in other words.
+        """Build the objects of ``config``. Keep a constructor's exception in ``self.failure``, since jsonargparse
+        replaces it by one of its own.
         """
         chosen = self.subcommands.choices.get(config.get("subcommand")) if self.subcommands else None
         given = [*(chosen.instantiators if chosen else []), *self.instantiators, (_construct, object, True)]
         return self.instantiate(config, instantiators=[(self.wrap_instantiator(one), *kinds) for one, *kinds in given])
 
     def wrap_instantiator(self, instantiator: Callable[..., Any]) -> Callable[..., Any]:
-        """``instantiator`` as `build` calls it, with the same signature, which jsonargparse reads."""
+        """Wrap ``instantiator`` for `build`, with its signature, which jsonargparse reads."""
 
         @functools.wraps(instantiator)
         def keep_failure(*args: Any, **kwargs: Any) -> Any:
@@ -56,12 +56,11 @@ class ShardArgumentParser(LightningArgumentParser):
     def add_instantiator(
         self, instantiator: Callable[..., Any], class_type: type, subclasses: bool = True, prepend: bool = False
     ) -> None:
-        """Make classes of this type by ``instantiator``. The first that fits is taken."""
+        """Build classes of ``class_type`` by ``instantiator``. The first that fits is used."""
         added = (instantiator, class_type, subclasses)
         self.instantiators = [added, *self.instantiators] if prepend else [*self.instantiators, added]
 
     def instantiate_classes(self, cfg: Namespace) -> Namespace:
-        """As `build`."""
         return self.build(cfg)
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +78,7 @@ _CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
 
 
 def with_near_keys(message: str, keys: Collection[str]) -> str:
-    """A parser's error, where it is of an unknown key with the nearest ones; ``keys``: all that the parser knows."""
+    """Add the nearest of the parser's ``keys`` to an error about an unknown key."""
     if message.startswith(_UNRECOGNIZED):
         words = message.removeprefix(_UNRECOGNIZED).split()
         options = [word.partition("=")[0][2:] for word in words if word.startswith("--")]
@@ -109,7 +108,7 @@ _REMOVED = {
     "tpu_cores": "trainer.devices, with trainer.accelerator: tpu",
     "weights_summary": "trainer.enable_model_summary",
 }
-"""Arguments that the Trainer of Lightning 1 had, to what there is in their place."""
+"""Arguments of Lightning 1's Trainer, and their replacements."""
 
 
 def _unknown_key(key: str, keys: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""``lightning-shard plan``: what a run will need per device, and what it will send, before it is queued."""
+"""``lightning-shard plan``: predict memory per device, traffic and time of a run before it is queued."""
 
 import argparse
 import contextlib
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _argument(parse: Callable[[str], float], text: str) -> float:
-    """What argparse is given, with what is wrong with it."""
+    """Parse an option, and give argparse the message of an error."""
     try:
         return parse(text)
     except ConfigurationError as error:
@@ -77,13 +77,13 @@ def _argument(parse: Callable[[str], float], text: str) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    print(parsed(arguments).text)
+    print(make_plan(arguments).text)
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will need."""
+    """A run's predicted memory, traffic and time."""
 
     configured: Row
     """The run as it is configured: bytes at the points of a step, largest batch, fewest devices, traffic, time."""
@@ -92,22 +92,22 @@ class Plan:
     """Bytes of a device that the run may use."""
 
     others: tuple[Row, ...] = ()
-    """With ``compare``: the engines of the package, each with why it is refused if it is."""
+    """With ``compare``: the engines of the package, or the reason why one is refused."""
 
     best: Row | None = None
-    """The one of ``others`` that is recommended."""
+    """The recommended one of ``others``."""
 
     text: str = ""
-    """All of it, as the command prints it."""
+    """The output of the command."""
 
     @property
     def fits(self) -> bool:
-        """Whether the run as configured fits into a device, at most and with activations."""
+        """True if the run as configured surely fits into a device."""
         return self.configured.verdict(self.memory) == "fits"
 
 
-def parsed(arguments: Sequence[str]) -> Plan:
-    # The model is the first word, as those behind options are taken for their values.
+def make_plan(arguments: Sequence[str]) -> Plan:
+    # The model is the first word: a word behind an option would be read as the option's value.
     model = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options, rest = parser().parse_known_args(arguments if model is None else arguments[1:])
     if model is None and rest and not rest[0].startswith("-"):
@@ -120,13 +120,13 @@ def parsed(arguments: Sequence[str]) -> Plan:
     if model is not None:
         rest = [*_hugging_face(model, options), *rest]
     measured = None if options.links is None else read_links(options.links)
-    # DeepSpeed's logger writes to what is stdout when it is imported.
+    # DeepSpeed's logger keeps the stdout of its import.
     with contextlib.redirect_stdout(sys.stderr):
-        return plan(options, plan_inputs.read(rest, nodes=options.nodes, devices=options.devices), measured)
+        return _plan(options, plan_inputs.read_inputs(rest, nodes=options.nodes, devices=options.devices), measured)
 
 
 def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
-    """Options of fit for a run of a Hugging Face configuration, over which the user's own are laid."""
+    """Return the options of fit that train a Hugging Face configuration. The user's options come after them."""
     own = {"config": model, "task": options.task}
     given = {
         "model": "lightning_shard.hugging_face.HuggingFace",
@@ -141,7 +141,7 @@ def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
-    """What can't be."""
+    """Yield contradictions and impossible values among the options."""
     if options.search and not (options.device_name or options.device_peak or options.links):
         yield "--search compares times: say the device by --device-name H100 or --device-peak"
     for name in ("nodes", "devices", "batch_size", "seq_len", "global_batch"):
@@ -157,7 +157,7 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"--picture needs matplotlib, which is not installed: {install}"
 
 
-def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Plan:
+def _plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Plan:
     planner = _planner(options, inputs, measured)
     nodes, memory, strategy = planner.nodes, planner.memory, inputs.strategy
     own = _candidate(inputs, inputs.name, strategy)
@@ -193,9 +193,9 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
 
 
 def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, Any]) -> Device | None:
-    """What doctor measured of a device, else what the options say; None: neither."""
+    """Return the device that doctor ``measured`` or the options name, None if there is neither."""
     if measured:
-        # Without a name products lose nothing to tiles: the processors are not known.
+        # One processor: without a device's name the losses of products to tiles are not known.
         known = find_peaks(options.device_name or "")
         own = {"processors": 1} if known is None else {"attention": known.attention, "processors": known.processors}
         return Device(**measured, **own)
@@ -209,13 +209,13 @@ def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, 
             f"the peak of {options.device_name!r} is not known here. Give it: --device-peak 989TFLOPS."
         )
     if options.device_name is None:
-        # As another device is to its peak.
+        # A device with an H100's relations to its peak.
         peaks = Peaks(half=peak / 1e12, single=peak / 1e12)
     return device_of(peaks, peak)
 
 
 def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) -> Links:
-    """The speeds of links: what doctor measured, else what the options say; links that the run has have to be there."""
+    """Return the links' speeds from doctor's file, else from the options. The file must have every link of the run."""
     if measured is None:
         return Links(intra_node=options.intra_node, inter_node=options.inter_node)
     for speed, crossed, where in (
@@ -231,10 +231,10 @@ def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) 
 
 
 def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Planner:
-    """The module with a batch and its optimizer; what can't be read is noted."""
+    """Give the planner the module, a batch and the optimizer's state, and note parts that can't be read."""
     links = links_of(options, inputs.nodes, measured)
     device = _device(options, inputs, measured.device if measured is not None else {})
-    # What was measured in collectives is what they reach.
+    # doctor measures collectives, so they reach its speeds in full.
     reached = 1.0 if measured is not None else LINK_REACHED
     inside, between = (speed and speed * reached for speed in (links.intra_node, links.inter_node))
     planner = Planner(
@@ -257,7 +257,7 @@ def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None
         except ConfigurationError as error:
             planner.without_activations(error)
     try:
-        optimizers, _ = plan_inputs.configured(inputs)
+        optimizers, _ = plan_inputs.configured_optimizers(inputs)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         planner.groups = [dict(group, params=list(group["params"])) for group in groups]
         planner.optimizer = plan_inputs.optimizer_facts(inputs)
@@ -279,8 +279,9 @@ def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, **init_args: 
 
 
 def _candidates(planner: Planner, inputs: Inputs, *, meshes: bool = False) -> Iterator[Candidate | Row]:
-    """All names in the configured contract, each with every form of activation checkpointing, or why it is refused.
-    ``meshes``: hybrid ones with all meshes of whole nodes.
+    """Yield all names of the configured contract with every form of activation checkpointing, or a refused row.
+
+    ``meshes``: hybrid names with all meshes of whole nodes.
     """
     for name, preset in registry.PRESETS.items():
         if preset.init_args.get("aligned", False) != inputs.strategy.aligned:
@@ -300,7 +301,7 @@ def _candidates(planner: Planner, inputs: Inputs, *, meshes: bool = False) -> It
 
 
 def _meshes(nodes: Nodes) -> Iterator[dict[str, Any]]:
-    """Copies of the model in one node, in two, in four, ...; resharded after forward or not."""
+    """Yield meshes whose copies of the model span 1, 2, 4, ... nodes, resharded after forward or not."""
     shard = nodes.devices
     while shard < nodes.ranks and nodes.ranks % shard == 0:
         mesh = {"replicate": nodes.ranks // shard, "shard": shard}
@@ -309,7 +310,7 @@ def _meshes(nodes: Nodes) -> Iterator[dict[str, Any]]:
 
 
 def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> list[str]:
-    """The table of the fastest forms and the first one's YAML, or where that was written."""
+    """Return the table of the fastest forms, and the first one's YAML or the path to which it was written."""
     if planner.batch is None:
         raise ConfigurationError("--search needs the step's activations, which this plan does not have.")
     ranks, batch = inputs.nodes.ranks, batch_size_of(planner.batch)
@@ -353,7 +354,10 @@ def _trainer(inputs: Inputs, name: str, init_args: Mapping[str, Any]) -> dict[st
 
 
 def _form_yaml(form: Form, inputs: Inputs) -> str:
-    """The configuration with another strategy, batch and accumulation; what it can't set it says in a comment."""
+    """Return the configuration with the form's strategy, batch and accumulation.
+
+    A comment says the batch size if the configuration has no argument for it.
+    """
     content = inputs.config()
     trainer = _trainer(inputs, form.name, form.init_args)
     content["trainer"] |= {**trainer, "accumulate_grad_batches": form.micro_batches}

@@ -1,4 +1,4 @@
-"""What ``lightning-shard plan`` reads: the module without data in its tensors, the first batch, the strategy."""
+"""Inputs of ``lightning-shard plan``: the module with fake tensors, the first batch, the optimizer, the strategy."""
 
 import inspect
 import warnings
@@ -36,7 +36,7 @@ from lightning_shard.text import first_line, parse_count
 
 
 class _StandIn(SimpleNamespace):
-    """A Trainer that has facts and runs nothing; of what else a Trainer has, such as a logger, there is none."""
+    """A Trainer with facts of the run, and None for its other attributes, such as the logger."""
 
     def __getattr__(self, name: str) -> None:
         if not hasattr(Trainer, name):
@@ -45,21 +45,21 @@ class _StandIn(SimpleNamespace):
 
 @dataclass(kw_only=True)
 class Inputs:
-    """A run as its configuration describes it, not started."""
+    """A configured run that is not started."""
 
-    module: LightningModule  # Its tensors have no data.
+    module: LightningModule  # With fake tensors.
     data: LightningDataModule | None
     strategy: ShardStrategy  # With its precision plugin.
     trainer: Mapping[str, Any]  # The Trainer's arguments.
     nodes: Nodes  # The machines.
-    mode: Any  # In which the module's tensors have no data.
+    mode: Any  # The fake tensors' mode.
     name: str  # The strategy's name, or its class's.
-    config: Callable[[], dict[str, Any]]  # All of the configuration of ``fit``, as YAML has it.
-    # In the place of the Trainer; kept here because modules refer to theirs weakly.
+    config: Callable[[], dict[str, Any]]  # Returns the whole configuration of ``fit``, as in YAML.
+    # In place of the Trainer. Kept here because modules refer to theirs weakly.
     standin: Any = field(default=None, repr=False)
     optimizer: Mapping[str, Any] | None = None  # ``type`` of the optimizer, once it is known.
-    is_set_up: bool = False  # Whether the hooks ``setup`` have run.
-    notes: list[str] = field(default_factory=list)  # What the reader of the plan has to know.
+    is_set_up: bool = False  # True once the hooks ``setup`` have run.
+    notes: list[str] = field(default_factory=list)  # Printed above the plan.
 
     @property
     def micro_batches(self) -> int:
@@ -67,15 +67,16 @@ class Inputs:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the run is to be on CPUs; "auto" is what a GPU's machine has."""
+        """True if the run uses CPUs. "auto" counts as GPUs."""
         accelerator = self.trainer.get("accelerator")
         return accelerator == "cpu" or isinstance(accelerator, CPUAccelerator)
 
 
-def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | None = None) -> Inputs:
-    """Read the options of ``lightning-shard fit``: ``--config FILE`` and any others; without ``nodes`` and ``devices``
-    its numbers hold. The module is built without memory; where that fails (it reads values), for real. UsageError, or
-    what a constructor raises: a mistake in the configuration. ConfigurationError: a strategy of another package.
+def read_inputs(arguments: Sequence[str], *, nodes: int | None = None, devices: int | None = None) -> Inputs:
+    """Read options of ``lightning-shard fit`` and build the module with fake tensors, or real ones if it reads values.
+
+    ``nodes`` and ``devices`` replace the configuration's numbers. UsageError, or a constructor's own error: a mistake
+    in the configuration. ConfigurationError: a strategy of another package.
     """
     mode = fake.fake_mode()
     reader = _parse(arguments, mode)
@@ -87,7 +88,7 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         data=reader.datamodule,
         strategy=strategy,
         trainer=trainer,
-        # "auto" and -1 are what a machine has, here one.
+        # "auto" and -1 count as one.
         nodes=Nodes(
             nodes=nodes or parse_count(trainer.get("num_nodes")) or 1,
             devices=devices or parse_count(trainer.get("devices")) or 1,
@@ -109,7 +110,7 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
             "sizes, or run a batch through it in __init__."
         )
     fake.make_fake(without_side_effects(inputs.module), mode)
-    processes.set_device(inputs.module, torch.device("cpu"))  # where the fake tensors are
+    processes.set_device(inputs.module, torch.device("cpu"))  # the fake tensors' device
     return inputs
 
 
@@ -129,31 +130,31 @@ def _parse(arguments: Sequence[str], mode: Any) -> Any:
             return SimpleNamespace(fit=lambda **_: None)
 
         def after_fit(self) -> None:
-            """There was none."""
+            """Print nothing, since nothing was trained."""
 
         def _report(self, error: Exception) -> None:
-            """Whoever asked for the plan is told."""
+            """Leave errors to the caller."""
 
     with warnings.catch_warnings():
-        # That arguments are given in Python, beside those of the command line.
+        # The program's own arguments may be there too.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
         return Reader(args=["fit", *arguments], save_config_callback=None, parser_class=Parser)
 
 
 def _without_data(build: Callable[[], Any], mode: Any) -> Any:
-    """What ``build`` returns: on the meta device; where that fails with fake tensors; and else with its data."""
+    """Call ``build`` on the meta device, if that fails with fake tensors, and at last with real ones."""
     for tensors in (torch.device("meta"), mode):
         try:
             with tensors:
                 return build()
         except Exception:
-            # It reads values, or files.
+            # It reads values or files.
             continue
     return build()
 
 
 def _set_up(inputs: Inputs) -> None:
-    """Run the hooks ahead of ``configure_model``: a module may make layers there, of sizes that its data know."""
+    """Run the hooks before ``configure_model``, in which a module may make layers with sizes of its data."""
     try:
         if inputs.data is None:
             inputs.module.prepare_data()
@@ -167,7 +168,7 @@ def _set_up(inputs: Inputs) -> None:
 
 
 NEAREST = {"ddp": "shard_ddp", "fsdp": "shard_fsdp", "deepspeed": "shard_deepspeed_stage_2"}
-"""What the name of a strategy of Lightning's begins with, to the name that is advised in its place."""
+"""Prefix of a stock strategy's name, to the name that is advised in its place."""
 
 
 def _strategy(given: Any) -> tuple[ShardStrategy, str]:
@@ -189,7 +190,7 @@ def _precision(trainer: Mapping[str, Any]) -> ShardPrecision:
     return own or ShardPrecision(SHORT_FORMS.get(given, given))  # type: ignore[arg-type]
 
 
-_BATCHES = 1000  # Of an epoch, and steps of a run that has no number of them: no byte depends on it.
+_BATCHES = 1000  # Assumed batches of an epoch and steps of a run without max_steps. No predicted byte depends on it.
 
 
 def _stand_in(trainer: Mapping[str, Any], nodes: Nodes, data: LightningDataModule | None) -> Any:
@@ -215,7 +216,7 @@ def _stand_in(trainer: Mapping[str, Any], nodes: Nodes, data: LightningDataModul
 
 
 def first_batch(inputs: Inputs) -> Any:
-    """The first batch of the training data, on the CPU, after the transfer hooks."""
+    """Return the first batch of the training data, on the CPU, after the transfer hooks."""
     owner: Any = inputs.data if inputs.data is not None else inputs.module
     try:
         if not inputs.is_set_up:
@@ -234,7 +235,7 @@ def first_batch(inputs: Inputs) -> Any:
 
 
 def loss_of(inputs: Inputs) -> Any:
-    """``(batch) -> loss`` of a module's training step; of a manual one, the sum of its losses."""
+    """Return ``(batch) -> loss`` of a module's training step, the sum of all losses in manual optimization."""
     module = inputs.module
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
     module.__dict__ |= {"optimizers": partial(_idle, inputs, 0), "lr_schedulers": partial(_idle, inputs, 1)}
@@ -246,7 +247,7 @@ def loss_of(inputs: Inputs) -> Any:
 
 
 class _Idle:
-    """In the place of an optimizer or a schedule: what steps it does nothing, the rest is its own."""
+    """An optimizer or a schedule whose ``step`` changes nothing."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -265,13 +266,13 @@ class _Idle:
 
 
 def _idle(inputs: Inputs, which: int, *_: Any, **__: Any) -> Any:
-    """What ``LightningModule.optimizers`` (0) and ``lr_schedulers`` (1) give."""
-    found = [_Idle(each) for each in configured(inputs)[which]]
+    """Stand in for ``LightningModule.optimizers`` (``which`` 0) and ``lr_schedulers`` (1)."""
+    found = [_Idle(each) for each in configured_optimizers(inputs)[which]]
     return found[0] if len(found) == 1 else found or None
 
 
 def _manual_step(inputs: Inputs, step: Callable[[Any], Any], batch: Any) -> Tensor:
-    """The sum of what a manual step calls backward on, whose graphs so are all there at once."""
+    """Return the sum of the losses in ``manual_backward``, so that the graphs of all are alive at once."""
     module, losses = inputs.module, list[Tensor]()
     own = dict.fromkeys(("clip_gradients", "toggle_optimizer", "untoggle_optimizer"), lambda *a, **k: None)
     module.__dict__ |= own | {"manual_backward": lambda loss, *a, **k: losses.append(loss)}
@@ -281,8 +282,11 @@ def _manual_step(inputs: Inputs, step: Callable[[Any], Any], batch: Any) -> Tens
     return torch.stack([loss.float() for loss in losses]).sum()
 
 
-def configured(inputs: Inputs) -> tuple[list[torch.optim.Optimizer], list[Any]]:
-    """Optimizers, one or a manual step's, and schedules of ``configure_optimizers``, over tensors without data."""
+def configured_optimizers(inputs: Inputs) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Return optimizers and schedules of ``configure_optimizers`` over fake tensors.
+
+    Several optimizers are allowed in manual optimization alone.
+    """
     try:
         with inputs.mode:
             found: Any = inputs.module.configure_optimizers()
@@ -306,7 +310,7 @@ def _listed(given: Any) -> list[Any]:
 def facts_of_several(
     optimizers: Sequence[torch.optim.Optimizer], traced: Sequence[OptimizerFacts], master: torch.dtype
 ) -> OptimizerFacts:
-    """Of several optimizers the one with the most state, with what the largest one has in its own step."""
+    """Return the facts of the optimizer with the most state, with the temporary bytes of the largest step."""
     sizes = [sum(p.numel() for group in o.param_groups for p in group["params"] if p.requires_grad) for o in optimizers]
     made = max(facts.temporary * size for facts, size in zip(traced, sizes, strict=True))
     most = max(traced, key=lambda facts: facts.state_bytes([1024], master))
@@ -315,8 +319,9 @@ def facts_of_several(
 
 
 def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
-    """The state that the optimizers, made anew, make in a step of master weights; of several the one with the most
-    stands for all: memory is counted by one rule for each parameter.
+    """Trace a step of new optimizers over master weights.
+
+    Memory is counted by one rule for all parameters, so of several optimizers the one with the most state counts.
     """
     master = inputs.strategy.policy.master
 
@@ -326,9 +331,9 @@ def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
     with inputs.mode:
         restore = replace_tensors(inputs.module, cast)
     try:
-        optimizers, _ = configured(inputs)
+        optimizers, _ = configured_optimizers(inputs)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            # As on GPUs, where torch's optimizers step all tensors at once.
+            # On GPUs torch's optimizers step all tensors at once by default.
             if "foreach" in group and not group["foreach"] and not group.get("fused"):
                 group["foreach"] = group["foreach"] is None
         traced = [trace_optimizer(inputs.module, optimizer, inputs.mode) for optimizer in optimizers]

@@ -1,4 +1,4 @@
-"""The runs of ``lightning-shard selftest``, and the verdicts on them."""
+"""The fits of ``lightning-shard selftest``, and the verdicts on them."""
 
 import argparse
 import hashlib
@@ -28,14 +28,14 @@ from lightning_shard.run.full_tensors import full_tensor
 from lightning_shard.strategies.strategy import ShardStrategy
 
 STEPS, HALF = 6, 3
-# In more than two processes sums are taken in another order: 5e-7 of a tensor's largest element was seen in 20 steps,
-# and a gradient that misses a rank is off by 1e-2 and more.
+# More than two processes sum in another order. This changed 5e-7 of a tensor's largest element in 20 steps. A gradient
+# that misses a rank changes 1e-2 and more.
 SUMMATION_ORDER = 1e-5
 _NAMES = ("shard_ddp", "shard_fsdp", "shard_fsdp_grad_op", *(f"shard_deepspeed_stage_{stage}" for stage in (1, 2, 3)))
 
 
 class Probe(pl.LightningModule):
-    """Layers whose sizes do not divide evenly over ranks, with dropout; ``fault`` multiplies one loss of rank 0."""
+    """Layers with sizes that ranks do not divide evenly, and dropout. ``fault`` multiplies one loss of rank 0."""
 
     def __init__(self, fault: float) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Probe(pl.LightningModule):
 
 
 class Run(pl.Callback):
-    """One fit: saves at half of its steps, and keeps the full tensors of its end and every rank's losses."""
+    """One fit: save after half of the steps, and keep the full tensors at the end and every rank's losses."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, dict[str, Tensor]()
-        self.ranks: list[tuple[tuple[float, ...], str]] = []  # Losses, and a digest of the full tensors as seen there.
-        self.off_loop = ""  # How its engine differs from a plain loop over parameters.
+        self.ranks: list[tuple[tuple[float, ...], str]] = []  # Each rank's losses, and digest of the full tensors.
+        self.off_loop = ""  # The engine's difference from a plain loop over parameters.
 
     def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         assert isinstance(trainer.strategy, ShardStrategy)
@@ -80,21 +80,24 @@ class Run(pl.Callback):
 
 
 def fit(name: str, settings: Mapping[str, Any], *, ckpt_path: Path | None = None, fault: float = 1.0) -> Run:
-    """Train; ``settings``: what all runs have in common, arguments of the Trainer."""
+    """Train under a strategy name. ``settings``: arguments of the Trainer that all fits share."""
     pl.seed_everything(1, verbose=False)
     run = Run(Path(settings["default_root_dir"]) / f"{name}.ckpt")
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     given: dict[str, Any] = {"max_steps": STEPS, "gradient_clip_val": 0.5, **dict.fromkeys(off, False), **settings}
     draw, count = torch.Generator().manual_seed(3), 4 * STEPS * settings["num_nodes"] * settings["devices"]
     data = TensorDataset(torch.randn(count, 12, generator=draw), torch.randint(5, (count,), generator=draw))
-    with redirect_stdout(io.StringIO()):  # DeepSpeed prints what it finds, and its memory
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints its platform and memory
         trainer = pl.Trainer(strategy=name, callbacks=[run], **given)
         trainer.fit(Probe(fault), DataLoader(data, batch_size=4, shuffle=True), ckpt_path=ckpt_path)
     return run
 
 
 def difference(run: Run, reference: Run) -> str:
-    """What differs from the reference; "" where nothing does. A resumed run has the last losses alone."""
+    """Describe the largest difference from the reference, ``""`` if there is none.
+
+    A resumed run has the last losses alone.
+    """
     limit = 0.0 if len(run.ranks) <= 2 else SUMMATION_ORDER
     if len({digest for _, digest in run.ranks}) > 1:
         return "ranks have other tensors"
@@ -112,7 +115,7 @@ def difference(run: Run, reference: Run) -> str:
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Run and print the table; the exit code, which is rank 0's. Every rank calls it."""
+    """Train, print the table on rank 0, and return its exit code. All ranks call it."""
     leave_out_noise()
     for name in ("lightning_shard", "lightning.fabric", "lightning.pytorch", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -135,7 +138,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if is_first:
         alone = " (one process shards and reduces nothing: give more devices)" if ranks == 1 else ""
         print(f"{bad} of these lines are not as they should be" if bad else f"all is equal{alone}")
-    # Where another process ends with an error, Lightning's launcher ends this one.
+    # Lightning's launcher ends rank 0 if another process fails.
     return int(is_first and bad > 0)
 
 
@@ -157,7 +160,7 @@ def _settings(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[s
 
 
 def _rows(names: Sequence[str], settings: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, ...]]:
-    """A name with its verdicts, then the fault. Every rank takes all of them."""
+    """Yield each name with its verdicts, then the fault's verdict. All ranks iterate to the end."""
     runs: dict[str, Run] = {}
     for name in names:
         try:
@@ -171,6 +174,6 @@ def _rows(names: Sequence[str], settings: Mapping[str, Any], ranks: int) -> Iter
         told = (own.off_loop, *(difference(*pair) for pair in pairs))
         yield name, *(f"DIFFERS: {text}" if text else "equal" for text in told)
     if trained:
-        factor = 1.01 if ranks <= 2 else 2.0  # more than a rounding of bf16; than the order of sums
+        factor = 1.01 if ranks <= 2 else 2.0  # more than bf16 rounds off, or than the order of sums changes
         found = difference(fit([*runs][-1], settings, fault=factor), trained[0])
         yield f"one loss of rank 0 times {factor:g}", "found" if found else "NOT FOUND"

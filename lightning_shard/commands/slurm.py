@@ -1,4 +1,4 @@
-"""``lightning-shard slurm``: write the batch script of a run, and submit it."""
+"""``lightning-shard slurm``: write the batch script of a run, or submit it."""
 
 import argparse
 import os
@@ -18,11 +18,11 @@ from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.text import did_you_mean, parse_count
 
 _SIGNAL = "USR1"  # SLURM sends it before the time limit.
-_BESIDE = os.path.dirname(sys.executable)  # where the programs of this environment are
+_PROGRAMS = os.path.dirname(sys.executable)  # the folder of this environment's programs
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
-    """What SLURM or Lightning would take for something else."""
+    """Yield options that SLURM or Lightning would misread."""
     for name, least in (("devices", 1), ("signal_seconds", 1), ("cpus_per_task", 1), ("max_restarts", 0)):
         if (value := getattr(options, name)) is not None and value < least:
             yield f"{name} is {value}, but must be {least} or more"
@@ -45,20 +45,20 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         if value is not None and not (value.strip() and value.isprintable()):
             yield f"{name} is {value!r}, but must be one line without tabs, and not empty"
     if options.max_restarts and options.launcher != "torchrun":
-        what = "only the launcher torchrun starts processes again: choose it, or leave restarts to SLURM's queue"
-        yield f"max_restarts is {options.max_restarts}, but {what}"
+        rule = "only the launcher torchrun starts processes again: choose it, or leave restarts to SLURM's queue"
+        yield f"max_restarts is {options.max_restarts}, but {rule}"
     for setting in options.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", setting, re.DOTALL):
             yield f"--env {setting!r} must have the form NAME=VALUE, the name in plain letters"
 
 
 def script(options: argparse.Namespace, command: Sequence[str]) -> str:
-    """The batch script of ``command``: program and arguments of one process, without a launcher."""
+    """Return the batch script of ``command``, the program and arguments of one process without its launcher."""
     raise_problems([*_problems(options)])
     torchrun = options.launcher == "torchrun"
     cpus = (options.cpus_per_task or 0) * (options.devices if torchrun else 1)
     tasks = f"--ntasks-per-node={1 if torchrun else options.devices}"
-    # sbatch takes one task on each node for the number of all tasks, and so the fewest nodes of a range.
+    # With one task per node sbatch starts the fewest nodes of a range.
     later = "-" in options.nodes and tasks.endswith("=1")
     named = {name: getattr(options, name) for name in ("time", "array", "partition", "account")}
     lines: list[str | None] = [
@@ -68,7 +68,7 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
         None if options.cpu else f"--gpus-per-node={options.devices}",
         f"--cpus-per-task={cpus}" if cpus else None,
         *(f"--{name}={_quoted(value)}" if value else None for name, value in named.items()),
-        # To the processes, not to this script; the run saves itself and goes back into the queue.
+        # Sent to the processes, not to this script. The run saves itself and goes back into the queue.
         f"--signal={_SIGNAL}@{options.signal_seconds}",
         "--no-requeue" if options.no_requeue else "--requeue",
         "--open-mode=append",
@@ -76,36 +76,36 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
         *options.sbatch,
     ]
     text = ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines if line is not None), ""]
-    # Not -u: what people activate reads variables that are not set.
+    # Not -u: activation scripts read unset variables.
     text += ["set -eo pipefail", *options.setup]
     if cpus:
         text.append(f"export SRUN_CPUS_PER_TASK={cpus}  # srun does not take it from sbatch since SLURM 22.05")
-    # Under sbatch --export=NONE the steps would see none of these.
+    # Without SLURM_EXPORT_ENV=ALL the steps would see none of these under sbatch --export=NONE.
     environment: dict[str, str] = {"PYTHONUNBUFFERED": "1", "SLURM_EXPORT_ENV": "ALL"}
     environment |= {"NCCL_DEBUG": options.nccl_debug} if options.nccl_debug else {}
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if options.socket_interface else ():
         environment[name] = options.socket_interface
     environment |= dict(setting.split("=", 1) for setting in options.env)
     text += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
-    # A task that fails ends the step, so that the job ends with it.
+    # A failed task ends the step, and with it the job.
     srun = "srun --kill-on-bad-exit=1" + f" {tasks}" * later
     if not torchrun:
         return "\n".join([*text, "", f"{srun} {_joined(command)}"]) + "\n"
-    program = os.path.basename(command[0])  # as torchrun takes it: a script, or -m and a module
+    program = os.path.basename(command[0])  # torchrun runs a script, or -m and a module
     command = ["-m", "lightning_shard", *command[1:]] if program == "lightning-shard" else command
     command = command[1:] if program.startswith("python") else command
     text += [
         "",
-        # torchrun kills after that time; half a minute by itself, in which a long step and a save have no room.
+        # torchrun kills after this time, by default 30 s, which is too short for a long step and a save.
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={options.signal_seconds}",
-        # `head` would end before scontrol has written the names of thousands of nodes, and so the script.
+        # Not `head`: it would end before scontrol has written thousands of names, and pipefail would end the script.
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "port=$((15000 + SLURM_JOB_ID % 17000))",
-        f"{srun} {shlex.quote(shutil.which('torchrun', path=_BESIDE) or 'torchrun')} --nnodes={_nodes_of(options)} "
+        f"{srun} {shlex.quote(shutil.which('torchrun', path=_PROGRAMS) or 'torchrun')} --nnodes={_nodes_of(options)} "
         f"--nproc-per-node={options.devices} \\",
         f"    --max-restarts={options.max_restarts} \\",
         '    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID" \\',
-        # torchrun's own agents are what SLURM signals; they pass the signal on.
+        # SLURM signals torchrun's agents, which pass the signal on.
         f"    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIG{_SIGNAL} \\",
         f"    {_joined(command)}",
     ]
@@ -113,19 +113,19 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
 
 
 def _quoted(value: str) -> str:
-    """A word as sbatch reads it in a script: as a shell does, but that a backslash takes the next character in any
-    quotes (``_get_argument`` in SLURM's ``src/sbatch/opt.c``).
+    """Quote a word for an ``#SBATCH`` line. sbatch reads quotes as a shell does, but a backslash escapes the next
+    character in any quotes (``_get_argument`` in SLURM's ``src/sbatch/opt.c``).
     """
     return shlex.quote(value).replace("\\", "\\\\")
 
 
 def _nodes_of(options: argparse.Namespace) -> str:
-    """The number of nodes, as the script says it: of a range the queue gives another number at each start."""
+    """Return the number of nodes for the script. Of a range, SLURM gives another number at each start."""
     return "$SLURM_JOB_NUM_NODES" if "-" in options.nodes else str(options.nodes)
 
 
 def _joined(command: Sequence[str]) -> str:
-    """A line for the shell, which is to fill in the number of nodes."""
+    """Quote a command for the shell, which fills in the number of nodes."""
     number = "--trainer.num_nodes=$SLURM_JOB_NUM_NODES"
     return " ".join(f'"{word}"' if word == number else shlex.quote(word) for word in command)
 
@@ -167,8 +167,8 @@ def parser() -> common.OptionsParser:
     return parser
 
 
-def parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options, with the machines of the run's configuration, and the command's own arguments.
+def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, with the machines that the run's configuration names, and the arguments of its command.
 
     ConfigurationError: the two contradict each other, or the job would refuse an argument.
     """
@@ -190,7 +190,7 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options.nodes = options.nodes or str(parse_count(nodes) or 1)
     options.devices = (parse_count(devices) or 1) if options.devices is None else options.devices
     options.cpu = options.cpu or accelerator == "cpu"
-    # Where a configuration says from what a run starts, only a run that was stopped goes on from its own.
+    # A run with a ckpt_path starts from it, and resumes from its own checkpoint only after a requeue then.
     options.auto = options.command == "fit" and not config.get("ckpt_path") and "--ckpt_path" not in dict(given(rest))
     return options, rest
 
@@ -200,7 +200,7 @@ def _contradiction(option: str, setting: str) -> ConfigurationError:
 
 
 def _configuration(rest: Sequence[str]) -> dict[str, Any]:
-    """The content of the ``--config`` files, of which the last one holds; of all their ``trainer`` sections."""
+    """Read the ``--config`` files. Later files replace keys of earlier ones, and their ``trainer`` sections merge."""
     import yaml
 
     content: dict[str, Any] = {}
@@ -218,9 +218,9 @@ def _configuration(rest: Sequence[str]) -> dict[str, Any]:
 
 
 def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """Each process's program and arguments; ``rest``: arguments of the command."""
-    # This program or script, so that the job finds it without an activated environment.
-    own = shutil.which("lightning-shard", path=_BESIDE)
+    """Return program and arguments of each process. ``rest``: arguments of the command."""
+    # With its path, so that the job finds it without an activated environment.
+    own = shutil.which("lightning-shard", path=_PROGRAMS)
     installed = [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
     program = [sys.executable, sys.argv[0]] if _is_script() else installed
     command = [*program, options.command, *rest]
@@ -229,12 +229,12 @@ def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 _KEYS = ("config", *common.KEYS, "verbose", "return_predictions", "print_config", "traceback")
-"""Options of the command, or what stands before their first dot."""
+"""Options of the command, without anything after their first dot."""
 
 
 def check_rest(command: str, rest: Sequence[str]) -> None:
-    """Refuse unknown options, which the job would refuse once it has waited in the queue. Options of a user's own
-    script pass unless they resemble one of the command.
+    """Refuse unknown options before the job waits in the queue. Options of a user's own script pass unless they
+    resemble an option of this command.
     """
     known = [f"--{key}" for key in _KEYS]
     own = [option for action in common.actions(parser()) for option in action.option_strings]
@@ -255,7 +255,7 @@ def _is_script() -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options, rest = parsed(arguments)
+    options, rest = parse_options(arguments)
     text = script(options, command_of(options, rest))
     if options.submit and shutil.which("sbatch") is None:
         raise ConfigurationError("--submit needs sbatch, which is not on this machine: run it on a login node.")

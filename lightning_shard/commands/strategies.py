@@ -1,4 +1,4 @@
-"""``lightning-shard strategies [NAME]``: the table of strategy names, and the YAML that equals one of them."""
+"""``lightning-shard strategies [NAME]``: print the table of strategy names, or the YAML that equals one of them."""
 
 import argparse
 import inspect
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def preset_yaml(name: str) -> str:
-    """The YAML that equals ``trainer.strategy: NAME``, with ``class_path`` and ``init_args``."""
+    """Return the YAML that equals ``trainer.strategy: NAME``, with ``class_path`` and ``init_args``."""
     import yaml
 
     preset = registry.find(name)

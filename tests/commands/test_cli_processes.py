@@ -119,7 +119,7 @@ def test_errors_that_are_raised_from_each_other_are_reported(capsys: pytest.Capt
     error, other = ConfigurationError("x"), ValueError("y")
     error.__cause__, other.__context__ = other, error
     with pytest.raises(SystemExit):
-        failures.end(error, None, [], {})
+        failures.end_command(error, None, [], {})
     assert "error: x" in capsys.readouterr().err
     assert not is_out_of_memory(other)
     assert [*chain(error)] == [error, other]
@@ -135,8 +135,8 @@ def test_children_are_taken_and_ended() -> None:
     children = take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
     assert children == processes
     assert launcher.procs == []  # what Lightning's observer looks at
-    assert failures.wait(children, 0.0) == [None, None]
-    failures.terminate(children)
+    assert failures.wait_for_children(children, 0.0) == [None, None]
+    failures.terminate_children(children)
     assert [child.returncode for child in children] == [-signal.SIGKILL, -signal.SIGTERM]
 
 

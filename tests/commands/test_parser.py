@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_shard import ShardCLI
 from lightning_shard.commands import migrate
-from lightning_shard.commands.plan_inputs import read
+from lightning_shard.commands.plan_inputs import read_inputs
 from tests.commands.support import BASE, write_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec.*", "ignore::UserWarning")
@@ -27,7 +27,7 @@ def test_only_lightning_uses_deprecated_names_of_jsonargparse(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         command("fit", "--config", trainer, model_class=BoringModel, datamodule_class=BoringDataModule)
-        read(["--config", "base.yaml", "--trainer.strategy", "shard_ddp"]).config()
+        read_inputs(["--config", "base.yaml", "--trainer.strategy", "shard_ddp"]).config()
         migrate.check({"trainer": {"strategy": "shard_ddp"}})
     deprecated = [one for one in warned if one.category.__name__ == "JsonargparseDeprecationWarning"]
     assert {Path(one.filename) for one in deprecated} == {Path(lightning_cli.__file__)}, deprecated

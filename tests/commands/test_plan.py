@@ -126,7 +126,7 @@ def test_of_engines_that_send_the_same_the_simplest_is_recommended(capsys: pytes
 
 
 def test_one_verdict_of_one_range() -> None:
-    inputs = plan_inputs.read([*GPT, ON_GPUS], nodes=1, devices=4)
+    inputs = plan_inputs.read_inputs([*GPT, ON_GPUS], nodes=1, devices=4)
     options = plan_command.parser().parse_args(["--device-memory=1GB"])
     planner = plan_command._planner(options, inputs, None)
     candidate = plan_command._candidate(inputs, inputs.name, inputs.strategy)
@@ -218,7 +218,7 @@ def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     slow = plan(capsys, *GPT, "--links", str(path))
     assert re.search(r"^a step takes about .* bound by (compute|the memory's bandwidth): ", slow, re.MULTILINE)
     # What doctor can't measure is known of a device with a name.
-    inputs = plan_inputs.read(GPT)
+    inputs = plan_inputs.read_inputs(GPT)
     for name, known in (([], Device(**reached, processors=1)), (["--device-name=A100"], find_peaks("A100"))):
         options = plan_command.parser().parse_args(["--device-memory=80GB", *name])
         device = plan_command._device(options, inputs, reached)

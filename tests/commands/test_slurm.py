@@ -190,12 +190,12 @@ def test_times_that_slurm_has(time: str) -> None:
 
 
 def _text(*arguments: str) -> str:
-    options, rest = slurm.parsed(["--model=M", *arguments])
+    options, rest = slurm.parse_options(["--model=M", *arguments])
     return script(options, slurm.command_of(options, rest))
 
 
 def _job(*arguments: str, command: Sequence[str] = ("x",)) -> str:
-    return script(slurm.parsed(["--model=M", *arguments])[0], command)
+    return script(slurm.parse_options(["--model=M", *arguments])[0], command)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_shard.commands.plan_inputs import configured, facts_of_several, loss_of
+from lightning_shard.commands.plan_inputs import configured_optimizers, facts_of_several, loss_of
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.planning.memory_trace import Step, trace_step
 from lightning_shard.planning.model_facts import Training, facts_of, trace_optimizer
@@ -218,7 +218,7 @@ def peaks(
     whole.__dict__["log"] = lambda *args, **kwargs: None
     inputs: Any = SimpleNamespace(module=whole, mode=mode)
     whole.__dict__["configure_optimizers"] = at_once(whole.configure_optimizers)
-    optimizers, _ = configured(inputs)
+    optimizers, _ = configured_optimizers(inputs)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     facts = facts_of(whole, strategy.engine_for(whole), groups=groups)
     run = strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches)

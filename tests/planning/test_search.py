@@ -36,7 +36,7 @@ H100 = ["--device-name=H100", "--intra-node=450GB/s", "--inter-node=400Gb/s"]
 def search(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     given = [str(folder / "config.json"), "--seq-len=16", "--search", f"--output={folder}/best.yaml", *H100, *arguments]
-    text = plan_command.parsed(given).text
+    text = plan_command.make_plan(given).text
     return text, yaml.safe_load((folder / "best.yaml").read_text()) if (folder / "best.yaml").exists() else {}
 
 
@@ -96,7 +96,7 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
         search(tmp_path, "--device-memory=80GB", *arguments)
     with pytest.raises(ConfigurationError, match="say the device by --device-name"):
-        plan_command.parsed(["transformers.LlamaConfig", "--device-memory=80GB", "--search"])
+        plan_command.make_plan(["transformers.LlamaConfig", "--device-memory=80GB", "--search"])
 
 
 def _fit(config: str) -> tuple[int, int, str]:

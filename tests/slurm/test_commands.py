@@ -23,7 +23,7 @@ def test_a_script_of_the_command_is_stopped_and_goes_on(jobs: Jobs, tmp_path: Pa
         --env OMP_NUM_THREADS=1 --model tests.slurm.programs.SlowAlone --model.log {said} --trainer.strategy shard_ddp
         --trainer.max_steps 80 --trainer.logger false --trainer.enable_progress_bar false
         --trainer.default_root_dir {tmp_path}/runs --time 10"""
-    options, rest = slurm.parsed(arguments.split())
+    options, rest = slurm.parse_options(arguments.split())
     path = tmp_path / "job.sh"
     path.write_text(script(options, slurm.command_of(options, rest)))
     job = jobs.cluster.submit(path, cwd=tmp_path)
@@ -49,7 +49,7 @@ def test_a_job_of_a_range_of_nodes_goes_on_with_those_that_there_are(jobs: Jobs,
         --model tests.slurm.programs.SlowAlone --model.log {said} --trainer.strategy ShardDDPStrategy
         --trainer.strategy.preemption.keep_batch true --trainer.max_steps 40 --trainer.logger false
         --trainer.enable_progress_bar false --trainer.default_root_dir {tmp_path}/runs --time 10"""
-    options, rest = slurm.parsed(arguments.split())
+    options, rest = slurm.parse_options(arguments.split())
     path = tmp_path / "job.sh"
     path.write_text(script(options, slurm.command_of(options, rest)))
     # Else the job begins with the first node that has said that it is there.
