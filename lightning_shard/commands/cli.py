@@ -161,7 +161,7 @@ class ShardCLI(ConfiguredCLI):
     def instantiate_classes(self) -> None:
         """Build the classes, and let a second run in one folder save its configuration."""
         if not self.save_config_kwargs:
-            # Lightning refuses to overwrite config.yaml. Without a logger that makes a folder for each run, a `validate`
+            # Lightning refuses to overwrite config.yaml. Without a logger that makes a folder for each run, `validate`
             # after `fit` would fail, or replace the configuration of `fit`.
             name = "config.yaml" if self.subcommand in (None, "fit") else f"config_{self.subcommand}.yaml"
             self.save_config_kwargs = {"overwrite": True, "config_filename": name}

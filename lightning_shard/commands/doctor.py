@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def rendezvous_of(environ: Mapping[str, str]) -> tuple[Rendezvous, int]:
-    """Return the rendezvous of the launcher's processes and the local rank. Without a launcher it is a single process."""
+    """Return the launcher's rendezvous and the local rank. Without a launcher it is a rendezvous of one process."""
     if "RANK" not in environ:
         job = read_job(environ)
         if job is None or not job.uses_srun:

@@ -1,4 +1,5 @@
-"""Configurations of Accelerate, Hugging Face, DeepSpeed and stock Lightning as this package's YAML. A reader for each
-adds what fields ask for, in neutral terms, to one `Reading`, which ``migration.py`` answers by ``counterparts.py`` and
-``dependent_settings.py``. A field without a counterpart is in `Reading.lost`, never nowhere.
+"""Turn configurations of Accelerate, Hugging Face, DeepSpeed and stock Lightning into this package's YAML.
+
+Each source has a reader, which adds neutral settings to one `Reading`. ``migration.py`` writes these for one engine, by
+``counterparts.py`` and ``dependent_settings.py``. Every field without a counterpart is in `Reading.lost`.
 """

@@ -1,18 +1,19 @@
-"""Accelerate config files, read into the neutral form.
+"""Read Accelerate config files into neutral settings.
 
-After ``accelerate/commands/config`` and ``commands/launch.py`` of Accelerate 1.15, and the spellings of older files.
+The rules come from ``accelerate/commands/config`` and ``commands/launch.py`` of Accelerate 1.15, with the spellings
+of older files.
 """
 
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning_shard.engines.zero.config.reading import read_file
 from lightning_shard.migrate import neutral
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
 from lightning_shard.migrate.fsdp_config import read_fsdp
-from lightning_shard.migrate.neutral import Reading, described, shown
+from lightning_shard.migrate.neutral import Field, Reading, described, shown
 
 _UNSUPPORTED_SECTIONS = {
     "megatron_lm_config": "there is no Megatron-LM engine here",
@@ -26,28 +27,28 @@ _SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_co
 TOP, DEEPSPEED = described("accelerate"), described("accelerate_deepspeed")
 PARALLELISM, DYNAMO = described("parallelism"), described("dynamo")
 
-REFUSED_BESIDE_A_FILE = (
+REFUSED_WITH_A_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
-"""What Accelerate refuses beside ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
+"""Keys that Accelerate refuses with ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
 
-DISTRIBUTED = {
+DISTRIBUTED: Mapping[str, neutral.Engine] = {
     "NO": "ddp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
     "MEGATRON_LM": "fsdp", "TP": "fsdp",
 }  # fmt: skip
-"""``distributed_type`` to the engine; for the last two, the nearest one."""
+"""``distributed_type`` to the engine, or for the last two to the nearest one."""
 
 OTHER_DEVICES = ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON", "XLA")
 
-PRECISIONS = {"NO": "32-true", "FP16": "16-mixed", "BF16": "bf16-mixed"}
+PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "bf16-mixed"}
 
 _REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
 NOTES: Mapping[neutral.Engine, str] = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}
 
 
 def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) -> None:
-    """Add what an Accelerate file at ``path`` asks for; its DeepSpeed file is looked for here, then beside it."""
+    """Read an Accelerate file. Its DeepSpeed file is in the working directory or in the folder of ``path``."""
     if content.get("distributed_type") is False:  # YAML 1.1 reads an unquoted NO as false
         content = {**content, "distributed_type": "NO"}
     reading.check_keys("", content, TOP, "an Accelerate config file")
@@ -80,20 +81,18 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
 def _engine(reading: Reading, content: Mapping[str, Any]) -> neutral.Engine | None:
     given = content.get("distributed_type")
     kind = str(given).upper()
-    engine = reading.engine = cast(neutral.Engine | None, DISTRIBUTED.get(kind))
     if given is None:
         types = ", ".join(DISTRIBUTED)
         reading.problems.append(f"distributed_type is missing, but must be one of {types}, as Accelerate asks too")
     elif kind in OTHER_DEVICES:
         reading.problems.append(f"distributed_type is {given}, but the engines here run on CUDA devices and on CPUs")
-    elif engine is None:
-        near = neutral.nearest(kind, [*DISTRIBUTED, *OTHER_DEVICES])
-        reading.problems.append(f"distributed_type is {given!r}, which Accelerate does not have{near}")
-    elif kind in ("MEGATRON_LM", "TP"):
-        reading.lose("distributed_type", given, "there is no such engine here", "shard_fsdp")
     else:
-        reading.ask("engine", engine, "distributed_type", given)
-    return engine
+        reading.engine = reading.read_field("distributed_type", Field(words=DISTRIBUTED), given)
+    if kind in ("MEGATRON_LM", "TP"):
+        reading.lose("distributed_type", given, "there is no such engine here", "shard_fsdp")
+    elif reading.engine is not None:
+        reading.ask("engine", reading.engine, "distributed_type", given)
+    return reading.engine
 
 
 def _processes(reading: Reading, content: Mapping[str, Any], read: Mapping[str, Any]) -> None:
@@ -161,13 +160,13 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
         if section.get("zero_stage") is None:
             reading.ask("shard", "gradients", "deepspeed_config.zero_stage", None, "Accelerate's default is 2")
         return
-    refused = {f"deepspeed_config.{name}": section.get(name) for name in REFUSED_BESIDE_A_FILE}
+    refused = {f"deepspeed_config.{name}": section.get(name) for name in REFUSED_WITH_A_FILE}
     refused["mixed_precision"] = content.get("mixed_precision")
     for name in [name for name, value in refused.items() if value is not None]:
-        what = "bf16 or fp16" if name == "mixed_precision" else "it"
-        fix = f"where Accelerate refuses it: set {what} in the DeepSpeed file, and remove it here"
+        own = "bf16 or fp16" if name == "mixed_precision" else "it"
+        fix = f"where Accelerate refuses it: set {own} in the DeepSpeed file, and remove it here"
         reading.problems.append(f"{name} is {shown(refused[name])} beside deepspeed_config_file, {fix}")
-    others = {name: value for name, value in section.items() if name not in REFUSED_BESIDE_A_FILE}
+    others = {name: value for name, value in section.items() if name not in REFUSED_WITH_A_FILE}
     reading.read_fields("deepspeed_config", DEEPSPEED, others)
     found = next((p for p in (Path(str(file)), path.parent / str(file)) if p.is_file()), None)
     if found is None:
@@ -181,37 +180,30 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
     given, field = content.get("mixed_precision"), "mixed_precision"
     if given is None and content.get("fp16") is not None:
         field, given = "fp16", "fp16" if content["fp16"] in (True, "yes", "true") else "no"
-    if given is None:
+    given = "no" if given is False else given  # YAML 1.1 reads an unquoted no as false
+    precision = reading.read_field(field, Field(words=PRECISIONS), given)
+    if precision is None:
         return
-    if isinstance(given, bool):  # YAML 1.1 reads an unquoted no as false
-        given = "true" if given else "no"
-    kind = str(given).upper()
-    if kind == "FP8":
+    if str(given).lower() == "fp8":
         reading.lose(field, given, _UNSUPPORTED_SECTIONS["fp8_config"], "precision: bf16-mixed")
-        reading.ask("precision", "bf16-mixed", field, given)
-    elif kind not in PRECISIONS:
-        near = neutral.nearest(kind.lower(), [*map(str.lower, PRECISIONS), "fp8"])
-        reading.problems.append(f"{field} is {given!r}, but must be one of no, fp16, bf16, fp8{near}")
-    else:
-        if reading.engine == "deepspeed" and kind == "FP16":
-            reading.meet(field, given, SCALE_NOTE)
-        note = "" if reading.engine is None else NOTES[reading.engine]
-        loaded = "masters are fp32 also where the model was loaded in 16 bits, which Accelerate leaves so"
-        reading.ask("precision", PRECISIONS[kind], field, given, note if kind != "NO" else loaded)
+    if reading.engine == "deepspeed" and precision == "16-mixed":
+        reading.meet(field, given, SCALE_NOTE)
+    note = "" if reading.engine is None else NOTES[reading.engine]
+    loaded = "masters are fp32 also where the model was loaded in 16 bits, which Accelerate leaves so"
+    reading.ask("precision", precision, field, given, note if precision != "32-true" else loaded)
 
 
 def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
     content = reading.prefixed("dynamo_config", section, "dynamo_", DYNAMO, {})
     backend = content.get("dynamo_backend")
     if (kind := str(backend or "NO").upper()) not in ("NO", "INDUCTOR"):
-        where = "dynamo_config.dynamo_backend"
-        reading.lose(where, backend, "units are compiled by inductor alone", "compile: true")
+        reading.lose("dynamo_config.dynamo_backend", backend, "units are compiled by inductor alone", "compile: true")
         del content["dynamo_backend"]
     reading.read_fields("dynamo_config", DYNAMO, {"dynamo_backend": backend} if kind == "NO" else content)
 
 
 def read_mesh(reading: Reading, section: Mapping[str, Any], processes: Any = None) -> None:
-    """Add the mesh that a ``parallelism_config`` asks for, over so many processes."""
+    """Read the mesh of a ``parallelism_config``, whose sizes multiply to ``processes``."""
     prefix = "parallelism_config_"
     plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
     known = {key for name in PARALLELISM for key in (name, prefix + name)}

@@ -1,4 +1,4 @@
-"""DeepSpeed files, read into the neutral form; what a key means is ``engines/zero/config``'s."""
+"""Read DeepSpeed files into neutral settings. ``engines/zero/config`` gives the keys their meaning."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from lightning_shard.engines.zero.config.zero_settings import (
     loss_scaling_of,
     read_settings,
 )
-from lightning_shard.migrate.neutral import LEVELS, Reading, described, setting
+from lightning_shard.migrate.neutral import LEVELS, Field, Reading, described
 from lightning_shard.text import nearest, parse_count
 
 CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
@@ -35,19 +35,18 @@ _OVERLAP_NOTE = "gradients are reduced while backward runs, which DeepSpeed's de
 _TRAINERS = described("deepspeed_file")
 
 _DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_persistence_threshold"}
-"""Typed fields for which "auto" is a value of this package's too."""
-
+"""Typed fields that have the value "auto" in this package too."""
 
 RENAMED = {
-    "communication_data_type": setting("reduce", "str", words={name: name for name in ("fp32", "bf16", "fp16")}),
-    "zero_plus_plus.hpz_partition_size": setting("reshard_ranks", "int", 0, 1),
+    "communication_data_type": Field(name="reduce", kind="str", words={n: n for n in ("fp32", "bf16", "fp16")}),
+    "zero_plus_plus.hpz_partition_size": Field(name="reshard_ranks", kind="int", idle=(0, 1)),
 }
-"""Typed fields that have another name as settings."""
+"""Typed fields whose settings have other names."""
 
 
 @cache
 def library_defaults() -> Mapping[str, Any]:
-    """What DeepSpeed takes where a file says nothing, by key with dots, from the installed library's own classes."""
+    """Return the installed DeepSpeed's defaults by dotted key."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     own = DeepSpeedConfig({"train_batch_size": 1})
@@ -63,7 +62,7 @@ def _model_defaults(model: Any, path: str) -> Iterator[tuple[str, Any]]:
     for key in dict.fromkeys(names_of(model).values()):
         if inner := section_of(model, key):
             yield from _model_defaults(inner, f"{path}{key}.")
-    if model.__name__ != "Section":  # of DeepSpeed's own
+    if model.__name__ != "Section":  # a class of DeepSpeed
         for name, info in model.model_fields.items():
             yield f"{path}{info.alias or name}", info.get_default(call_default_factory=True)
 
@@ -71,8 +70,9 @@ def _model_defaults(model: Any, path: str) -> Iterator[tuple[str, Any]]:
 def read_deepspeed(
     reading: Reading, content: Mapping[str, Any], prefix: str = "", *, stage: int | None = None, clips: bool = True
 ) -> None:
-    """Add to ``reading`` what a DeepSpeed file asks for, in any spelling, and its problems; ``prefix``: before field
-    names. DeepSpeed's own defaults hold: its stage unless one is given, its clipping if it ``clips``.
+    """Read a DeepSpeed file in any spelling. ``prefix`` stands before field names in the table and in problems.
+
+    The default of the stage is ``stage``, else DeepSpeed's. With ``clips`` DeepSpeed's default clipping holds.
     """
     if reading.engine is None:
         reading.engine = "deepspeed"
@@ -104,8 +104,9 @@ def read_deepspeed(
 
 
 def check_batches(reading: Reading) -> None:
-    """Accumulation where it follows from the batch keys (``_set_batch_related_parameters``), and a problem where their
-    product can't be. Called once all files are read, for the processes.
+    """Derive accumulation from the batch keys (``_set_batch_related_parameters``), and refuse an impossible product.
+
+    Called once all files are read, since another file may say the number of processes.
     """
     asked, trainer = {each.name: each for each in reading.asked}, reading.carried.get("trainer", {})
     whole, micro = (asked.get(f"config.train_{key}") for key in ("batch_size", "micro_batch_size_per_gpu"))
@@ -113,7 +114,7 @@ def check_batches(reading: Reading) -> None:
     if whole is None:
         return
     nodes, devices = (reading.value(f"trainer.{key}", trainer.get(key)) for key in ("num_nodes", "devices"))
-    processes = parse_count(devices) * int(nodes or 1) or None  # of all nodes; None: the files do not say
+    processes = parse_count(devices) * int(nodes or 1) or None  # of all nodes, None if no file says it
     known = {each.field: each.value for each in (micro, steps) if each is not None}
     product = prod(known.values()) * (processes or 1)
     shown_product = " x ".join([*(f"{name} {value}" for name, value in known.items()), f"{processes or 'n'} processes"])
@@ -130,7 +131,7 @@ def check_batches(reading: Reading) -> None:
 
 
 def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
-    """Take out what has no counterpart here, which is noted, and what DeepSpeed itself does not read."""
+    """Remove keys without a counterpart, which are noted, and keys that DeepSpeed itself does not read."""
     known = [*names_of(configuration()), *REMOVED, *FOREIGN]
     for key in [key for key in content if isinstance(key, str) and key not in known]:
         if not nearest(key, known):
@@ -149,8 +150,7 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
         holder = content.get(section) if section else content
         if isinstance(holder, dict) and str(holder.get(key)).lower() == str(refused).lower():
             reading.lose(f"{prefix}{path}", holder.pop(key), reason)
-    optimizer = content.get("optimizer")
-    if isinstance(optimizer, Mapping) and str(optimizer.get("type")).lower() in ONE_BIT:
+    if str(get(content, "optimizer.type")).lower() in ONE_BIT:
         reason = "DeepSpeed has removed the optimizers that compress what they communicate"
         reading.lose(f"{prefix}optimizer", content.pop("optimizer"), reason, "AdamW or Lamb in configure_optimizers")
     is_disabled = str(fp16.get("enabled", True)).lower() == "false"
@@ -196,7 +196,7 @@ def _precision(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None
     if scale and fp16.get("enabled") is True:
         reading.ask("loss_scale", scale_of(scale), f"{prefix}fp16", scale, _OWN_SCALE_NOTE)
     elif scale and fp16.get("enabled") == AUTO:
-        # The precision is the Trainer's: the scale goes with it where it is fp16.
+        # The Trainer says the precision. The scale counts if that is fp16.
         own = all(_is_default(f"fp16.{key}", value) for key, value in scale.items())
         near = "" if own else f": ShardPrecision(loss_scale={scale_of(scale)})"
         reading.meet(f"{prefix}fp16", scale, f"it goes with precision 16-mixed{near}; {SCALE_NOTE}")
@@ -205,7 +205,7 @@ def _precision(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None
 
 
 def scale_of(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The loss scale that keys of an ``fp16`` section ask for, as `LossScaling` has it."""
+    """Return the `LossScaling` arguments of keys of an ``fp16`` section."""
     scaling = loss_scaling_of({**keys, "enabled": True})
     assert scaling is not None
     return {name: getattr(scaling, name) for name in ("initial", "growth_interval", "hysteresis", "minimum")}
@@ -219,7 +219,7 @@ _HANDLED = {
 
 
 def _rest(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
-    """Further keys: they stay in ``config`` under DeepSpeed."""
+    """Read the further keys, which stay in ``config`` under DeepSpeed."""
     flat: dict[str, Any] = {}
     for key, value in merged.items():
         is_section = key in (ZERO, "fp16", "bf16", "data_types")
@@ -238,7 +238,7 @@ def _rest(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
 
 
 def _is_default(path: str, value: Any) -> bool:
-    """Whether DeepSpeed does the same without a key: its default, or a section that is off or has defaults."""
+    """Say whether DeepSpeed does the same without a key: its default, or a section that is off or has defaults."""
     known = library_defaults()
     if isinstance(value, Mapping):
         enabled = value.get("enabled", known.get(f"{path}.enabled"))

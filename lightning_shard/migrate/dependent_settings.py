@@ -1,4 +1,4 @@
-"""What is written for one engine, and settings that depend on each other: sharding, mesh, offload, precision, saves."""
+"""The target of a migration, and settings that depend on each other: sharding, mesh, offload, precision, saves."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -12,19 +12,21 @@ from lightning_shard.migrate.neutral import LEVELS, MESH, Effect, Engine, Line, 
 
 @dataclass(kw_only=True)
 class Target:
+    """A configuration for one engine."""
+
     engine: Engine
-    arguments: dict[str, Any]  # Of the strategy, nested as its YAML is.
-    told: bool  # Whether the user gave the strategy's name, whose arguments hold whatever the sources ask for.
+    arguments: dict[str, Any]  # The strategy's, nested as in YAML.
+    told: bool  # True if the user gave the strategy's name. Its arguments hold against the sources then.
     reading: Reading
-    trainer: dict[str, Any] = field(default_factory=dict)  # Settings of the Trainer's.
-    top: dict[str, Any] = field(default_factory=dict)  # Keys beside ``trainer``.
-    fixed: frozenset[str]  # Arguments of a name that the user gave.
+    trainer: dict[str, Any] = field(default_factory=dict)  # Arguments of the Trainer.
+    top: dict[str, Any] = field(default_factory=dict)  # Further top-level keys.
+    fixed: frozenset[str]  # Arguments of the name that the user gave.
     rows: list[Line] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def stage(self) -> int:
-        """ZeRO's, of a DeepSpeed target."""
+        """ZeRO's stage, of a DeepSpeed target."""
         return int(self.arguments.get("stage", 2))
 
     def set(self, asked: Line, path: str, value: Any, note: str = "") -> None:
@@ -39,7 +41,7 @@ class Target:
         self.rows.append(replace(asked, name=path, value=value, note="; ".join(filter(None, (asked.note, note)))))
 
     def hold(self, asked: Line, note: str) -> None:
-        """Add a line for a setting that the engine has without being told; ``note`` says why."""
+        """Add a line for a setting that the engine has by itself, with the reason in ``note``."""
         self.note(asked, "", None, note)
 
     def lose(self, asked: Line, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
@@ -107,20 +109,13 @@ def _reshard_ranks(target: Target, asked: Line) -> None:
 _TOGETHER = "FSDP offloads parameters, gradients and optimizer state together, or nothing"
 
 
-def _cpu_offload(target: Target, asked: Line) -> None:
-    if target.engine == "fsdp":
-        target.set(asked, "strategy.cpu_offload", True)
-    elif target.engine == "ddp":
-        target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload", "memory")
-    else:
-        for group in ("offload_optimizer", "offload_parameters"):
-            _zero_offload(target, asked, group, "cpu")
-
-
 def _offload(target: Target, asked: Line) -> None:
-    group, device = asked.name.partition(".")[0], asked.value
+    groups, device = [asked.name.partition(".")[0]], asked.value
+    if asked.name == "cpu_offload":
+        groups, device = ["offload_optimizer", "offload_parameters"], "cpu"
     if target.engine == "deepspeed":
-        _zero_offload(target, asked, group, device)
+        for group in groups:
+            _zero_offload(target, asked, group, device)
     elif target.engine == "ddp":
         target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload", "memory")
     elif device == "nvme" and "cpu_offload" in target.fixed:
@@ -128,8 +123,8 @@ def _offload(target: Target, asked: Line) -> None:
     elif device == "nvme":
         target.lose(asked, "FSDP keeps nothing in files", "--to shard_fsdp_offload, in host memory", "memory")
     else:
-        other = "offload_parameters" if group == "offload_optimizer" else "offload_optimizer"
-        both = target.reading.value(f"{other}.device") == "cpu"
+        other = "offload_parameters" if groups == ["offload_optimizer"] else "offload_optimizer"
+        both = len(groups) == 2 or target.reading.value(f"{other}.device") == "cpu"
         if both or "cpu_offload" in target.fixed:
             note = "" if both else "parameters, gradients and optimizer state together"
             target.set(asked, "strategy.cpu_offload", True, note)
@@ -138,14 +133,14 @@ def _offload(target: Target, asked: Line) -> None:
 
 
 def _zero_offload(target: Target, asked: Line, group: str, device: str) -> None:
-    """Write where a group is resident, unless the name that the user gave says it."""
+    """Write the device of an offload group, unless the name that the user gave says it."""
     least = 3 if group == "offload_parameters" or device == "nvme" else 1
     if target.stage < least and target.told:
-        what = "full parameters" if group == "offload_parameters" else "state"
-        near, where = "--to shard_deepspeed_stage_3_offload", "on the device"
+        kept = "full parameters" if group == "offload_parameters" else "state"
+        near, place = "--to shard_deepspeed_stage_3_offload", "on the device"
         if device == "nvme":
-            near, where = f"{near}_nvme", "in memory"
-        target.lose(asked, f"stage {target.stage} keeps {what} {where}, stage {least} need not", near, "memory")
+            near, place = f"{near}_nvme", "in memory"
+        target.lose(asked, f"stage {target.stage} keeps {kept} {place}, stage {least} need not", near, "memory")
     elif group in target.fixed:
         there = target.arguments[group]["device"]
         target.note(asked, f"strategy.{group}.device", there, _AS_TOLD * (there != device))
@@ -190,7 +185,7 @@ def _accumulate(target: Target, asked: Line) -> None:
     reading, note = target.reading, ""
 
     def reduced(engine: Engine | None, stage: int, aligned: bool) -> str:
-        """When an engine, of whichever package, reduces gradients that are accumulated."""
+        """Say when an engine, of any package, reduces accumulated gradients."""
         at_boundary = not aligned if engine == "ddp" else engine == "deepspeed" and stage < 2
         return "once at the boundary" if at_boundary else "after each micro-batch"
 
@@ -198,7 +193,7 @@ def _accumulate(target: Target, asked: Line) -> None:
         aligned = bool(reading.value("aligned"))
         before = reduced(reading.engine, LEVELS.index(reading.value("shard", "gradients")), aligned)
         if reading.engine == "fsdp" and asked.field != asked.name:
-            # Not in a Lightning YAML: Accelerate and transformers' Trainer use ``no_sync``, Lightning DDP's alone.
+            # Accelerate and transformers' Trainer use FSDP's ``no_sync`` too, but Lightning uses DDP's alone.
             before = "once at the boundary"
         after = reduced(target.engine, target.stage, bool(target.arguments.get("aligned")) or aligned)
         if before != after:
@@ -207,12 +202,8 @@ def _accumulate(target: Target, asked: Line) -> None:
     target.set(asked, asked.name, asked.value, note)
 
 
-def _precision(target: Target, asked: Line) -> None:
-    target.set(asked, "trainer.precision", asked.value)
-
-
 def _override(target: Target, asked: Line) -> None:
-    """``reduce``, ``output`` and ``loss_scale``: of `ShardPrecision`, which replaces ``precision``."""
+    """Write ``reduce``, ``output`` and ``loss_scale`` to `ShardPrecision`, which replaces ``precision``."""
     precision = target.reading.value("precision")
     reduces_in_fp32 = str(precision or "32-true").endswith(("mixed", "32-true"))
     if asked.name == "loss_scale" and not str(precision).startswith("16"):
@@ -227,26 +218,14 @@ def _override(target: Target, asked: Line) -> None:
         target.set(asked, f"trainer.plugins.{asked.name}", asked.value, "of ShardPrecision, in place of precision")
 
 
-def _checkpoint_form(target: Target, asked: Line) -> None:
-    if asked.value == "local":
-        target.lose(asked, "no rank saves its shards alone", "the portable directory, which every engine reads")
-    elif asked.value == "portable":
-        target.hold(asked, "a directory that every engine reads, at any number of processes")
-    else:
-        note = (
-            "a directory that every engine reads; ModelCheckpoint(filename='{step}.full') writes a stock Lightning file"
-        )
-        target.hold(asked, note)
-
-
 _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _SGD: Mapping[str, Any] = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 _OPTIMIZERS = {"adam": ("AdamW", _ADAM), "adamw": ("AdamW", _ADAM), "sgd": ("SGD", _SGD)}
-"""DeepSpeed's ``type`` to torch's optimizer, with DeepSpeed's defaults; its Adam decays weights as AdamW does."""
+"""DeepSpeed's ``type`` to torch's optimizer with DeepSpeed's defaults. Its Adam decays weights as AdamW does."""
 
 
 def _built_by_deepspeed(target: Target, asked: Line) -> None:
-    """``optimizer`` and ``scheduler`` of a DeepSpeed file, which other engines take from the module or the YAML."""
+    """Write a DeepSpeed file's optimizer or scheduler. Other engines take it from the module or the YAML."""
     name = asked.name.partition(".")[2]
     key = "optimizer" if name == "optimizer" else "lr_scheduler"
     kind, given = str(asked.value.get("type")).lower(), dict(asked.value.get("params") or {})
@@ -270,7 +249,7 @@ def _built_by_deepspeed(target: Target, asked: Line) -> None:
 
 
 def _divided(target: Target, asked: Line) -> None:
-    """Whether gradients are divided before they are summed, or after it: the same mean."""
+    """Write the order of dividing and summing gradients, which gives the same mean."""
     scattered = target.arguments.get("buckets", {}).get("reduce_scatter") is not False
     if target.engine == "deepspeed" and not (target.stage > 1 and scattered):
         target.set(asked, f"strategy.{asked.name}", asked.value)
@@ -283,27 +262,25 @@ SPECIAL: Mapping[str, Callable[[Target, Line], None]] = {
     "shard": _shard,
     "mesh": _mesh,
     "reshard_ranks": _reshard_ranks,
-    "cpu_offload": _cpu_offload,
-    **dict.fromkeys(("offload_optimizer.device", "offload_parameters.device"), _offload),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer.device", "offload_parameters.device"), _offload),
     "activation_checkpointing": _activation_checkpointing,
     "compile": _compile,
     "accumulate_sync": _accumulate_sync,
     "trainer.accumulate_grad_batches": _accumulate,
-    "precision": _precision,
+    "precision": lambda target, asked: target.set(asked, "trainer.precision", asked.value),
     **dict.fromkeys(("reduce", "output", "loss_scale"), _override),
-    "checkpoint_form": _checkpoint_form,
     **dict.fromkeys(("config.optimizer", "config.scheduler"), _built_by_deepspeed),
     **dict.fromkeys(("config.prescale_gradients", "config.gradient_predivide_factor"), _divided),
 }
-"""Setting to the function that adds it to a target; the rest go by the table of counterparts."""
+"""Setting to the function that adds it to a target. The other settings go by the table of counterparts."""
 
 
-def finish(target: Target) -> None:
-    """Replace the precision by `ShardPrecision` where one is needed, and write the stage that nobody asked for."""
+def complete_target(target: Target) -> None:
+    """Replace the precision by `ShardPrecision` if that has more settings, and write ZeRO's default stage."""
     if overrides := target.trainer.pop("plugins", None):
         precision = target.trainer.pop("precision")
         if not target.reading.carried:
-            # Laid over a YAML, this one replaces the precision that stands there: Lightning takes one of the two.
+            # Over a YAML with a precision, this one has to unset it: Lightning takes one of the two.
             target.trainer["precision"] = None
         own = {"class_path": "lightning_shard.ShardPrecision", "init_args": {"precision": precision, **overrides}}
         kept = target.reading.carried.get("trainer", {}).get("plugins")

@@ -1,4 +1,4 @@
-"""The ``fsdp_config`` of Accelerate and of transformers, of both FSDP versions, read into the neutral form."""
+"""Read the ``fsdp_config`` of Accelerate and transformers, of both FSDP versions, into neutral settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,14 @@ from typing import Any
 from lightning_shard.migrate.neutral import Field, Reading, described, shown
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Of FSDP version 1; files may also have their number in this list, from 1."""
+"""Names of FSDP version 1's strategies. Files may also have their numbers in this list, from 1."""
+
+SHARDING: Mapping[Any, str] = {
+    **dict(enumerate(STRATEGIES, 1)),
+    **{name: name for name in STRATEGIES},
+    "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2",
+}
+"""Their spellings. The last one is torch's, in stock Lightning."""
 
 POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
 
@@ -14,7 +21,7 @@ FSDP = described("fsdp_config")
 FSDP_2 = {**FSDP, **described("fsdp_config_2")}
 
 OLD_FSDP = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
-"""Spelling of older files to the one above; keys without their ``fsdp_`` are read too, as Accelerate does."""
+"""Old spelling to new. Keys without their ``fsdp_`` are read too, as by Accelerate."""
 
 
 def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
@@ -26,7 +33,7 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
         reading.ask("fsdp_version", 2, "fsdp_config.fsdp_version", int(version))
     checkpoints = "fsdp_activation_checkpointing"
     if str(content.get(offloads := f"{checkpoints}_offload")).lower() == "true":
-        # Accelerate reads it where it checkpoints.
+        # Accelerate reads it only with activation checkpointing.
         both = str(content.get(checkpoints)).lower() == "true"
         met = checkpoints if both else offloads
         reading.meet(f"fsdp_config.{met}", True, "offload includes it" if both else "nothing is checkpointed")
@@ -42,10 +49,10 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
 
 
 def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level: str | None) -> None:
-    """``level``: what version 2 shards by its own field, if that is there."""
+    """Read the sharding fields. ``level``: the value of version 2's own field, None without it."""
     fields = [f for f in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if content.get(f) is not None]
     if version == "2":
-        # Accelerate does not read it there: whether it says what is done.
+        # Accelerate does not read it there, so accept it only if it agrees with the field that is read.
         field, given = "fsdp_config.fsdp_sharding_strategy", content.get("fsdp_sharding_strategy")
         done = level or "parameters"
         if {"FULL_SHARD": "parameters", "SHARD_GRAD_OP": "gradients"}.get(str(given).upper()) == done:
@@ -70,18 +77,17 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level:
 
 
 def _strategy(reading: Reading, path: str, value: Any) -> Any:
-    words: dict[Any, str] = {**dict(enumerate(STRATEGIES, 1)), **{name: name for name in STRATEGIES}}
     if isinstance(value, bool):
         must = f"must be one of {', '.join(STRATEGIES)}: true and false go with fsdp_version 2"
         reading.problems.append(f"{path} is {shown(value)}, but {must}")
         return None
-    return reading.read_field(path, Field(words=words), value)
+    return reading.read_field(path, Field(words=SHARDING), value)
 
 
 def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, note: str = "") -> None:
-    """Add what a ``ShardingStrategy`` of FSDP version 1 is here; stock Lightning has the same names."""
+    """Add the settings of a ``ShardingStrategy`` of FSDP version 1, which stock Lightning has too."""
     others = {"NO_SHARD": "none", **dict.fromkeys(("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"), "gradients")}
-    reading.ask("shard", others.get(strategy.lstrip("_"), "parameters"), field, given, note)
+    reading.ask("shard", others.get(strategy, "parameters"), field, given, note)
     if "HYBRID" in strategy:
         inside = "sharded inside a node, replicated across nodes"
         reading.ask("mesh", {"replicate": "auto", "shard": "auto"}, field, given, inside)

@@ -1,4 +1,4 @@
-"""Arguments of the strategies in ``lightning/pytorch/strategies`` of Lightning 2.6, read into the neutral form."""
+"""Read arguments of Lightning 2.6's strategies (``lightning/pytorch/strategies``) into neutral settings."""
 
 import re
 from collections.abc import Mapping
@@ -9,13 +9,10 @@ from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.engines.zero.config.zero_settings import SCALE_KEYS
 from lightning_shard.migrate import neutral
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
-from lightning_shard.migrate.fsdp_config import add_fsdp_strategy
+from lightning_shard.migrate.fsdp_config import SHARDING, add_fsdp_strategy
 from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, described, rows, shown
 
 _COMMON = described("Strategy")
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-SHARDING: Mapping[Any, str] = {**{name: name for name in _STRATEGIES}, **dict(enumerate(_STRATEGIES, 1))}
-
 STRATEGIES: Mapping[str, tuple[neutral.Engine, Mapping[str, Field]]] = {
     "DDPStrategy": ("ddp", _COMMON | described("DDPStrategy")),
     "SingleDeviceStrategy": ("ddp", described("SingleDeviceStrategy")),
@@ -26,11 +23,11 @@ STRATEGIES: Mapping[str, tuple[neutral.Engine, Mapping[str, Field]]] = {
 """Class to its engine and its arguments."""
 
 _CALLED: Mapping[str, Any] = dict(rows("fields.yaml", "called"))
-"""What those are called here whose values are read elsewhere."""
+"""Arguments that are `READ_ELSEWHERE`, to their names here."""
 
 
 def called_here(argument: str) -> str:
-    """What an argument of stock Lightning's strategies is called here, or why there is none; ``""`` if unknown."""
+    """Say an argument's name here, or the reason why there is none. ``""``: no stock strategy has the argument."""
     found = next((table[argument] for _, table in STRATEGIES.values() if argument in table), READ_ELSEWHERE)
     if found == READ_ELSEWHERE and argument not in _CALLED:
         return ""
@@ -40,7 +37,7 @@ def called_here(argument: str) -> str:
 
 
 def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: str, *, named: bool) -> None:
-    """Add to ``reading`` what a stock strategy asks for, and its problems; ``named``: arguments are below ``path``."""
+    """Read a stock strategy. ``named``: its arguments are below ``path``, else they come from its name."""
     _, known = STRATEGIES[kind]
     reading.check_keys(path, arguments, known, kind)
     given = {key: value for key, value in arguments.items() if value is not None}
@@ -61,7 +58,7 @@ def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: 
 
 
 def precision_of(kind: str | None, precision: str) -> tuple[str, str]:
-    """What a ``precision`` under a stock strategy is here, and a note on the numbers."""
+    """Return this package's ``precision`` for one under a stock strategy, and a note on the numbers."""
     bits, _, form = precision.partition("-")
     if kind == "DeepSpeedStrategy" and form == "true" and bits != "32":
         return f"{bits}-mixed", f"DeepSpeed keeps fp32 masters under {precision} too, which is {bits}-mixed here"
@@ -75,7 +72,7 @@ def precision_of(kind: str | None, precision: str) -> tuple[str, str]:
 
 
 def _timeout(reading: Reading, field: str, value: Any) -> None:
-    """A ``timedelta`` as jsonargparse writes it (``0:30:00``), as a class, or in seconds."""
+    """Read a ``timedelta``, as jsonargparse writes it (``0:30:00``), as a class, or in seconds."""
     arguments = value.get("init_args", value) if isinstance(value, Mapping) else {"seconds": value}
     if text := re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d(?:\.\d+)?)", str(value)):
         names = ("days", "hours", "minutes", "seconds")
@@ -113,7 +110,7 @@ def _device_mesh(reading: Reading, field: str, value: Any, strategy: str) -> Non
         wrong = f"but goes with sharding_strategy HYBRID_SHARD, not with {strategy}"
         reading.problems.append(f"{field} is {shown(value)}, {wrong}")
     elif isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(size, int) for size in value):
-        # Before the strategy's own auto, auto.
+        # It replaces the mesh auto, auto of the strategy's name.
         reading.asked = [asked for asked in reading.asked if asked.name != "mesh"]
         reading.ask("mesh", {"replicate": value[0], "shard": value[1]}, field, list(value))
     else:
@@ -121,7 +118,7 @@ def _device_mesh(reading: Reading, field: str, value: Any, strategy: str) -> Non
 
 
 def _policy(reading: Reading, field: str, value: Any, setting: str) -> None:
-    """Classes of modules, from their import paths or a ``ModuleWrapPolicy``."""
+    """Read classes of modules from their import paths or a ``ModuleWrapPolicy``."""
     if isinstance(value, Mapping):
         inner = value.get("init_args") or {}
         value = inner.get("module_classes", value.get("class_path")) if isinstance(inner, Mapping) else None
@@ -166,9 +163,9 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     pin, default = given.get("pin_memory"), "/local_nvme"
     for group in ("offload_optimizer", "offload_parameters"):
         if given.get(group) is True:
-            where = given.get(f"{group.replace('parameters', 'params')}_device", "cpu")
-            reading.ask(f"{group}.device", where, field(group), where)
-            if where == "nvme":
+            device = given.get(f"{group.replace('parameters', 'params')}_device", "cpu")
+            reading.ask(f"{group}.device", device, field(group), device)
+            if device == "nvme":
                 reading.ask(f"{group}.nvme_path", given.get("nvme_path", default), field("nvme_path"), default)
             if pin is not None:
                 reading.ask(f"{group}.pin_memory", pin, field("pin_memory"), pin)
@@ -183,6 +180,6 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
 _BY_CONFIG = {*STRATEGIES["DeepSpeedStrategy"][1]} - {
     "config", "logging_level", "load_full_weights", "exclude_frozen_parameters", *_COMMON, *SCALE_KEYS
 }  # fmt: skip
-"""What Lightning builds a configuration from where none is given (``DeepSpeedStrategy._create_default_config``)."""
+"""Arguments that Lightning reads only without ``config`` (``DeepSpeedStrategy._create_default_config``)."""
 
 _SPECIAL = {"FSDPStrategy": _fsdp, "ModelParallelStrategy": _model_parallel, "DeepSpeedStrategy": _deepspeed}

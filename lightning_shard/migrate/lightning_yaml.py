@@ -1,4 +1,4 @@
-"""Lightning YAML, stock or with a strategy of this package, read into the neutral form."""
+"""Read Lightning YAML, stock or with a strategy of this package, into neutral settings."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -10,14 +10,14 @@ from lightning_shard.migrate import neutral
 from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import RENAMED, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import STRATEGIES, precision_of, read_stock
-from lightning_shard.migrate.neutral import MESH, READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown
+from lightning_shard.migrate.neutral import MESH, READ_ELSEWHERE, Engine, Field, Reading, nearest, shown
 from lightning_shard.precision.policy import SHORT_FORMS
 from lightning_shard.precision.words import PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What Lightning and the table of strategy names know, of which this layer knows nothing."""
+    """Names of Lightning and of the strategy registry, which this layer does not import."""
 
     # Strategy name, of this package or stock, to its class path and arguments.
     presets: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -26,7 +26,7 @@ class Known:
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """``second`` laid over ``first``, as several ``--config`` are: a class of another path replaces the first's."""
+    """Merge as several ``--config`` do: ``second`` replaces values, and a class with another path."""
     result = copy.deepcopy(dict(first))
     for key, value in second.items():
         there = result.get(key)
@@ -39,7 +39,7 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 
 
 def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -> None:
-    """Add to ``reading`` what a Lightning YAML asks for; what is no strategy is carried over as it is."""
+    """Read a Lightning YAML. Everything but the strategy is carried over as it is."""
     for key in [key for key in content if key not in known.top_keys]:
         if near := nearest(str(key), known.top_keys):
             reading.problems.append(f"{key} is no key of `lightning-shard fit`{near}")
@@ -50,14 +50,14 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
         reading.problems.append(f"trainer is {shown(section)!r}, but must be a mapping of keys")
         return
     trainer: dict[str, Any] = copy.deepcopy(dict(section))
-    # With a + a list is added to that of another file.
+    # A key with a + adds to another file's list.
     keys = [*known.trainer_keys, *(f"{key}+" for key in known.trainer_keys)]
     reading.check_keys("trainer", trainer, keys, "the Trainer")
     strategy, kind = trainer.pop("strategy", None), None
     if reading.engine is None:
         kind = _strategy(reading, "auto" if strategy is None else strategy, strategy is not None, known)
     else:
-        # "auto" leaves it to whoever says it.
+        # "auto" gives way to the value of another file.
         for key in _SHOWN:
             if trainer.get(key) == "auto" and reading.value(f"trainer.{key}") is not None:
                 del trainer[key]
@@ -77,13 +77,13 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
 _SHOWN = (
     "accelerator", "num_nodes", "devices", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
 )  # fmt: skip
-"""Keys of the Trainer's that stand in the table."""
+"""Arguments of the Trainer that are lines of the table."""
 
 _CLIP = "one formula on every engine: the norm is summed in fp64 over all shards, then torch's"
 
 
 def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str | None:
-    """Read ``trainer.strategy`` of either kind; the name of its class."""
+    """Read ``trainer.strategy``, stock or of this package. Return the name of its class."""
     field = "trainer.strategy"
     if isinstance(strategy, Mapping):
         path = strategy.get("class_path")
@@ -106,15 +106,15 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
         )
         return None
     kind = path.rpartition(".")[2]
-    where, called = (f"{field}.init_args", path) if isinstance(strategy, Mapping) else (field, strategy)
+    holder, called = (f"{field}.init_args", path) if isinstance(strategy, Mapping) else (field, strategy)
     if kind in OWN_ENGINES:
         reading.engine = OWN_ENGINES[kind]
         reading.ask("engine", reading.engine, field, called)
-        read_own(reading, reading.engine, arguments, where)
+        read_own(reading, reading.engine, arguments, holder)
     elif kind in STRATEGIES:
         reading.engine = STRATEGIES[kind][0]
         reading.ask("engine", reading.engine, field, called if named else None)
-        read_stock(reading, kind, arguments, where, named=isinstance(strategy, Mapping))
+        read_stock(reading, kind, arguments, holder, named=isinstance(strategy, Mapping))
     else:
         reading.problems.append(
             f"{field} is {path!r}, of which nothing is known here{nearest(kind, [*OWN_ENGINES, *STRATEGIES])}"
@@ -147,7 +147,7 @@ _OWN_SCALE = Field(reason="the loss scale is this package's own", nearest="Shard
 
 
 def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
-    """Take the precision out of ``trainer.plugins``; other plugins stay."""
+    """Read the precision plugins in ``trainer.plugins`` and remove them. Other plugins stay."""
     given, kept = trainer.get("plugins"), []
     plugins = given if isinstance(given, list) else [given] if given is not None else []
     for plugin in plugins:
@@ -173,7 +173,7 @@ def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> Non
 
 OWN_ENGINES: Mapping[str, Engine] = {path.rpartition(".")[2]: engine for engine, path in CLASSES.items()}
 
-_SYNC = {"accumulate_sync": setting("accumulate_sync", "str", "auto")}
+_SYNC = {"accumulate_sync": Field(name="accumulate_sync", kind="str", idle=("auto",))}
 _MESH = dict.fromkeys((f"mesh.{axis}" for axis in MESH), READ_ELSEWHERE)
 
 SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
@@ -182,25 +182,25 @@ SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
         **_SYNC,
         **_MESH,
         "reshard_after_forward": READ_ELSEWHERE,
-        "cpu_offload": setting("cpu_offload", "bool", False),
+        "cpu_offload": Field(name="cpu_offload", kind="bool", idle=(False,)),
     },
     "deepspeed": {
         **_SYNC,
         **_MESH,
         "config": READ_ELSEWHERE,
-        "stage": setting("shard", "int", words=dict(enumerate(neutral.LEVELS))),
-        "offload_optimizer.device": setting("offload_optimizer.device", "str"),
-        "offload_parameters.device": setting("offload_parameters.device", "str"),
+        "stage": Field(name="shard", kind="int", words=dict(enumerate(neutral.LEVELS))),
+        "offload_optimizer.device": Field(name="offload_optimizer.device", kind="str"),
+        "offload_parameters.device": Field(name="offload_parameters.device", kind="str"),
         **RENAMED,
     },
 }
-"""Arguments that are not in the table of counterparts under their own name."""
+"""Arguments that are not under their own name in the table of counterparts."""
 
 
 def arguments_of(engine: Engine) -> dict[str, Field]:
-    """Every argument of an engine's strategy, groups with dots."""
-    own = [name for name, row in TABLE.items() if getattr(row, engine) is None and not name.startswith("trainer.")]
-    return {**{name: setting(name, TABLE[name].kind) for name in own}, **SPECIAL[engine]}
+    """Return every argument of an engine's strategy, groups with dots."""
+    own = [name for name, row in TABLE.items() if engine not in row.answers and not name.startswith("trainer.")]
+    return {**{name: Field(name=name, kind=TABLE[name].kind) for name in own}, **SPECIAL[engine]}
 
 
 def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], path: str) -> None:
@@ -226,11 +226,11 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
 
 
 def _flat(arguments: Mapping[str, Any], groups: set[str]) -> dict[str, Any]:
-    """Groups of arguments as keys with dots; not those of ``config`` and ``preemption``."""
+    """Flatten groups of arguments to keys with dots, but not ``config`` and ``preemption``."""
     flat: dict[str, Any] = {}
     for key, value in arguments.items():
         if key in groups and isinstance(value, Mapping):
-            # An empty mapping is a group with its defaults, such as offload to the host.
+            # An empty offload group means its default, the host.
             flat |= {f"{key}.device": "cpu"} if key.startswith("offload_") else {}
             flat |= {f"{key}.{inner}": item for inner, item in value.items()}
         else:

@@ -1,4 +1,4 @@
-"""Files in, one configuration out, with what a migration says of it: a table, a refusal, and the YAML itself."""
+"""Migrate files to one configuration, and print its table, its refusal and its YAML."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from lightning_shard.engines.zero.config.zero_settings import ZERO
 from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.migrate import dependent_settings
 from lightning_shard.migrate.accelerate import TOP, read_accelerate
-from lightning_shard.migrate.counterparts import CLASSES, find
+from lightning_shard.migrate.counterparts import CLASSES, find_row
 from lightning_shard.migrate.deepspeed_json import check_batches, read_deepspeed
 from lightning_shard.migrate.dependent_settings import Target
 from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
@@ -23,14 +23,14 @@ from lightning_shard.text import columns
 
 
 def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple[dict[str, Any], Target]:
-    """Read the files, and put them together for the strategy name ``to``, or for the source's own engine: what
-    ``lightning-shard fit --config`` reads, and what became of the fields. Several Lightning YAMLs are laid over one
-    another, as with ``--config``; an Accelerate config or a DeepSpeed file among them says the strategy.
-    ConfigurationError: everything that is wrong with the files, in one message.
+    """Return the configuration for the strategy name ``to``, or for the source's own engine, and its target.
+
+    Several Lightning YAMLs merge, as with ``--config``. One file of another kind may say the strategy.
+    ConfigurationError: all mistakes in the files.
     """
     reading = _read(paths, known)
     raise_problems(reading.problems)
-    assert reading.engine is not None  # what leaves it open is among the problems
+    assert reading.engine is not None  # else there were problems
     if to is None:
         replicates = reading.engine == "deepspeed" and reading.value("shard") == "none"
         target = build(reading, "ddp" if replicates else reading.engine, None)
@@ -75,7 +75,7 @@ def _read(paths: Sequence[Path], known: Known) -> Reading:
 
 
 def _name(target: Target, known: Known) -> Any:
-    """The strategy as YAML has it: a name where there is one for these very arguments."""
+    """Return the strategy for the YAML: a name if one has exactly these arguments, else class and arguments."""
     path = CLASSES[target.engine]
     for name, (class_path, arguments) in known.presets.items():
         if class_path == path and dict(arguments) == target.arguments:
@@ -84,8 +84,8 @@ def _name(target: Target, known: Known) -> Any:
 
 
 def format_of(path: Path, content: Mapping[str, Any], known: Known) -> str:
-    """Which of the formats a file has, by its top-level keys; none is refused."""
-    # The first of equals, and most keys that two have in common are DeepSpeed's.
+    """Return the format of a file by its top-level keys. ConfigurationError: it has none of the formats."""
+    # Of equal scores the first counts: most keys that two formats share are DeepSpeed's.
     keys: Mapping[str, Collection[str]] = {
         "deepspeed": {*TOP_LEVEL, *UNMODELLED, ZERO, "fp16", "bf16", "bfloat16"},
         "accelerate": TOP,
@@ -107,22 +107,23 @@ def format_of(path: Path, content: Mapping[str, Any], known: Known) -> str:
 
 
 def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) -> Target:
-    """What a reading is on one engine. ``preset``: arguments of the strategy name that the user gave, which hold
-    whatever the sources ask for; None: the source's own engine, with all its settings.
+    """Write a reading for one engine. ``preset``: arguments of the strategy name that the user gave, None without one.
+
+    A preset's arguments hold against the sources.
     """
-    # One by one: two groups of a preset may be one and the same mapping.
+    # Copied one by one: two groups of a preset may be one mapping.
     arguments = {name: copy.deepcopy(value) for name, value in (preset or {}).items()}
     told, fixed = preset is not None, frozenset(arguments)
     target = Target(engine=engine, arguments=arguments, told=told, fixed=fixed, reading=reading)
     for asked in _once(reading, target.problems):
         dependent_settings.SPECIAL.get(asked.name, _by_table)(target, asked)
-    dependent_settings.finish(target)
+    dependent_settings.complete_target(target)
     target.rows += reading.met
     return target
 
 
 def _once(reading: Reading, problems: list[str]) -> list[Line]:
-    """The settings in the order in which the engine needs them, once each; a default gives way to what a file says."""
+    """Return each setting once, in order of dependence. Values in files replace defaults."""
     said: dict[str, Line] = {}
     for asked in reading.asked:
         before = said.get(asked.name)
@@ -141,12 +142,12 @@ _FIRST = (
     "engine", "shard", "mesh", "reshard_ranks", "precision", "aligned", "units", "cpu_offload",
     "offload_optimizer.device", "offload_parameters.device",
 )  # fmt: skip
-"""Settings on which others depend."""
+"""Settings that others depend on."""
 
 
 def _by_table(target: Target, asked: Line) -> None:
     in_fp32 = target.reading.value("precision", "32-true") == "32-true"
-    answer = getattr(find(asked.name), target.engine)
+    answer = find_row(asked.name).answers.get(target.engine)
     group = asked.name.partition(".")[0]
     not_stage_3 = target.engine == "deepspeed" and target.stage < 3
     if asked.name in _ONLY_FP32 and target.engine == "ddp" and not in_fp32:
@@ -184,11 +185,11 @@ _DEFAULTS = {"units": "auto", "timeout_seconds": 1800.0, "start_method": "popen"
 _GATHERING = ("units", "forward_prefetch", "backward_prefetch")
 
 
-_WIDEST = 44  # Of a cell; longer ones stand below the table, each once.
+_WIDEST = 44  # Longer cells stand below the table, each once.
 
 
 def table(target: Target) -> str:
-    """Source field and value, target field and value, and a note; then lost fields, and what asked for nothing."""
+    """Return a line for each field with its setting and a note, then lost fields and fields that ask for nothing."""
     below: dict[str, int] = {}
 
     def cell(value: Any) -> str:
@@ -220,7 +221,7 @@ def refusal(lost: Sequence[Line]) -> str:
 
 
 def document(content: Mapping[str, Any], command: str, reading: Reading) -> str:
-    """The written file: what ``fit --config`` reads, below the command and lost fields."""
+    """Return the text of the configuration, below comments with the command and the lost fields."""
     lines = [f"# Written by `{command}`."]
     lines += [f"# Not carried over: {item.field}: {shown(item.given)} ({_why(item)})" for item in reading.lost]
     return "\n".join(lines) + "\n" + yaml.safe_dump(dict(content), sort_keys=False, width=100)

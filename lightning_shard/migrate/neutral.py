@@ -1,4 +1,4 @@
-"""What the fields of all sources ask for, in neutral terms: the form between every source and every engine."""
+"""Neutral settings: the form between the sources' fields and the engines' arguments."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,70 +16,67 @@ from lightning_shard.mesh import MeshConfig
 Engine = Literal["ddp", "fsdp", "deepspeed"]
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
-"""What is sharded, as values of the neutral setting ``shard``; their indices are ZeRO's stages."""
+"""Values of the neutral setting ``shard``. Their indices are ZeRO's stages."""
 
 MESH = {axis.name: axis.default for axis in fields(MeshConfig)}
-"""The mesh's axes to their sizes where nothing is said."""
+"""The mesh's axes with their default sizes."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a field of a source asks for, and then what became of it: a line of the table."""
+    """A field of a source with its setting, and a line of the printed table."""
 
-    field: str  # With dots.
-    given: Any  # The value as the source has it.
-    name: str = ""  # The setting, a key of `counterparts.TABLE`; once it is written, where, with dots; "": nowhere.
-    value: Any = None  # In the form that this package's YAML has it.
-    note: str = ""  # What differs in numbers, or why there is no counterpart.
-    nearest: str = ""  # What comes nearest to a counterpart.
+    field: str  # The field's dotted path.
+    given: Any  # The value in the source.
+    name: str = ""  # The setting, a key of `counterparts.TABLE`. In the table, the dotted path written to, or "".
+    value: Any = None  # The setting's value in this package's YAML.
+    note: str = ""  # A difference in numbers, or the reason for no counterpart.
+    nearest: str = ""  # The nearest thing to a counterpart.
 
 
-Effect = Literal["numbers", "memory", "speed"]  # What a field without a counterpart would have changed.
+Effect = Literal["numbers", "memory", "speed"]  # Changed by a field without a counterpart.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field of a source, and what becomes of it."""
+    """The rule by which one field of a source is read."""
 
-    kind: str = "any"  # What its value must be: a key of `KINDS`.
-    name: str = ""  # The neutral setting that it becomes; "": none, see below.
-    # Allowed values to neutral ones; empty: every value of its kind, as it is.
-    words: Mapping[Any, Any] = field(default_factory=dict)
-    idle: tuple[Any, ...] = ()  # Values that ask for nothing.
-    met: str = ""  # Why other values hold without a setting; "": they do not.
-    reason: str = ""  # Why other values have no counterpart.
-    nearest: str = ""  # What comes nearest to those.
-    effect: Effect = "numbers"  # What those change.
-    note: str = ""  # What differs in numbers once it has become the setting.
+    kind: str = "any"  # The value's kind, a key of `KINDS`.
+    name: str = ""  # The neutral setting, or "" if there is none.
+    words: Mapping[Any, Any] = field(default_factory=dict)  # Allowed values to neutral ones, empty if all are allowed.
+    idle: Sequence[Any] = ()  # Values that ask for nothing.
+    met: str = ""  # The reason why other values hold without a setting.
+    reason: str = ""  # The reason why other values have no counterpart.
+    nearest: str = ""  # The nearest thing to a counterpart.
+    effect: Effect = "numbers"  # Changed by a value without a counterpart.
+    note: str = ""  # A difference in numbers under the setting.
 
 
-READ_ELSEWHERE = Field()  # Its meaning depends on others, so that it is read by a function.
+READ_ELSEWHERE = Field()  # Read by a function, since the meaning depends on other fields.
 
 
 @dataclass(kw_only=True)
 class Reading:
-    """What came of reading one or several sources; readers add to it."""
+    """The settings of one or several sources. Readers add to it."""
 
-    engine: Engine | None = None  # Whose settings ``asked`` are; None: the source names no strategy.
-    asked: list[Line] = field(default_factory=list)
+    engine: Engine | None = None  # The source's engine, None until a strategy is read.
+    asked: list[Line] = field(default_factory=list)  # Fields with a setting.
     met: list[Line] = field(default_factory=list)  # Fields that need no setting.
     lost: list[Line] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)  # Fields that ask for nothing, such as ``debug false``.
     others: list[str] = field(default_factory=list)  # Fields of other subjects.
-    # Unknown keys, wrong types, contradictions: one sentence each, without its full stop.
-    problems: list[str] = field(default_factory=list)
-    # A Lightning YAML's content without the strategy, to be written as it is.
-    carried: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # Mistakes, a sentence each without its full stop.
+    carried: dict[str, Any] = field(default_factory=dict)  # A Lightning YAML without the strategy, copied as it is.
 
     def ask(self, name: str, value: Any, field: str, given: Any, note: str = "") -> None:
         self.asked.append(Line(field, given, name, value, note))
 
     def meet(self, field: str, given: Any, note: str) -> None:
-        """Add a field that needs no setting; ``note`` says why it holds without one."""
+        """Add a field that holds without a setting, with the reason in ``note``."""
         self.met.append(Line(field, given, note=note))
 
     def lose(self, field: str, given: Any, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
-        """Add a field without a counterpart; one that changes no number is a line of the table, and no loss."""
+        """Add a field without a counterpart. It is lost if it changes numbers, and else only a line of the table."""
         if effect == "numbers":
             self.lost.append(Line(field, given, note=reason, nearest=nearest))
         else:
@@ -89,20 +86,20 @@ class Reading:
         self.idle.append(f"{field} {shown(given)}")
 
     def value(self, name: str, default: Any = None) -> Any:
-        """The value of a setting, or ``default`` where nobody asks for it."""
+        """Return the value of a setting, or ``default`` if no field asks for it."""
         return next((asked.value for asked in reversed(self.asked) if asked.name == name), default)
 
     def read_fields(self, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> dict[str, Any]:
-        """Add what the fields of a table ask for, but those that are read elsewhere; returns what their values mean."""
+        """Read the fields of a table but `READ_ELSEWHERE`. Return their neutral values."""
         own = {name: described for name, described in table.items() if described != READ_ELSEWHERE}
         prefix = f"{path}." if path else ""
         return {name: self.read_field(prefix + name, own[name], content.get(name)) for name in own}
 
     def read_field(self, path: str, described: Field, value: Any) -> Any:
-        """Add what one field asks for, and return what its value means; None: nothing, or a problem."""
+        """Add a field to the list that its rule says. Return its neutral value, None without one or for a problem."""
         if value is None:
             return None
-        try:  # An idle word, such as auto, may stand for what is else a number.
+        try:  # A number may have an idle word in its place, such as auto.
             value = value if isinstance(value, str) and value in described.idle else KINDS[described.kind](value)
         except ValueError as error:
             self.problems.append(f"{path} is {shown(value)!r}, but must be {error}")
@@ -128,14 +125,14 @@ class Reading:
     def prefixed(
         self, path: str, content: Mapping[str, Any], prefix: str, known: Collection[str], old: Mapping[str, str]
     ) -> dict[str, Any]:
-        """``content`` with the prefix that keys may lack, ``old`` spellings as the new; problems for unknown keys."""
+        """Add the prefix to keys that lack it, replace ``old`` spellings, and note unknown keys as problems."""
         every = [*known, *old]
         self.check_keys(path, content, [*every, *(name.removeprefix(prefix) for name in every)], path)
         named = {key if str(key).startswith(prefix) else f"{prefix}{key}": value for key, value in content.items()}
         return {old.get(key, key): value for key, value in named.items()}
 
     def check_keys(self, path: str, content: Mapping[Any, Any], known: Collection[str], whose: str) -> None:
-        """A problem for every key of ``content`` that is not known, with the nearest one."""
+        """Note every unknown key of ``content`` as a problem, with the nearest known key."""
         for key in content:
             if key not in known:
                 where = f"{path}.{key}" if path else str(key)
@@ -145,22 +142,16 @@ class Reading:
 
 
 def shown(value: Any) -> str:
-    """A value on one line, as YAML would have it."""
+    """Write a value on one line, as in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(shown, value)) + "]"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
-        return f"{value:.1f}" if abs(value) < 1e5 else f"{value:g}"
-    return str(value)
-
-
-def setting(name: str, kind: str, *idle: Any, **more: Any) -> Field:
-    return Field(name=name, kind=kind, idle=idle, **more)
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() and 1e5 <= abs(value) < 1e16 else str(value)
 
 
 def nearest(word: str, choices: Collection[str]) -> str:
@@ -168,7 +159,7 @@ def nearest(word: str, choices: Collection[str]) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether they are equal, as words in whatever case, and a number as the word for it."""
+    """Compare two values as words without case."""
     return bool(one == other) or str(one).upper() == str(other).upper()
 
 
@@ -176,7 +167,7 @@ def _reader(kind: Any, rule: str) -> Callable[[Any], Any]:
     adapter = TypeAdapter(kind, config={"str_strip_whitespace": True})
 
     def read(value: Any) -> Any:
-        # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
+        # PyYAML reads YAML 1.1, in which 1e8 is a word.
         is_text = isinstance(value, str) and kind is not str
         try:
             return adapter.validate_python(parse_number(value) if is_text else value)
@@ -187,7 +178,7 @@ def _reader(kind: Any, rule: str) -> Callable[[Any], Any]:
 
 
 def _names(value: Any) -> list[str]:
-    """Names as a list, or as one string with commas."""
+    """Read names from a list, or from one string with commas."""
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",")]
     if isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value):
@@ -204,7 +195,7 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
     "str": _reader(str, "a string"),
     "names": _names,
 }
-"""Kind to the function that reads it; the text of its ValueError follows "but must be"."""
+"""Kind to the function that reads its values. The text of its ValueError follows "but must be"."""
 
 
 @cache
@@ -213,15 +204,11 @@ def _tables(file: str) -> Any:
 
 
 def rows(file: str, section: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and row, of a section of a table beside this module."""
+    """Yield name and row of a section of a YAML file in this folder."""
     for names, row in _tables(file)[section].items():
         yield from ((name, row) for name in names.split())
 
 
-def field_of(idle: Sequence[Any] = (), **row: Any) -> Field:
-    return Field(idle=tuple(idle), **row)
-
-
 def described(section: str) -> dict[str, Field]:
-    """The fields of a section of ``fields.yaml``."""
-    return {name: field_of(**row) for name, row in rows("fields.yaml", section)}
+    """Return the fields of a section of ``fields.yaml``."""
+    return {name: Field(**row) for name, row in rows("fields.yaml", section)}

@@ -1,6 +1,6 @@
-"""``TrainingArguments`` of Hugging Face's Trainer, read into the neutral form: sharding, precision and batches.
+"""Read ``TrainingArguments`` of Hugging Face's Trainer into neutral settings: sharding, precision and batches.
 
-After ``transformers/training_args.py`` of 5.23; Accelerate's readers read what it hands on to Accelerate.
+The rules come from ``transformers/training_args.py`` of 5.23. Accelerate's readers read the parts that it passes on.
 """
 
 import difflib
@@ -18,13 +18,13 @@ _SHARDING = tuple(map(str.lower, STRATEGIES))
 PRECISIONS = {
     "bf16": "bf16-mixed", "fp16": "16-mixed", "pure_bf16": "bf16-true", "bfloat16": "bf16-true", "float16": "16-true",
 }  # fmt: skip
-"""The last three are LLaMA-Factory's and axolotl's, for a model that is trained in 16 bits alone."""
+"""Flag to precision. The last three are LLaMA-Factory's and axolotl's, for training in 16 bits alone."""
 
 FIELDS = described("training_arguments")
 
 
 def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> None:
-    # axolotl may have a fsdp_version alone, and bf16: auto for what has the instructions.
+    # axolotl may have a fsdp_version alone, and bf16: auto, which is true on a device with bf16.
     content = {**content, "fsdp": content.get("fsdp") or ("full_shard" if content.get("fsdp_version") else None)}
     deepspeed, fsdp = content.get("deepspeed"), "full_shard" if content["fsdp"] is True else content["fsdp"] or ()
     options = fsdp.split() if isinstance(fsdp, str) else list(map(str, fsdp))
@@ -69,7 +69,7 @@ def _precision(reading: Reading, content: Mapping[str, Any], engine: Engine) -> 
 
 
 def _fsdp(reading: Reading, options: list[str], config: dict[str, Any]) -> None:
-    """The options are keys of Accelerate's ``fsdp_config``, to which the Trainer hands them on."""
+    """Turn the options into keys of Accelerate's ``fsdp_config``, as the Trainer does."""
     for word in {*options} - {*_SHARDING, "offload", "auto_wrap"}:
         reading.problems.append(f"fsdp has {word!r}, but its words are {', '.join(_SHARDING)}, offload, auto_wrap")
     section = {str(key).removeprefix("fsdp_"): value for key, value in config.items() if not str(key).startswith("xla")}
