@@ -19,16 +19,16 @@ COMMANDS: Mapping[str, str] = {
     "slurm": "Write a SLURM batch script of a run, or submit it.",
     "doctor": "Check the processes of a job: versions, devices, collectives, links between them.",
     "selftest": "Say whether this machine's engines agree bit by bit, save, resume and switch.",
-    "env": "Print what a report of a bug needs: versions, devices, variables, kernels.",
+    "env": "Print the facts for a bug report: versions, devices, variables, kernels.",
     "migrate": "Write the YAML for this package from an Accelerate, DeepSpeed or Lightning configuration.",
-    "plan": "Say what a run will need: memory per device, what fits, traffic, step time.",
+    "plan": "Predict a run: memory per device, largest batch, traffic, step time.",
     "checkpoint": "Look into a checkpoint, check it, convert it, or export its weights.",
-    "completion": "Print what makes the shell complete commands and options.",
+    "completion": "Print a script for the shell that completes commands and options.",
 }
 """This package's commands in the order of the help, with one line of help each."""
 
 FIT: Mapping[str, str] = {
-    "fit": "Train. Options are those of LightningCLI: --config, --trainer.*, --model.*, --data.*.",
+    "fit": "Train. It has the options of LightningCLI: --config, --trainer.*, --model.*, --data.*.",
     "validate": "Validate a checkpoint.",
     "test": "Test a checkpoint.",
     "predict": "Predict with a checkpoint.",
@@ -104,8 +104,8 @@ def overview(program: str) -> str:
     lines = [f"usage: {program} COMMAND [options]", "", "Train with sharded strategies.", ""]
     for name, text in {**FIT, **COMMANDS}.items():
         lines += [f"  {name:<11} {text}", f"  {'':<11} $ {program} {name} {EXAMPLES.get(name, '')}".rstrip()]
-    lines += ["", f"{program} COMMAND --help says what a command takes; --traceback before or after it shows the"]
-    return "\n".join([*lines, "frames of a mistake too; --version prints the versions."])
+    lines += ["", f"{program} COMMAND --help lists the options of a command. --traceback before or after it shows"]
+    return "\n".join([*lines, "the frames of a mistake too. --version prints the versions."])
 
 
 def versions() -> str:

@@ -9,10 +9,10 @@ from lightning_shard.commands.options import OptionsParser, UsageError, options_
 from lightning_shard.precision.words import DType
 
 _HELP = {
-    "inspect": "Print what is in a checkpoint of any form.",
+    "inspect": "Print the content of a checkpoint of any form.",
     "verify": "Check that a checkpoint is whole: every file against its checksum.",
     "convert": "Write a checkpoint in the other form: a portable directory, or one stock Lightning .ckpt file.",
-    "clean": "List what interrupted saves and removals left in a folder, or remove it.",
+    "clean": "List the remains of interrupted saves and removals in a folder, or remove them.",
     "export": "Write the weights as safetensors files with a Hugging Face index.",
 }
 
@@ -26,13 +26,13 @@ def parser() -> OptionsParser:
         if name == "clean":
             add("--remove", action="store_true", help="remove it")
         if name == "convert":
-            add("target", help="where to write the other form")
-            form = "default: full of a portable directory, else portable"
+            add("target", help="path to write to")
+            form = "form to write (default: full of a portable directory, else portable)"
             add("--form", choices=["portable", "full"], help=form)
             add("--weights_only", action="store_true", help="leave the optimizers' state out")
         if name == "export":
-            add("folder", help="where to write the files")
-            dtype = "of floating-point tensors; default: as stored"
+            add("folder", help="folder to write to")
+            dtype = "dtype of floating-point tensors (default: as stored)"
             add("--dtype", choices=get_args(DType), help=dtype)
             add("--module", default="", help="FQN of a submodule to export alone, under its own names")
             add("--ema", action="store_true", help="write averages of weights in the place of the weights")

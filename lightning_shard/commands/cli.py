@@ -224,7 +224,7 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
     if runs and seen and accelerator in ("gpu", "cuda", "auto") and devices.isdigit() and int(devices) > seen:
         raise UsageError(
             f"trainer.devices: got {devices}, but this process sees {seen} of its node's GPUs. Set {seen}, or under "
-            f"SLURM give --gpus-per-node={devices}: --gpus-per-task hides those of the other tasks."
+            f"SLURM give --gpus-per-node={devices}: --gpus-per-task hides the GPUs of other tasks."
         )
     for name, least in (("accumulate_grad_batches", 1), ("gradient_clip_val", 0), ("num_nodes", 1)):
         value = settings.get(name)

@@ -21,10 +21,10 @@ from lightning_shard.text import did_you_mean
 _DEVICES = r"(?:([1-9]\d*) *x *)?([1-9]\d*) *(cpu|gpu)?"
 QUESTIONS: Mapping[str, tuple[str, str]] = {
     "train": (
-        "What is trained? quickstart, or your classes: package.Model,package.Data",
+        "Which classes are trained? quickstart, or your own: package.Model,package.Data",
         r"quickstart|\w+(\.\w+)+(,\w+(\.\w+)+)?",
     ),
-    "devices": ("On which devices? 8; 2x8 on 2 nodes of 8; with gpu or cpu behind it", _DEVICES),
+    "devices": ("On which devices? 8, or 2x8 on 2 nodes of 8, with gpu or cpu behind it", _DEVICES),
     "slurm": ("Does SLURM start it? yes or no", "yes|no"),
     "engine": ("Which strategy? a name of `lightning-shard strategies`", "|".join(registry.PRESETS)),
     "precision": (f"Which precision? {', '.join(PRECISIONS)}", "|".join(PRECISIONS)),
@@ -33,7 +33,7 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
 
 _DESCRIPTION = """\
 Look at this machine, ask five things, and write one complete YAML with comments that trains as it is. --answers gives
-them before (without a terminal what is not answered is as proposed), such as
+them before (without a terminal the proposed answers hold for the rest), such as
   train=my.Model,my.Data devices=2x8 slurm=yes engine=shard_fsdp precision=bf16-mixed
 """
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     launch = f"lightning-shard fit {config}"
     if nodes > 1:
         launch = f"torchrun --nnodes {nodes} --nproc-per-node {devices} --rdzv-backend c10d --rdzv-endpoint NODE:29500 "
-        launch += f"-m lightning_shard fit {config}    # on each node; NODE is the name of one of them"
+        launch += f"-m lightning_shard fit {config}    # on each node, NODE is the name of one of them"
     if found["slurm"] == "yes":
         launch = f"lightning-shard slurm {config} --submit"
     values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
@@ -137,7 +137,7 @@ def _typed(question: str) -> str:
     try:
         return input(question).strip()
     except EOFError as error:
-        raise UsageError("the input ended before all was answered; nothing was written. Give --answers.") from error
+        raise UsageError("the input ended before the last answer, so nothing was written. Give --answers.") from error
 
 
 def _wrong(name: str, answer: str) -> str:

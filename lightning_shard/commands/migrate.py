@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="configuration to read")
     add("--to", metavar="NAME", help="strategy to write for, such as shard_fsdp (default: the engine of the file)")
-    add("--lossy", action="store_true", help="go on without fields that have no counterpart; they become comments")
+    add("--lossy", action="store_true", help="leave out fields that have no counterpart, which become comments")
     common.add_output(parser, "file to write (default: stdout)")
     return parser
 

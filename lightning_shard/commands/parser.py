@@ -102,7 +102,7 @@ _REMOVED = {
     "num_processes": "trainer.devices, with trainer.accelerator: cpu",
     "progress_bar_refresh_rate": "refresh_rate of lightning.pytorch.callbacks.TQDMProgressBar",
     "replace_sampler_ddp": "trainer.use_distributed_sampler",
-    "resume_from_checkpoint": "ckpt_path, which stands beside trainer",
+    "resume_from_checkpoint": "ckpt_path, a top-level key",
     "track_grad_norm": "log_grad_norm of the strategy",
     "terminate_on_nan": "nonfinite: raise of the strategy",
     "tpu_cores": "trainer.devices, with trainer.accelerator: tpu",

@@ -32,9 +32,9 @@ from lightning_shard.text import columns, parse_bytes, parse_flops, parse_speed,
 SHOWN = 8  # The best forms of a search that are printed.
 
 _DESCRIPTION = """\
-Say what a run will need before it is queued, on any machine: memory per device by kind and at which point of the step,
+Predict a run before it is queued, on any machine: memory per device by kind and at which point of the step,
 the largest batch, the fewest devices, bytes over the network and the expected time of a step. One training step runs on
-tensors without data. Options that are not named here are those of fit:
+tensors without data. Other options are the options of fit:
 lightning-shard plan --nodes 4 --devices 8 --device-memory 80GB --config run.yaml --data.init_args.batch_size 16
 Without a LightningModule, first of all a Hugging Face configuration (config.json, its folder, or a class):
 lightning-shard plan transformers.LlamaConfig --devices 8 --device-memory 80GB --batch-size 2 --seq-len 4096
@@ -50,14 +50,16 @@ def parser() -> argparse.ArgumentParser:
     add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
     add(
-        "--wide", action="store_true", help="--compare with every column: bytes by kind, fewest devices, what bounds it"
+        "--wide",
+        action="store_true",
+        help="--compare with every column: bytes by kind, fewest devices, bound of the time",
     )
     add("--search", action="store_true", help="the fastest form that keeps the global batch and fits, as a whole YAML")
     add("--global-batch", type=int, help="samples of a step of all devices, for --search (default: the run's)")
     add_output(parser, "with --search: write its YAML here, and do not print it")
-    add("--batch-size", type=int, help="samples per device and micro-batch (default: those of the data's first batch)")
+    add("--batch-size", type=int, help="samples per device and micro-batch (default: as in the data's first batch)")
     add("--seq-len", type=int, help="tokens of a sample, of a Hugging Face configuration (default: its longest, 2048)")
-    add("--task", help="what a Hugging Face configuration trains (default: by its architectures, else causal-lm)")
+    add("--task", help="task of a Hugging Face configuration (default: by its architectures, else causal-lm)")
     add("--intra-node", type=speed, metavar="SPEED", help="of a device's links inside its node: 450GB/s")
     add("--inter-node", type=speed, metavar="SPEED", help="of a node's links to others, all together: 400Gb/s")
     add("--links", type=Path, metavar="FILE", help="both speeds, as doctor --output FILE measured them in all-gathers")

@@ -164,7 +164,7 @@ def _set_up(inputs: Inputs) -> None:
         _without_data(partial(inputs.module.setup, "fit"), inputs.mode)
         inputs.is_set_up = True
     except Exception as error:
-        inputs.notes.append(f"the module's setup fails, and what it makes is not counted: {first_line(error)}")
+        inputs.notes.append(f"the module's setup fails, so its layers are not counted: {first_line(error)}")
 
 
 NEAREST = {"ddp": "shard_ddp", "fsdp": "shard_fsdp", "deepspeed": "shard_deepspeed_stage_2"}
@@ -292,7 +292,7 @@ def configured_optimizers(inputs: Inputs) -> tuple[list[torch.optim.Optimizer], 
             found: Any = inputs.module.configure_optimizers()
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"configure_optimizers needs what only a run has: {told}") from error
+        raise ConfigurationError(f"configure_optimizers fails outside of a run: {told}") from error
     apart = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list)
     given, schedules = map(_listed, found if apart else (found, []))
     schedules += [each["lr_scheduler"] for each in given if isinstance(each, Mapping) and "lr_scheduler" in each]

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--names", nargs="+", metavar="NAME", help="strategies (default: aligned DDP, FSDP and ZeRO 1 to 3)")
     add("--precision", choices=["32-true", "bf16-mixed"], default="bf16-mixed", help="default: bf16-mixed")
-    add("--accelerator", choices=["cpu", "gpu"], help="devices (default: gpu where there are GPUs)")
+    add("--accelerator", choices=["cpu", "gpu"], help="devices (default: gpu if there are GPUs)")
     add("--devices", type=count, help="processes, if no launcher has started them (default: 2, or all GPUs)")
     folder = "folder of the checkpoints, shared by all nodes and removed at the end (default: selftest)"
     add("--folder", type=Path, default=Path("selftest"), help=folder)

@@ -131,8 +131,8 @@ def _joined(command: Sequence[str]) -> str:
 
 
 _DESCRIPTION = """\
-Write a SLURM batch script of a run to stdout or --output; with --submit, submit it. Options that are not named here are
-those of the command: lightning-shard slurm --nodes 2 --devices 4 --config run.yaml --trainer.max_steps 1000
+Write a SLURM batch script of a run to stdout or --output; with --submit, submit it. Other options are the
+options of the command: lightning-shard slurm --nodes 2 --devices 4 --config run.yaml --trainer.max_steps 1000
 
 The run resumes from its own newest checkpoint whenever it is started (ckpt_path: auto), saves itself before the time
 limit and when it is preempted, and goes back into the queue then.
@@ -161,7 +161,9 @@ def parser() -> common.OptionsParser:
     add("--nccl-debug", metavar="LEVEL", help="NCCL_DEBUG: WARN, INFO, ...")
     add("--socket-interface", metavar="NAME", help="network interface of NCCL and gloo, such as ib0")
     add("--setup", action="append", default=[], metavar="LINE", help="line to run before, such as 'module load cuda'")
-    add("--command", default="fit", choices=["fit", "validate", "test", "predict"], help="what to run (default: fit)")
+    add(
+        "--command", default="fit", choices=["fit", "validate", "test", "predict"], help="command to run (default: fit)"
+    )
     common.add_output(parser, "file to write the script to (default: stdout)")
     add("--submit", action="store_true", help="submit it with sbatch")
     return parser

@@ -12,7 +12,7 @@ from lightning_shard.text import columns
 
 def parser() -> argparse.ArgumentParser:
     parser = options_parser("strategies", COMMANDS["strategies"])
-    parser.add_argument("name", nargs="?", help="a strategy name; without one: the table of names")
+    parser.add_argument("name", nargs="?", help="a strategy name (default: print the table of names)")
     return parser
 
 

@@ -19,7 +19,7 @@ _UNSUPPORTED_SECTIONS = {
     "megatron_lm_config": "there is no Megatron-LM engine here",
     "fp8_config": "float8 is set by ShardPrecision('fp8-mixed', float8=...) in plugins, with torchao alone",
     "tp_config": "the mesh has no tensor-parallel axis",
-    "mpirun_config": "mpirun is not started; the launcher is torchrun, srun or Lightning's own",
+    "mpirun_config": "mpirun is not started, but torchrun, srun or Lightning's own launcher",
     "ipex_config": "Intel's extension is not used",
 }
 _SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", *_UNSUPPORTED_SECTIONS)
@@ -53,7 +53,7 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
         content = {**content, "distributed_type": "NO"}
     reading.check_keys("", content, TOP, "an Accelerate config file")
     if str(content.get("compute_environment")).upper() == "AMAZON_SAGEMAKER":
-        text = "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning; give the file of a "
+        text = "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning: give the file of a "
         reading.problems.append(f"{text}LOCAL_MACHINE")
         return
     engine = _engine(reading, content)
@@ -164,8 +164,8 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
     refused["mixed_precision"] = content.get("mixed_precision")
     for name in [name for name, value in refused.items() if value is not None]:
         own = "bf16 or fp16" if name == "mixed_precision" else "it"
-        fix = f"where Accelerate refuses it: set {own} in the DeepSpeed file, and remove it here"
-        reading.problems.append(f"{name} is {shown(refused[name])} beside deepspeed_config_file, {fix}")
+        fix = f"which Accelerate refuses: set {own} in the DeepSpeed file, and remove it here"
+        reading.problems.append(f"{name} is {shown(refused[name])} with deepspeed_config_file, {fix}")
     others = {name: value for name, value in section.items() if name not in REFUSED_WITH_A_FILE}
     reading.read_fields("deepspeed_config", DEEPSPEED, others)
     found = next((p for p in (Path(str(file)), path.parent / str(file)) if p.is_file()), None)
@@ -189,7 +189,7 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
     if reading.engine == "deepspeed" and precision == "16-mixed":
         reading.meet(field, given, SCALE_NOTE)
     note = "" if reading.engine is None else NOTES[reading.engine]
-    loaded = "masters are fp32 also where the model was loaded in 16 bits, which Accelerate leaves so"
+    loaded = "masters are fp32 also if the model was loaded in 16 bits, which Accelerate leaves so"
     reading.ask("precision", precision, field, given, note if precision != "32-true" else loaded)
 
 
@@ -216,7 +216,7 @@ def read_mesh(reading: Reading, section: Mapping[str, Any], processes: Any = Non
     if isinstance(processes, int) and processes > 0 and product != processes:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
         reading.problems.append(
-            f"parallelism_config: {factors} is {product}, but num_processes is {processes}; they must be equal"
+            f"parallelism_config: {factors} is {product}, but num_processes is {processes}, but they must be equal"
         )
     given = {name: size for name, size in sizes.items() if name.startswith("dp_")}
     mesh = {"replicate": replicate, "shard": shard if product == replicate * shard else "auto"}

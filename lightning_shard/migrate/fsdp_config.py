@@ -43,8 +43,8 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     _wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])
     if read["fsdp_cpu_ram_efficient_loading"] and read["fsdp_sync_module_states"] is False:
         reading.problems.append(
-            "fsdp_config.fsdp_cpu_ram_efficient_loading is true with fsdp_sync_module_states false, but the others "
-            "then have no values; Accelerate refuses it too"
+            "fsdp_config.fsdp_cpu_ram_efficient_loading is true with fsdp_sync_module_states false, so the others "
+            "have no values, which Accelerate refuses too"
         )
 
 
@@ -59,8 +59,8 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level:
             reading.meet(field, given, "with fsdp_version 2 it is fsdp_reshard_after_forward that says so")
         elif given is not None:
             reading.problems.append(
-                f"{field} is {shown(given)}, but fsdp_version is 2, where Accelerate reads fsdp_reshard_after_forward "
-                f"alone, and shards {done}: remove it, or set fsdp_version: 1"
+                f"{field} is {shown(given)}, but with fsdp_version 2 Accelerate reads fsdp_reshard_after_forward alone, "
+                f"and shards {done}: remove it, or set fsdp_version: 1"
             )
         return
     found = {field: _strategy(reading, f"fsdp_config.{field}", content[field]) for field in fields}
@@ -100,13 +100,13 @@ def _wrapping(reading: Reading, content: Mapping[str, Any], names: Any, size: An
     if policy == "classes" and names:
         reading.ask("units", names, names_path, content["fsdp_transformer_layer_cls_to_wrap"])
     elif policy == "classes":
-        reading.ask("units", "auto", path, given, "_no_split_modules, and repeated blocks where there are none")
+        reading.ask("units", "auto", path, given, "_no_split_modules, or else repeated blocks")
     elif policy == "size" and size != 0:
         reading.ask("units", size or 100_000_000, size_path, size, "the model itself is a unit too")
     elif policy in ("none", "size"):
         reading.ask("units", [], path, given, "the model is one unit")
     elif given is None:
-        reading.meet(path, given, "Accelerate's default is NO_WRAP; here units: auto, which changes no number")
+        reading.meet(path, given, "Accelerate's default is NO_WRAP, here units: auto, which changes no number")
     for field, value, owner in ((names_path, names, "classes"), (size_path, size, "size")):
         if value is not None and policy != owner:
             reading.meet(field, value, f"Accelerate does not read it with {shown(given)} either")

@@ -140,7 +140,7 @@ def _model_parallel(reading: Reading, given: Mapping[str, Any], field: Any) -> N
         reading.meet(field("tensor_parallel_size"), tensor, note)
     else:
         reason = "the mesh has no tensor-parallel axis" + ", which auto is over a node's devices" * (tensor == "auto")
-        near = "shard_fsdp over all devices; or parallelize_module in configure_model over a mesh of one's own"
+        near = "shard_fsdp over all devices, or parallelize_module in configure_model over your own mesh"
         reading.lose(field("tensor_parallel_size"), tensor, reason, near)
 
 
@@ -148,8 +148,8 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     config = given.get("config")
     if config is not None:
         if fields := ", ".join(field(name) for name in given if name in _BY_CONFIG):
-            wrong = "beside config, where Lightning does not read them: remove them, or config"
-            reading.problems.append(f"{fields} {wrong}")
+            wrong = "given with config, so Lightning does not read them: remove them, or config"
+            reading.problems.append(f"{fields}: {wrong}")
         read_deepspeed(reading, read_config(config, field("config")), "config: ", clips=False)
         return
     stage = given.get("stage", 2)

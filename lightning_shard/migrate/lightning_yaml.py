@@ -44,7 +44,7 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
         if near := nearest(str(key), known.top_keys):
             reading.problems.append(f"{key} is no key of `lightning-shard fit`{near}")
         else:
-            reading.meet(str(key), content[key], "carried over; it is no key of `lightning-shard fit`")
+            reading.meet(str(key), content[key], "carried over, though it is no key of `lightning-shard fit`")
     section = content.get("trainer") or {}
     if not isinstance(section, Mapping):
         reading.problems.append(f"trainer is {shown(section)!r}, but must be a mapping of keys")
@@ -89,10 +89,10 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
         path = strategy.get("class_path")
         arguments = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
         if not isinstance(path, str):
-            reading.problems.append(f"{field} has no class_path; write a name, or class_path and init_args")
+            reading.problems.append(f"{field} has no class_path: write a name, or class_path and init_args")
             return None
         others = [key for key in strategy if key not in ("class_path", "init_args", "dict_kwargs")]
-        reading.problems += [f"{field}.{key} is no key beside class_path, init_args, dict_kwargs" for key in others]
+        reading.problems += [f"{field}.{key} is none of the keys class_path, init_args, dict_kwargs" for key in others]
     elif isinstance(strategy, str) and strategy.lower() in known.presets:
         path, preset = known.presets[strategy.lower()]
         arguments = dict(preset)
@@ -117,7 +117,7 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
         read_stock(reading, kind, arguments, holder, named=isinstance(strategy, Mapping))
     else:
         reading.problems.append(
-            f"{field} is {path!r}, of which nothing is known here{nearest(kind, [*OWN_ENGINES, *STRATEGIES])}"
+            f"{field} is {path!r}, which is not known here{nearest(kind, [*OWN_ENGINES, *STRATEGIES])}"
         )
         return None
     return kind

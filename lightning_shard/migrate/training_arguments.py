@@ -33,7 +33,7 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     field = "deepspeed" if deepspeed else "fsdp"
     reading.ask("engine", engine, field, shown(content.get(field)) if deepspeed or options else None)
     if deepspeed and options:
-        reading.problems.append("fsdp and deepspeed are both given, where the Trainer takes one: remove the other")
+        reading.problems.append("fsdp and deepspeed are both given, but the Trainer takes one: remove the other")
     elif deepspeed:
         read_deepspeed(reading, read_config(deepspeed, "deepspeed"), "deepspeed: ", clips=False)
     elif options:

@@ -242,7 +242,7 @@ def test_mistakes_in_one_message(refused: Callable[..., str]) -> None:
         (fsdp(2, fsdp_transformer_layer_cls_to_wrap=[1]), "'[1]', but must be names, as a list or with commas"),
         (accelerate(distributed_type="MULTI_GPU", mixed_precision="bf61"), "the nearest is 'bf16'"),
         (accelerate(distributed_type="MULTI_GPU", fsdp_config={"fsdp_version": 2}), "does not read it"),
-        (fsdp(2, fsdp_sharding_strategy="SHARD_GRAD_OP"), "fsdp_version is 2"),
+        (fsdp(2, fsdp_sharding_strategy="SHARD_GRAD_OP"), "with fsdp_version 2 Accelerate reads"),
         (fsdp(2, fsdp_reshard_after_forward="FULL_SHARD"), "must be true or false"),
         (fsdp(1, fsdp_reshard_after_forward=True), "go with fsdp_version 2"),
         (fsdp(3), "fsdp_version is '3', but must be 1 or 2"),
@@ -267,7 +267,7 @@ def test_beside_a_deepspeed_file_nothing_else_says_its_values(refused: Callable[
     file = str(FILES / "deepspeed" / "zero3_bf16.json")
     content = {**zero(deepspeed_config_file=file, zero_stage=2, gradient_clipping=1.0), "mixed_precision": "bf16"}
     message = refused(content)
-    assert message.count("where Accelerate refuses it") == 3
+    assert message.count("which Accelerate refuses") == 3
 
 
 def test_spellings_that_yaml_reads_otherwise_and_sections_that_are_not_read(

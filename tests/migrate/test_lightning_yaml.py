@@ -137,7 +137,7 @@ def test_stock_deepspeed_class(
     }
     assert "deepspeed.checkpointing.configure" in noted(trainer(path, {"cpu_checkpointing": True}))
     message = refused(trainer(path, {"config": {"zero_optimization": {"stage": 1}}, "stage": 3, "stagee": 1}))
-    assert "beside config, where Lightning does not read them" in message
+    assert "given with config, so Lightning does not read them" in message
     assert "stagee is no key of DeepSpeedStrategy: the nearest is 'stage'" in message
     assert "the loss scale is dynamic" in refused(trainer(path, {"loss_scale": 64.0})).lower()
 
@@ -211,7 +211,7 @@ def test_stock_mistakes_in_one_message(refused: Callable[..., str]) -> None:
     assert all(part in message for part in expected), message
     assert "goes with sharding_strategy HYBRID_SHARD" in refused(trainer("FSDPStrategy", {"device_mesh": [2, 1]}))
     assert "the nearest is 'shard_fsdp'" in refused(trainer("shard_fspd"))
-    assert "nothing is known here" in refused(trainer("my.OwnStrategy"))
+    assert "which is not known here" in refused(trainer("my.OwnStrategy"))
     assert "precision: 64" in refused(trainer("ddp", precision=64))
 
 
