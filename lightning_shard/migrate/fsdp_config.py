@@ -59,8 +59,8 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level:
             reading.meet(field, given, "with fsdp_version 2 it is fsdp_reshard_after_forward that says so")
         elif given is not None:
             reading.problems.append(
-                f"{field} is {shown(given)}, but with fsdp_version 2 Accelerate reads fsdp_reshard_after_forward alone, "
-                f"and shards {done}: remove it, or set fsdp_version: 1"
+                f"{field} is {shown(given)}, but with fsdp_version 2 Accelerate reads fsdp_reshard_after_forward "
+                f"alone, and shards {done}: remove it, or set fsdp_version: 1"
             )
         return
     found = {field: _strategy(reading, f"fsdp_config.{field}", content[field]) for field in fields}

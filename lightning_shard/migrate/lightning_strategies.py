@@ -152,14 +152,8 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
             reading.problems.append(f"{fields}: {wrong}")
         read_deepspeed(reading, read_config(config, field("config")), "config: ", clips=False)
         return
-    stage = given.get("stage", 2)
-    if given.get("zero_optimization") is False:
-        reading.ask("shard", "none", field("zero_optimization"), False)
-    elif isinstance(stage, int) and stage in range(4):
-        note = "" if "stage" in given else "default 2"
-        reading.ask("shard", neutral.LEVELS[stage], field("stage"), given.get("stage"), note)
-    else:
-        reading.problems.append(f"{field('stage')} is {shown(stage)!r}, but must be 0, 1, 2 or 3")
+    if reading.value("shard") is None:
+        reading.ask("shard", "gradients", field("stage"), None, "default 2")
     pin, default = given.get("pin_memory"), "/local_nvme"
     for group in ("offload_optimizer", "offload_parameters"):
         if given.get(group) is True:

@@ -151,9 +151,7 @@ def _by_table(target: Target, asked: Line) -> None:
     group = asked.name.partition(".")[0]
     not_stage_3 = target.engine == "deepspeed" and target.stage < 3
     if asked.name in _ONLY_FP32 and target.engine == "ddp" and not in_fp32:
-        reason = (
-            "only torch's DistributedDataParallel has it, for 32-true, and other precisions run on FSDP2's replicate"
-        )
+        reason = "only torch's DistributedDataParallel has it, for 32-true: other precisions run on FSDP2's replicate"
         target.lose(asked, reason, "precision: 32-true")
     elif asked.name in _GATHERING and not_stage_3:
         target.hold(asked, f"parameters are not sharded in stage {target.stage}, so that there is nothing to gather")

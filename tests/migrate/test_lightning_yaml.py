@@ -176,7 +176,7 @@ def test_a_stock_precision_plugin_is_the_precision(
         (trainer(7), "'7', but must be the name or the class of a strategy"),
         ({"trainer": "ddp"}, "trainer is 'ddp', but must be a mapping of keys"),
         (trainer({"init_args": {}}), "has no class_path"),
-        (trainer("DeepSpeedStrategy", {"stage": 5}), "stage is '5', but must be 0, 1, 2 or 3"),
+        (trainer("DeepSpeedStrategy", {"stage": 5}), "stage is '5', but must be one of 0, 1, 2, 3"),
         (trainer("FSDPStrategy", {"auto_wrap_policy": "my.policy"}), "a function, which YAML can't carry over"),
         (trainer("FSDPStrategy", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2]}), "must be two numbers"),
         (
