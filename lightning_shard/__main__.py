@@ -14,7 +14,7 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
     script = Path(sys.argv[0]).name
     program = "python -m lightning_shard" if script == "__main__.py" else script
-    code = commands.quick(program, sys.argv[1:])
+    code = commands.run_quick(program, sys.argv[1:])
     if code is not None:
         raise SystemExit(code)
     registry.register()

@@ -2,7 +2,7 @@
 
 :class:`~lightning_shard.commands.cli.ShardCLI` is ``fit``, ``validate``, ``test`` and ``predict``, and runs the
 commands of the table too. Each of these is a module with ``main(arguments)``, which prints and returns the exit code.
-``ShardCLI`` reports its errors. `quick` runs the commands that need neither torch nor Lightning.
+``ShardCLI`` reports its errors. `run_quick` runs the commands that need neither torch nor Lightning.
 """
 
 import importlib
@@ -51,7 +51,7 @@ _FIT_ELSEWHERE = ("train", "launch", "run", "start")  # names of the command in 
 _QUICK = ("strategies", "slurm", "env", "selftest", "init")
 
 
-def run(name: str, arguments: Sequence[str]) -> int:
+def run_command(name: str, arguments: Sequence[str]) -> int:
     """Return the command's exit code. UsageError: a file in the arguments can't be read or written."""
     try:
         return int(importlib.import_module(f"lightning_shard.commands.{name}").main(arguments))
@@ -64,7 +64,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         raise UsageError(f"{error.filename}: {error.strerror}.") from error
 
 
-def quick(program: str, arguments: Sequence[str]) -> int | None:
+def run_quick(program: str, arguments: Sequence[str]) -> int | None:
     """Answer without torch: help, version, an unknown command, `_QUICK`. Return the exit code, None for others."""
     first = arguments[0] if arguments else "--help"
     try:
@@ -73,7 +73,7 @@ def quick(program: str, arguments: Sequence[str]) -> int | None:
         elif first == "--version":
             print(f"{program} {versions()}")
         elif first in _QUICK:
-            return run(first, arguments[1:])
+            return run_command(first, arguments[1:])
         elif first.startswith("-") or first in (*FIT, *COMMANDS):
             return None
         else:
@@ -89,7 +89,7 @@ def quick(program: str, arguments: Sequence[str]) -> int | None:
     return 0
 
 
-def given(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+def option_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield options with their values, which follow a "=" or are the next word."""
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, inline = word.partition("=")
@@ -97,7 +97,7 @@ def given(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def config_files(arguments: Sequence[str]) -> list[str]:
-    return [value for name, value in given(arguments) if name in ("-c", "--config")]
+    return [value for name, value in option_values(arguments) if name in ("-c", "--config")]
 
 
 def overview(program: str) -> str:

@@ -42,11 +42,11 @@ def parser() -> OptionsParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = vars(parser().parse_args(arguments))
-    print(_run(options.pop("command"), options.pop("path"), options))
+    print(_run_subcommand(options.pop("command"), options.pop("path"), options))
     return 0
 
 
-def _run(command: str, path: str, options: Mapping[str, Any]) -> str:
+def _run_subcommand(command: str, path: str, options: Mapping[str, Any]) -> str:
     if command == "clean":
         from lightning_shard.checkpoint.files.commit import clean_folder
 

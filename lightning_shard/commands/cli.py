@@ -83,7 +83,7 @@ class ShardCLI(ConfiguredCLI):
         try:
             words = self._arguments[1:] if self._arguments[:1] == ["--traceback"] else self._arguments
             if kwargs.get("run", True) and words and words[0] in commands.COMMANDS:
-                raise SystemExit(commands.run(words[0], words[1:]))
+                raise SystemExit(commands.run_command(words[0], words[1:]))
             super().__init__(model_class, datamodule_class, args=args, **kwargs)
         except SystemExit as ended:
             # Lightning itself ends the process after Ctrl-C.

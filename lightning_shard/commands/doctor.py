@@ -83,7 +83,7 @@ def rendezvous_of(environ: Mapping[str, str]) -> tuple[Rendezvous, int]:
     return at, int(environ.get("LOCAL_RANK", "0"))
 
 
-def examine(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tuple[list[Rank], list[str]]:
+def examine_processes(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tuple[list[Rank], list[str]]:
     """Compare and measure. Return every rank's results and rank 0's warnings. All ranks call it.
 
     ConfigurationError: the ranks can't meet, or differ.
@@ -93,7 +93,7 @@ def examine(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tup
     device = torch.device("cpu") if found is None else torch.device(found.type, local_rank % visible())
     own = Rank(node=socket.gethostname(), device=name_of(device), versions=library_versions())
     if at.world_size == 1:
-        return [replace(own, sums=True, reached=_reached(device))], []
+        return [replace(own, sums=True, reached=_measure_device(device))], []
     store = connect_store(at, seconds)
     warnings = compare_ranks(store, at, {"node": own.node, "versions": own.versions}, seconds, options.folder)
     store.set_timeout(timedelta(seconds=seconds))
@@ -110,9 +110,9 @@ def examine(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tup
         device_id=device if gpu else None,
     )
     try:
-        own = replace(own, sums=_adds_up(device), link=_link(device), reached=_reached(device))
+        own = replace(own, sums=_adds_up(device), link=_measure_link(device), reached=_measure_device(device))
         nodes = [rank.node for rank in _gather_over_gloo(own, seconds)]
-        inside, between = _gathers(device, options.megabytes or (256 if gpu else _PAIR_MEGABYTES), nodes)
+        inside, between = _measure_gathers(device, options.megabytes or (256 if gpu else _PAIR_MEGABYTES), nodes)
         return _gather_over_gloo(replace(own, inside=inside, between=between), seconds), warnings
     finally:
         dist.destroy_process_group()
@@ -141,7 +141,7 @@ def _adds_up(device: torch.device) -> bool:
     return bool((total == expected).all()) and all(bool((part == i).all()) for i, part in enumerate(parts))
 
 
-def _link(device: torch.device) -> float:
+def _measure_link(device: torch.device) -> float:
     """Measure GB/s from this rank to the next, while no other rank sends."""
     rank, size = dist.get_rank(), dist.get_world_size()
     data = torch.zeros(_PAIR_MEGABYTES << 18, device=device)
@@ -163,7 +163,7 @@ def _link(device: torch.device) -> float:
     return speed
 
 
-def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tuple[float, float]:
+def _measure_gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tuple[float, float]:
     """Measure GB/s in all-gathers, of a device to its node and of its node to others, by the formulas of plan."""
     of_node = {name: [i for i, node in enumerate(nodes) if node == name] for name in nodes}
     groups = {name: dist.new_group(ranks) for name, ranks in of_node.items()}
@@ -173,12 +173,12 @@ def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tupl
         part = torch.zeros((megabytes << 18) // size, device=device)
         full = part.new_empty(size * part.numel())
         gather = partial(dist.all_gather_single, full, part, group)
-        seconds = [_seconds(device, gather) for _ in range(4)][1:]  # once connected
+        seconds = [_measure_seconds(device, gather) for _ in range(4)][1:]  # once connected
         speeds.append((size - 1) * part.nbytes / min(seconds) / 1e9)
     return speeds[0], speeds[1] if len(groups) > 1 else 0.0
 
 
-def _reached(device: torch.device) -> dict[str, float]:
+def _measure_device(device: torch.device) -> dict[str, float]:
     """Measure the speeds of a device alone, as `lightning_shard.planning.operators.Device` names them."""
     size, count = (8192, 1 << 28) if device.type != "cpu" else (1024, 1 << 27)
     data, tiny = torch.zeros(count, dtype=torch.uint8, device=device), torch.zeros(8, device=device)
@@ -189,7 +189,7 @@ def _reached(device: torch.device) -> dict[str, float]:
             tiny.add_(1)
 
     def fastest(act: Callable[[], object]) -> float:
-        return min(_seconds(device, act) for _ in range(4))
+        return min(_measure_seconds(device, act) for _ in range(4))
 
     found = {}
     for name, dtype in (("products", torch.bfloat16), ("single", torch.float32)):
@@ -200,7 +200,7 @@ def _reached(device: torch.device) -> dict[str, float]:
     return {**found, "launch": fastest(launches) / 1000}
 
 
-def _seconds(device: torch.device, act: Callable[[], object]) -> float:
+def _measure_seconds(device: torch.device, act: Callable[[], object]) -> float:
     if device.type == "cpu":
         start = time.perf_counter()
         act()
@@ -228,7 +228,7 @@ def table(ranks: Sequence[Rank]) -> str:
     return columns(rows)
 
 
-def odd(ranks: Sequence[Rank]) -> list[str]:
+def find_oddities(ranks: Sequence[Rank]) -> list[str]:
     """Return a line for each wrong value, slow link, differing device or differing number of ranks."""
     wrong = "all-reduce or all-gather gave wrong values"
     found = [f"rank {i} ({rank.node}): {wrong}" for i, rank in enumerate(ranks) if not rank.sums]
@@ -253,7 +253,7 @@ def odd(ranks: Sequence[Rank]) -> list[str]:
     return found
 
 
-def untested() -> list[str]:
+def untested_versions() -> list[str]:
     """Return a line for each library newer than the tested versions, which is not odd."""
     return [
         f"untested: {library} {version}, tested is {tested(library)}: a fit checks its numbers, as selftest does"
@@ -261,7 +261,7 @@ def untested() -> list[str]:
     ]
 
 
-def slowest(ranks: Sequence[Rank]) -> Links:
+def slowest_speeds(ranks: Sequence[Rank]) -> Links:
     inside = min((1e9 * rank.inside for rank in ranks if rank.inside), default=None)
     between = min((1e9 * rank.between for rank in ranks if rank.between), default=None)
     seen = {name: [rank.reached[name] for rank in ranks] for name in ranks[0].reached}
@@ -285,17 +285,17 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     at, local_rank = rendezvous_of(os.environ if environ is None else environ)
     try:
         refuse_to_replace(options.output if at.rank == 0 else None, options.force)
-        ranks, warnings = examine(at, local_rank, options)
+        ranks, warnings = examine_processes(at, local_rank, options)
     except ConfigurationError as error:
         # Rank 0 prints an error of all ranks. An error of one rank begins with its number.
         if at.rank == 0 or str(error).startswith("["):
             print(f"error: {error}", file=sys.stderr)
         return 2
-    found = [*warnings, *odd(ranks)]
+    found = [*warnings, *find_oddities(ranks)]
     if at.rank == 0:
         print(table(ranks))
-        print("".join(f"{line}\n" for line in untested()), end="")
-        links = slowest(ranks)
+        print("".join(f"{line}\n" for line in untested_versions()), end="")
+        links = slowest_speeds(ranks)
         shown = {"of a device inside its node": links.intra_node, "of a node to others": links.inter_node}
         print("".join(f"all-gather: {speed / 1e9:.2f} GB/s {of}\n" for of, speed in shown.items() if speed), end="")
         alone = "one process alone, so that nothing between processes was checked: start it by srun or torchrun"

@@ -64,9 +64,9 @@ def main(arguments: Sequence[str]) -> int:
     values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
     values |= {"strategy": found["engine"], "precision": found["precision"], "modules": _modules(found["train"])}
     text = Template(Path(__file__).with_name("init.yaml").read_text(encoding="utf-8").rstrip("\n")).substitute(values)
-    from lightning_shard.commands.migrate import check
+    from lightning_shard.commands.migrate import check_result
 
-    check(yaml.safe_load(text))
+    check_result(yaml.safe_load(text))
     write_output(options.output, text, options.force)
     print(f"written to {options.output}; train with: {launch}")
     return 0

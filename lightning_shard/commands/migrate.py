@@ -105,17 +105,17 @@ def migrate(
         raise ConfigurationError("files is empty: give the configuration to read.")
     # DeepSpeed's logger keeps the stdout of its import and would write between the lines of the YAML.
     with contextlib.redirect_stdout(sys.stderr):
-        content, target = read_and_migrate([Path(file) for file in files], known(), name)
+        content, target = read_and_migrate([Path(file) for file in files], known_names(), name)
         lost = target.reading.lost
         if lost and not lossy:
             raise ConfigurationError(refusal(lost))
-        check(content)
+        check_result(content)
     line = shlex.join(["lightning-shard", *(command or ["migrate", *map(str, files)])])
     text, fields = document(content, line, target.reading), [field.field for field in lost]
     return Migrated(content=content, yaml=text, table=table(target), lost=fields)
 
 
-def known() -> Known:
+def known_names() -> Known:
     presets: dict[str, Any] = {name: (preset.class_path, preset.init_args) for name, preset in registry.PRESETS.items()}
     presets["auto"] = "lightning.pytorch.strategies.DDPStrategy", {}
     for name, entry in StrategyRegistry.items():
@@ -125,7 +125,7 @@ def known() -> Known:
     return Known(presets=presets, top_keys=common.KEYS, trainer_keys=list(inspect.signature(Trainer).parameters))
 
 
-def check(content: Mapping[str, Any]) -> None:
+def check_result(content: Mapping[str, Any]) -> None:
     """Parse the Trainer's section without `_CARRIED` as ``lightning-shard fit`` does, and let the strategy check it."""
     trainer = {key: value for key, value in content["trainer"].items() if key.rstrip("+") not in _CARRIED}
     plugins = [plugin for plugin in trainer.get("plugins") or [] if isinstance(plugin, Mapping)]

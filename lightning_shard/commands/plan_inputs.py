@@ -238,12 +238,13 @@ def loss_of(inputs: Inputs) -> Any:
     """Return ``(batch) -> loss`` of a module's training step, the sum of all losses in manual optimization."""
     module = inputs.module
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    module.__dict__ |= {"optimizers": partial(_idle, inputs, 0), "lr_schedulers": partial(_idle, inputs, 1)}
+    for which, name in enumerate(("optimizers", "lr_schedulers")):
+        module.__dict__[name] = partial(_idle_optimizers, inputs, which)
 
-    def step(batch: Any) -> Any:
+    def training_step(batch: Any) -> Any:
         return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
-    return step if module.automatic_optimization else partial(_manual_step, inputs, step)
+    return training_step if module.automatic_optimization else partial(_manual_step, inputs, training_step)
 
 
 class _Idle:
@@ -265,18 +266,18 @@ class _Idle:
         return getattr(self.own, name, self.own) if name == "optimizer" else getattr(self.own, name)
 
 
-def _idle(inputs: Inputs, which: int, *_: Any, **__: Any) -> Any:
+def _idle_optimizers(inputs: Inputs, which: int, *_: Any, **__: Any) -> Any:
     """Stand in for ``LightningModule.optimizers`` (``which`` 0) and ``lr_schedulers`` (1)."""
     found = [_Idle(each) for each in configured_optimizers(inputs)[which]]
     return found[0] if len(found) == 1 else found or None
 
 
-def _manual_step(inputs: Inputs, step: Callable[[Any], Any], batch: Any) -> Tensor:
+def _manual_step(inputs: Inputs, training_step: Callable[[Any], Any], batch: Any) -> Tensor:
     """Return the sum of the losses in ``manual_backward``, so that the graphs of all are alive at once."""
     module, losses = inputs.module, list[Tensor]()
     own = dict.fromkeys(("clip_gradients", "toggle_optimizer", "untoggle_optimizer"), lambda *a, **k: None)
     module.__dict__ |= own | {"manual_backward": lambda loss, *a, **k: losses.append(loss)}
-    step(batch)
+    training_step(batch)
     if not losses:
         raise ConfigurationError("the manual training_step calls manual_backward on no loss")
     return torch.stack([loss.float() for loss in losses]).sum()

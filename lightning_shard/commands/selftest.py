@@ -33,4 +33,4 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     options = parser().parse_args(arguments)
     from lightning_shard.commands import selftest_runs
 
-    return selftest_runs.run(options, os.environ if environ is None else environ)
+    return selftest_runs.run_selftest(options, os.environ if environ is None else environ)

@@ -114,7 +114,7 @@ def difference(run: Run, reference: Run) -> str:
     return "" if found[name] <= limit else f"{name} by {found[name]:.1e}"
 
 
-def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+def run_selftest(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Train, print the table on rank 0, and return its exit code. All ranks call it."""
     leave_out_noise()
     for name in ("lightning_shard", "lightning.fabric", "lightning.pytorch", "DeepSpeed"):

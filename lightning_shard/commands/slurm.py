@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.cluster.slurm_job import parse_time
-from lightning_shard.commands import config_files, given
+from lightning_shard.commands import config_files, option_values
 from lightning_shard.commands import options as common
 from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.text import did_you_mean, parse_count
@@ -178,7 +178,9 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
     config = _configuration(rest)
     check_rest(options.command, rest)
     trainer: dict[str, Any] = config.get("trainer") or {}
-    trainer |= {name.removeprefix("--trainer."): value for name, value in given(rest) if name.startswith("--trainer.")}
+    trainer |= {
+        name.removeprefix("--trainer."): value for name, value in option_values(rest) if name.startswith("--trainer.")
+    }
     nodes, devices, accelerator = (trainer.get(key) for key in ("num_nodes", "devices", "accelerator"))
     if devices is not None and not parse_count(devices) and options.devices is None:
         raise ConfigurationError(f"trainer.devices is {devices}, but a job says how many it asks for: give --devices.")
@@ -193,7 +195,9 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
     options.devices = (parse_count(devices) or 1) if options.devices is None else options.devices
     options.cpu = options.cpu or accelerator == "cpu"
     # A run with a ckpt_path starts from it, and resumes from its own checkpoint only after a requeue then.
-    options.auto = options.command == "fit" and not config.get("ckpt_path") and "--ckpt_path" not in dict(given(rest))
+    options.auto = (
+        options.command == "fit" and not config.get("ckpt_path") and "--ckpt_path" not in dict(option_values(rest))
+    )
     return options, rest
 
 
@@ -241,7 +245,7 @@ def check_rest(command: str, rest: Sequence[str]) -> None:
     known = [f"--{key}" for key in _KEYS]
     own = [option for action in common.actions(parser()) for option in action.option_strings]
     takes_value = False
-    for word, (name, _) in zip(rest, given(rest), strict=True):
+    for word, (name, _) in zip(rest, option_values(rest), strict=True):
         option = word.startswith("-") and not re.match(r"-[\d.]", word)  # a negative number is a value
         resembles = name.startswith("--") and did_you_mean(name, own)
         is_known = name == "-c" or name.partition(".")[0].rstrip("+") in known

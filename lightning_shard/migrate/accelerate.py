@@ -56,8 +56,8 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
         text = "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning: give the file of a "
         reading.problems.append(f"{text}LOCAL_MACHINE")
         return
-    engine = _engine(reading, content)
-    _processes(reading, content, reading.read_fields("", TOP, content))
+    engine = _read_engine(reading, content)
+    _read_processes(reading, content, reading.read_fields("", TOP, content))
     given = {name: content.get(name) or {} for name in _SECTIONS}
     wrong = [name for name, section in given.items() if not isinstance(section, Mapping)]
     reading.problems += [f"{name} is {shown(given[name])!r}, but must be a mapping of keys" for name in wrong]
@@ -67,18 +67,18 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
         read_fsdp(reading, sections["fsdp_config"])
         read_mesh(reading, sections["parallelism_config"], content.get("num_processes"))
     if engine == "deepspeed":
-        _deepspeed(reading, sections["deepspeed_config"], content, path)
+        _read_deepspeed_section(reading, sections["deepspeed_config"], content, path)
         read_mesh(reading, sections["parallelism_config"], content.get("num_processes"))
-    _precision(reading, content)
+    _read_precision(reading, content)
     old = {"dynamo_backend": content["dynamo_backend"]} if "dynamo_backend" in content else {}
-    _dynamo(reading, {**sections["dynamo_config"], **old})
+    _read_dynamo(reading, {**sections["dynamo_config"], **old})
     for name, reason in _UNSUPPORTED_SECTIONS.items():
         for key, value in sections[name].items():
             if value not in (None, False, {}, [], "none"):
                 reading.lose(f"{name}.{key}", value, reason)
 
 
-def _engine(reading: Reading, content: Mapping[str, Any]) -> neutral.Engine | None:
+def _read_engine(reading: Reading, content: Mapping[str, Any]) -> neutral.Engine | None:
     given = content.get("distributed_type")
     kind = str(given).upper()
     if given is None:
@@ -95,7 +95,7 @@ def _engine(reading: Reading, content: Mapping[str, Any]) -> neutral.Engine | No
     return reading.engine
 
 
-def _processes(reading: Reading, content: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+def _read_processes(reading: Reading, content: Mapping[str, Any], read: Mapping[str, Any]) -> None:
     machines, processes, on_cpu = read["num_machines"] or 1, read["num_processes"], read["use_cpu"]
     kind = str(content.get("distributed_type")).upper()
     if kind == "NO":
@@ -152,7 +152,9 @@ def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str
         )
 
 
-def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> None:
+def _read_deepspeed_section(
+    reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any], path: Path
+) -> None:
     reading.check_keys("deepspeed_config", section, DEEPSPEED, "deepspeed_config")
     file = section.get("deepspeed_config_file")
     if file in (None, "none"):
@@ -176,7 +178,7 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
     read_deepspeed(reading, read_file(found), f"{found.name}: ")
 
 
-def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
+def _read_precision(reading: Reading, content: Mapping[str, Any]) -> None:
     given, field = content.get("mixed_precision"), "mixed_precision"
     if given is None and content.get("fp16") is not None:
         field, given = "fp16", "fp16" if content["fp16"] in (True, "yes", "true") else "no"
@@ -193,7 +195,7 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
     reading.ask("precision", precision, field, given, note if precision != "32-true" else loaded)
 
 
-def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
+def _read_dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
     content = reading.prefixed("dynamo_config", section, "dynamo_", DYNAMO, {})
     backend = content.get("dynamo_backend")
     if (kind := str(backend or "NO").upper()) not in ("NO", "INDUCTOR"):

@@ -93,14 +93,14 @@ def read_deepspeed(
         return
     note = "" if given is not None else "the default"
     reading.ask("shard", LEVELS[merged[ZERO]["stage"]], f"{prefix}{ZERO}.stage", given, note)
-    _typed(reading, merged, prefix)
+    _read_typed_keys(reading, merged, prefix)
     for key, field in _TRAINERS.items():
         if merged.get(key) == AUTO:
             reading.meet(f"{prefix}{key}", AUTO, f"the Trainer's {field.name.partition('.')[2]}")
         else:
             reading.read_field(f"{prefix}{key}", field, merged.get(key))
-    _precision(reading, merged, prefix)
-    _rest(reading, merged, prefix)
+    _read_precision(reading, merged, prefix)
+    _read_further_keys(reading, merged, prefix)
 
 
 def check_batches(reading: Reading) -> None:
@@ -162,7 +162,7 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
         reading.lose(f"{prefix}fp16.consecutive_hysteresis", value, reason, "fp16.hysteresis")
 
 
-def _typed(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
+def _read_typed_keys(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
     if merged[ZERO]["stage"] in (1, 2) and merged[ZERO].get("overlap_comm") is None:
         reading.meet(f"{prefix}{ZERO}.overlap_comm", None, _OVERLAP_NOTE)
     for name, path in KEYS.items():
@@ -177,7 +177,7 @@ def _typed(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
             reading.ask(name, value, f"{prefix}{path}", value)
 
 
-def _precision(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
+def _read_precision(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
     fp16 = merged.get("fp16", {})
     if fp16.get("auto_cast"):
         reading.meet(f"{prefix}fp16.auto_cast", True, "floating inputs are cast on every engine")
@@ -218,7 +218,7 @@ _HANDLED = {
 }
 
 
-def _rest(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
+def _read_further_keys(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
     """Read the further keys, which stay in ``config`` under DeepSpeed."""
     flat: dict[str, Any] = {}
     for key, value in merged.items():

@@ -51,13 +51,13 @@ class Target:
 _AS_TOLD = "as --to says"
 
 
-def _engine(target: Target, asked: Line) -> None:
+def _write_engine(target: Target, asked: Line) -> None:
     other = not target.told and target.engine != target.reading.engine
     note = "ZeRO's stage 0 shards nothing, which is the DDP engine" * other
     target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2], note)
 
 
-def _shard(target: Target, asked: Line) -> None:
+def _write_shard(target: Target, asked: Line) -> None:
     level, stage = LEVELS.index(asked.value), target.stage
     if target.told:
         kept = target.arguments.get("reshard_after_forward") is False
@@ -79,7 +79,7 @@ def _shard(target: Target, asked: Line) -> None:
         target.note(asked, "strategy.reshard_after_forward", "the default")
 
 
-def _mesh(target: Target, asked: Line) -> None:
+def _write_mesh(target: Target, asked: Line) -> None:
     copies = asked.value["replicate"]
     if target.engine == "fsdp" and asked.value == MESH:
         target.note(asked, "strategy.mesh", "the default")
@@ -94,7 +94,7 @@ def _mesh(target: Target, asked: Line) -> None:
         target.lose(asked, f"{reason}the parameters", "--to shard_fsdp_hybrid", "speed")
 
 
-def _reshard_ranks(target: Target, asked: Line) -> None:
+def _write_reshard_ranks(target: Target, asked: Line) -> None:
     if target.engine == "fsdp" and "reshard_after_forward" in target.fixed:
         target.note(asked, "strategy.reshard_after_forward", target.arguments["reshard_after_forward"], _AS_TOLD)
     elif target.engine == "fsdp":
@@ -109,13 +109,13 @@ def _reshard_ranks(target: Target, asked: Line) -> None:
 _TOGETHER = "FSDP offloads parameters, gradients and optimizer state together, or nothing"
 
 
-def _offload(target: Target, asked: Line) -> None:
+def _write_offload(target: Target, asked: Line) -> None:
     groups, device = [asked.name.partition(".")[0]], asked.value
     if asked.name == "cpu_offload":
         groups, device = ["offload_optimizer", "offload_parameters"], "cpu"
     if target.engine == "deepspeed":
         for group in groups:
-            _zero_offload(target, asked, group, device)
+            _write_zero_offload(target, asked, group, device)
     elif target.engine == "ddp":
         target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload", "memory")
     elif device == "nvme" and "cpu_offload" in target.fixed:
@@ -132,7 +132,7 @@ def _offload(target: Target, asked: Line) -> None:
             target.lose(asked, _TOGETHER, "--to shard_fsdp_offload, which offloads all", "memory")
 
 
-def _zero_offload(target: Target, asked: Line, group: str, device: str) -> None:
+def _write_zero_offload(target: Target, asked: Line, group: str, device: str) -> None:
     """Write the device of an offload group, unless the name that the user gave says it."""
     least = 3 if group == "offload_parameters" or device == "nvme" else 1
     if target.stage < least and target.told:
@@ -151,7 +151,7 @@ def _zero_offload(target: Target, asked: Line, group: str, device: str) -> None:
 _NO_UNITS = "every repeated block, as there are no units"
 
 
-def _activation_checkpointing(target: Target, asked: Line) -> None:
+def _write_activation_checkpointing(target: Target, asked: Line) -> None:
     units = "auto" if target.engine == "fsdp" else target.reading.value("units", "auto")
     value, note = asked.value, ""
     if value == "units" and isinstance(units, list) and units:
@@ -161,7 +161,7 @@ def _activation_checkpointing(target: Target, asked: Line) -> None:
     target.set(asked, "strategy.activation_checkpointing", value, note)
 
 
-def _compile(target: Target, asked: Line) -> None:
+def _write_compile(target: Target, asked: Line) -> None:
     if target.engine == "deepspeed" and target.stage == 3 and asked.value:
         reason = "stage 3 gathers inside of the blocks, and a graph would end at every layer"
         target.lose(asked, reason, "--to shard_fsdp, or shard_deepspeed_stage_2", "speed")
@@ -170,7 +170,7 @@ def _compile(target: Target, asked: Line) -> None:
         target.set(asked, "strategy.compile", asked.value, _NO_UNITS * others)
 
 
-def _accumulate_sync(target: Target, asked: Line) -> None:
+def _write_accumulate_sync(target: Target, asked: Line) -> None:
     own = "boundary" if target.stage < 2 else "micro_batch"
     if target.engine != "deepspeed":
         target.set(asked, "strategy.accumulate_sync", asked.value)
@@ -181,7 +181,7 @@ def _accumulate_sync(target: Target, asked: Line) -> None:
         target.lose(asked, f"stage {target.stage} reduces accumulated gradients by {own}", stages)
 
 
-def _accumulate(target: Target, asked: Line) -> None:
+def _write_accumulate(target: Target, asked: Line) -> None:
     reading, note = target.reading, ""
 
     def reduced(engine: Engine | None, stage: int, aligned: bool) -> str:
@@ -202,7 +202,7 @@ def _accumulate(target: Target, asked: Line) -> None:
     target.set(asked, asked.name, asked.value, note)
 
 
-def _override(target: Target, asked: Line) -> None:
+def _write_override(target: Target, asked: Line) -> None:
     """Write ``reduce``, ``output`` and ``loss_scale`` to `ShardPrecision`, which replaces ``precision``."""
     precision = target.reading.value("precision")
     reduces_in_fp32 = str(precision or "32-true").endswith(("mixed", "32-true"))
@@ -224,7 +224,7 @@ _OPTIMIZERS = {"adam": ("AdamW", _ADAM), "adamw": ("AdamW", _ADAM), "sgd": ("SGD
 """DeepSpeed's ``type`` to torch's optimizer with DeepSpeed's defaults. Its Adam decays weights as AdamW does."""
 
 
-def _built_by_deepspeed(target: Target, asked: Line) -> None:
+def _write_optimizer(target: Target, asked: Line) -> None:
     """Write a DeepSpeed file's optimizer or scheduler. Other engines take it from the module or the YAML."""
     name = asked.name.partition(".")[2]
     key = "optimizer" if name == "optimizer" else "lr_scheduler"
@@ -248,7 +248,7 @@ def _built_by_deepspeed(target: Target, asked: Line) -> None:
         target.note(asked, name, target.top[name]["class_path"], "in the YAML, which LightningCLI gives to the module")
 
 
-def _divided(target: Target, asked: Line) -> None:
+def _write_division(target: Target, asked: Line) -> None:
     """Write the order of dividing and summing gradients, which gives the same mean."""
     scattered = target.arguments.get("buckets", {}).get("reduce_scatter") is not False
     if target.engine == "deepspeed" and not (target.stage > 1 and scattered):
@@ -258,19 +258,19 @@ def _divided(target: Target, asked: Line) -> None:
 
 
 SPECIAL: Mapping[str, Callable[[Target, Line], None]] = {
-    "engine": _engine,
-    "shard": _shard,
-    "mesh": _mesh,
-    "reshard_ranks": _reshard_ranks,
-    **dict.fromkeys(("cpu_offload", "offload_optimizer.device", "offload_parameters.device"), _offload),
-    "activation_checkpointing": _activation_checkpointing,
-    "compile": _compile,
-    "accumulate_sync": _accumulate_sync,
-    "trainer.accumulate_grad_batches": _accumulate,
+    "engine": _write_engine,
+    "shard": _write_shard,
+    "mesh": _write_mesh,
+    "reshard_ranks": _write_reshard_ranks,
+    **dict.fromkeys(("cpu_offload", "offload_optimizer.device", "offload_parameters.device"), _write_offload),
+    "activation_checkpointing": _write_activation_checkpointing,
+    "compile": _write_compile,
+    "accumulate_sync": _write_accumulate_sync,
+    "trainer.accumulate_grad_batches": _write_accumulate,
     "precision": lambda target, asked: target.set(asked, "trainer.precision", asked.value),
-    **dict.fromkeys(("reduce", "output", "loss_scale"), _override),
-    **dict.fromkeys(("config.optimizer", "config.scheduler"), _built_by_deepspeed),
-    **dict.fromkeys(("config.prescale_gradients", "config.gradient_predivide_factor"), _divided),
+    **dict.fromkeys(("reduce", "output", "loss_scale"), _write_override),
+    **dict.fromkeys(("config.optimizer", "config.scheduler"), _write_optimizer),
+    **dict.fromkeys(("config.prescale_gradients", "config.gradient_predivide_factor"), _write_division),
 }
 """Setting to the function that adds it to a target. The other settings go by the table of counterparts."""
 

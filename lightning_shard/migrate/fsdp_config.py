@@ -39,8 +39,8 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
         reading.meet(f"fsdp_config.{met}", True, "offload includes it" if both else "nothing is checkpointed")
         content = {name: value for name, value in content.items() if name != met}
     read = reading.read_fields("fsdp_config", FSDP_2 if version == "2" else FSDP, content)
-    _sharding(reading, content, version, read["fsdp_reshard_after_forward"] if version == "2" else None)
-    _wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])
+    _read_sharding(reading, content, version, read["fsdp_reshard_after_forward"] if version == "2" else None)
+    _read_wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])
     if read["fsdp_cpu_ram_efficient_loading"] and read["fsdp_sync_module_states"] is False:
         reading.problems.append(
             "fsdp_config.fsdp_cpu_ram_efficient_loading is true with fsdp_sync_module_states false, so the others "
@@ -48,7 +48,7 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
         )
 
 
-def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level: str | None) -> None:
+def _read_sharding(reading: Reading, content: Mapping[str, Any], version: str, level: str | None) -> None:
     """Read the sharding fields. ``level``: the value of version 2's own field, None without it."""
     fields = [f for f in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if content.get(f) is not None]
     if version == "2":
@@ -63,7 +63,7 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level:
                 f"alone, and shards {done}: remove it, or set fsdp_version: 1"
             )
         return
-    found = {field: _strategy(reading, f"fsdp_config.{field}", content[field]) for field in fields}
+    found = {field: _read_strategy(reading, f"fsdp_config.{field}", content[field]) for field in fields}
     if None in found.values() or not fields:
         return
     if len(set(found.values())) > 1:
@@ -76,7 +76,7 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str, level:
     add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], str(strategy), note)
 
 
-def _strategy(reading: Reading, path: str, value: Any) -> Any:
+def _read_strategy(reading: Reading, path: str, value: Any) -> Any:
     if isinstance(value, bool):
         must = f"must be one of {', '.join(STRATEGIES)}: true and false go with fsdp_version 2"
         reading.problems.append(f"{path} is {shown(value)}, but {must}")
@@ -93,7 +93,7 @@ def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, n
         reading.ask("mesh", {"replicate": "auto", "shard": "auto"}, field, given, inside)
 
 
-def _wrapping(reading: Reading, content: Mapping[str, Any], names: Any, size: Any) -> None:
+def _read_wrapping(reading: Reading, content: Mapping[str, Any], names: Any, size: Any) -> None:
     names_path, size_path = "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "fsdp_config.fsdp_min_num_params"
     path, given = "fsdp_config.fsdp_auto_wrap_policy", content.get("fsdp_auto_wrap_policy")
     policy = reading.read_field(path, Field(kind="str", words=POLICIES), given)

@@ -48,7 +48,7 @@ def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: 
     for name in [name for name in given if known.get(name, READ_ELSEWHERE) != READ_ELSEWHERE]:
         given[name] = reading.read_field(field(name), known[name], given[name])
     if "timeout" in given:
-        _timeout(reading, field("timeout"), given["timeout"])
+        _read_timeout(reading, field("timeout"), given["timeout"])
     if hook := given.get("ddp_comm_hook"):
         name = str(hook).rpartition(".")[2]
         known_here = name in ("fp16_compress_hook", "bf16_compress_hook")
@@ -71,7 +71,7 @@ def precision_of(kind: str | None, precision: str) -> tuple[str, str]:
     return precision, notes.get(str(kind), "") if form == "mixed" else ""
 
 
-def _timeout(reading: Reading, field: str, value: Any) -> None:
+def _read_timeout(reading: Reading, field: str, value: Any) -> None:
     """Read a ``timedelta``, as jsonargparse writes it (``0:30:00``), as a class, or in seconds."""
     arguments = value.get("init_args", value) if isinstance(value, Mapping) else {"seconds": value}
     if text := re.fullmatch(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d(?:\.\d+)?)", str(value)):
@@ -87,25 +87,25 @@ def _timeout(reading: Reading, field: str, value: Any) -> None:
         reading.problems.append(f"{field} is {shown(value)!r}, but must be a duration such as 0:30:00")
 
 
-def _fsdp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
+def _read_fsdp_strategy(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     name = "sharding_strategy"
     strategy = reading.read_field(field(name), Field(words=SHARDING), given.get(name, "FULL_SHARD"))
     if strategy is not None:
         add_fsdp_strategy(reading, field(name), given.get(name), strategy)
         if "device_mesh" in given:
-            _device_mesh(reading, field("device_mesh"), given["device_mesh"], strategy)
+            _read_device_mesh(reading, field("device_mesh"), given["device_mesh"], strategy)
     offload = given.get("cpu_offload")
     if isinstance(offload, Mapping):
         offload = (offload.get("init_args") or offload).get("offload_params")
     reading.read_field(field("cpu_offload"), Field(kind="bool", name="cpu_offload", idle=(False,)), offload)
     for name in ("auto_wrap_policy", "activation_checkpointing_policy", "activation_checkpointing"):
         if name in given:
-            _policy(reading, field(name), given[name], "units" if "wrap" in name else "activation_checkpointing")
+            _read_policy(reading, field(name), given[name], "units" if "wrap" in name else "activation_checkpointing")
     if "activation_checkpointing" in given and "activation_checkpointing_policy" in given:
         reading.problems.append(f"{field('activation_checkpointing')} and its policy are both given: remove one")
 
 
-def _device_mesh(reading: Reading, field: str, value: Any, strategy: str) -> None:
+def _read_device_mesh(reading: Reading, field: str, value: Any, strategy: str) -> None:
     if "HYBRID" not in strategy:
         wrong = f"but goes with sharding_strategy HYBRID_SHARD, not with {strategy}"
         reading.problems.append(f"{field} is {shown(value)}, {wrong}")
@@ -117,7 +117,7 @@ def _device_mesh(reading: Reading, field: str, value: Any, strategy: str) -> Non
         reading.problems.append(f"{field} is {shown(value)!r}, but must be two numbers: copies, and shards of a copy")
 
 
-def _policy(reading: Reading, field: str, value: Any, setting: str) -> None:
+def _read_policy(reading: Reading, field: str, value: Any, setting: str) -> None:
     """Read classes of modules from their import paths or a ``ModuleWrapPolicy``."""
     if isinstance(value, Mapping):
         inner = value.get("init_args") or {}
@@ -132,7 +132,7 @@ def _policy(reading: Reading, field: str, value: Any, setting: str) -> None:
         reading.lose(field, value, "it is a function, which YAML can't carry over", near)
 
 
-def _model_parallel(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
+def _read_model_parallel(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     reading.ask("shard", "parameters", field("data_parallel_size"), given.get("data_parallel_size"))
     tensor = given.get("tensor_parallel_size", "auto")
     if tensor == 1:
@@ -144,7 +144,7 @@ def _model_parallel(reading: Reading, given: Mapping[str, Any], field: Any) -> N
         reading.lose(field("tensor_parallel_size"), tensor, reason, near)
 
 
-def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
+def _read_deepspeed_strategy(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     config = given.get("config")
     if config is not None:
         if fields := ", ".join(field(name) for name in given if name in _BY_CONFIG):
@@ -176,4 +176,8 @@ _BY_CONFIG = {*STRATEGIES["DeepSpeedStrategy"][1]} - {
 }  # fmt: skip
 """Arguments that Lightning reads only without ``config`` (``DeepSpeedStrategy._create_default_config``)."""
 
-_SPECIAL = {"FSDPStrategy": _fsdp, "ModelParallelStrategy": _model_parallel, "DeepSpeedStrategy": _deepspeed}
+_SPECIAL = {
+    "FSDPStrategy": _read_fsdp_strategy,
+    "ModelParallelStrategy": _read_model_parallel,
+    "DeepSpeedStrategy": _read_deepspeed_strategy,
+}

@@ -25,14 +25,14 @@ class Known:
     trainer_keys: Collection[str]  # Arguments of the Trainer.
 
 
-def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Merge as several ``--config`` do: ``second`` replaces values, and a class with another path."""
     result = copy.deepcopy(dict(first))
     for key, value in second.items():
         there = result.get(key)
         path = there.get("class_path") if isinstance(there, Mapping) else None
         if isinstance(there, Mapping) and isinstance(value, Mapping) and value.get("class_path", path) == path:
-            result[key] = merged(there, value)
+            result[key] = merge(there, value)
         else:
             result[key] = copy.deepcopy(value)
     return result
@@ -55,7 +55,7 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     reading.check_keys("trainer", trainer, keys, "the Trainer")
     strategy, kind = trainer.pop("strategy", None), None
     if reading.engine is None:
-        kind = _strategy(reading, "auto" if strategy is None else strategy, strategy is not None, known)
+        kind = _read_strategy(reading, "auto" if strategy is None else strategy, strategy is not None, known)
     else:
         # "auto" gives way to the value of another file.
         for key in _SHOWN:
@@ -64,7 +64,7 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
         if strategy not in (None, "auto"):
             problem = "but another file says the strategy too: remove one of the two"
             reading.problems.append(f"trainer.strategy is {shown(strategy)!r}, {problem}")
-    _precision(reading, trainer, kind)
+    _read_precision(reading, trainer, kind)
     for key in _SHOWN:
         if trainer.get(key) is not None:
             note = _CLIP if key == "gradient_clip_val" and kind is not None and kind not in OWN_ENGINES else ""
@@ -82,7 +82,7 @@ _SHOWN = (
 _CLIP = "one formula on every engine: the norm is summed in fp64 over all shards, then torch's"
 
 
-def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str | None:
+def _read_strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str | None:
     """Read ``trainer.strategy``, stock or of this package. Return the name of its class."""
     field = "trainer.strategy"
     if isinstance(strategy, Mapping):
@@ -123,8 +123,8 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
     return kind
 
 
-def _precision(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
-    _plugins(reading, trainer, kind)
+def _read_precision(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
+    _read_plugins(reading, trainer, kind)
     if (given := trainer.pop("precision", None)) is None:
         return
     precision = SHORT_FORMS.get(str(given), str(given))
@@ -146,7 +146,7 @@ _STOCK_PRECISION = ("MixedPrecision", "HalfPrecision", "FSDPPrecision", "DeepSpe
 _OWN_SCALE = Field(reason="the loss scale is this package's own", nearest="ShardPrecision(loss_scale=...)")
 
 
-def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
+def _read_plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
     """Read the precision plugins in ``trainer.plugins`` and remove them. Other plugins stay."""
     given, kept = trainer.get("plugins"), []
     plugins = given if isinstance(given, list) else [given] if given is not None else []
@@ -205,7 +205,7 @@ def arguments_of(engine: Engine) -> dict[str, Field]:
 
 def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], path: str) -> None:
     known = arguments_of(engine)
-    flat = _flat(arguments, {name.partition(".")[0] for name in known if "." in name})
+    flat = _flatten(arguments, {name.partition(".")[0] for name in known if "." in name})
     reading.check_keys(path, flat, known, "the strategy")
     if flat.get("config") is not None:
         read_deepspeed(reading, read_config(flat["config"], f"{path}.config"), "config: ", stage=2, clips=False)
@@ -225,7 +225,7 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
         reading.ask("shard", "gradients", f"{path}.stage", None, "the default is 2")
 
 
-def _flat(arguments: Mapping[str, Any], groups: set[str]) -> dict[str, Any]:
+def _flatten(arguments: Mapping[str, Any], groups: set[str]) -> dict[str, Any]:
     """Flatten groups of arguments to keys with dots, but not ``config`` and ``preemption``."""
     flat: dict[str, Any] = {}
     for key, value in arguments.items():

@@ -16,7 +16,7 @@ from lightning_shard.migrate.accelerate import TOP, read_accelerate
 from lightning_shard.migrate.counterparts import CLASSES, find_row
 from lightning_shard.migrate.deepspeed_json import check_batches, read_deepspeed
 from lightning_shard.migrate.dependent_settings import Target
-from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
+from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merge, read_lightning
 from lightning_shard.migrate.neutral import Engine, Line, Reading, shown
 from lightning_shard.migrate.training_arguments import FIELDS, read_training_arguments
 from lightning_shard.text import columns
@@ -28,25 +28,25 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple
     Several Lightning YAMLs merge, as with ``--config``. One file of another kind may say the strategy.
     ConfigurationError: all mistakes in the files.
     """
-    reading = _read(paths, known)
+    reading = _read_files(paths, known)
     raise_problems(reading.problems)
     assert reading.engine is not None  # else there were problems
     if to is None:
         replicates = reading.engine == "deepspeed" and reading.value("shard") == "none"
-        target = build(reading, "ddp" if replicates else reading.engine, None)
+        target = build_target(reading, "ddp" if replicates else reading.engine, None)
     else:
         class_path, arguments = known.presets[to]
-        target = build(reading, OWN_ENGINES[class_path.rpartition(".")[2]], arguments)
+        target = build_target(reading, OWN_ENGINES[class_path.rpartition(".")[2]], arguments)
     raise_problems(target.problems)
     first: dict[str, Any] = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
     carried = dict(reading.carried)
     kept = {key: value for key, value in carried.pop("trainer", {}).items() if key not in first}
     head = {key: carried.pop(key) for key in ("seed_everything",) if key in carried}
-    trainer = {"strategy": _name(target, known), **first, **kept, **target.trainer}
+    trainer = {"strategy": _strategy_yaml(target, known), **first, **kept, **target.trainer}
     return {**head, "trainer": trainer, **target.top, **carried}, target
 
 
-def _read(paths: Sequence[Path], known: Known) -> Reading:
+def _read_files(paths: Sequence[Path], known: Known) -> Reading:
     reading = Reading()
     files = [(path, read_file(path)) for path in paths]
     formats = [format_of(path, content, known) for path, content in files]
@@ -66,7 +66,7 @@ def _read(paths: Sequence[Path], known: Known) -> Reading:
         elif kind == "transformers":
             read_training_arguments(reading, content)
         else:
-            lightning = merged(lightning, content)
+            lightning = merge(lightning, content)
     if lightning:
         read_lightning(reading, lightning, known)
     if not reading.problems:
@@ -74,7 +74,7 @@ def _read(paths: Sequence[Path], known: Known) -> Reading:
     return reading
 
 
-def _name(target: Target, known: Known) -> Any:
+def _strategy_yaml(target: Target, known: Known) -> Any:
     """Return the strategy for the YAML: a name if one has exactly these arguments, else class and arguments."""
     path = CLASSES[target.engine]
     for name, (class_path, arguments) in known.presets.items():
@@ -106,7 +106,7 @@ def format_of(path: Path, content: Mapping[str, Any], known: Known) -> str:
     return best
 
 
-def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) -> Target:
+def build_target(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) -> Target:
     """Write a reading for one engine. ``preset``: arguments of the strategy name that the user gave, None without one.
 
     A preset's arguments hold against the sources.
@@ -115,14 +115,14 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
     arguments = {name: copy.deepcopy(value) for name, value in (preset or {}).items()}
     told, fixed = preset is not None, frozenset(arguments)
     target = Target(engine=engine, arguments=arguments, told=told, fixed=fixed, reading=reading)
-    for asked in _once(reading, target.problems):
-        dependent_settings.SPECIAL.get(asked.name, _by_table)(target, asked)
+    for asked in _settings_in_order(reading, target.problems):
+        dependent_settings.SPECIAL.get(asked.name, _write_by_table)(target, asked)
     dependent_settings.complete_target(target)
     target.rows += reading.met
     return target
 
 
-def _once(reading: Reading, problems: list[str]) -> list[Line]:
+def _settings_in_order(reading: Reading, problems: list[str]) -> list[Line]:
     """Return each setting once, in order of dependence. Values in files replace defaults."""
     said: dict[str, Line] = {}
     for asked in reading.asked:
@@ -145,7 +145,7 @@ _FIRST = (
 """Settings that others depend on."""
 
 
-def _by_table(target: Target, asked: Line) -> None:
+def _write_by_table(target: Target, asked: Line) -> None:
     in_fp32 = target.reading.value("precision", "32-true") == "32-true"
     answer = find_row(asked.name).answers.get(target.engine)
     group = asked.name.partition(".")[0]
@@ -200,14 +200,14 @@ def table(target: Target) -> str:
     for row in target.rows:
         value = cell(row.value) if row.name else ""
         lines.append((row.field, cell(row.given), "->", row.name or "(no setting)", value, cell(row.note)))
-    lines += [(item.field, cell(item.given), "->", "none", "", cell(_why(item))) for item in target.reading.lost]
+    lines += [(item.field, cell(item.given), "->", "none", "", cell(_reason(item))) for item in target.reading.lost]
     text = "\n".join([columns(lines), *(f"({number}) {note}" for note, number in below.items())])
     idle, others = (", ".join(each) for each in (target.reading.idle, target.reading.others))
     text += f"\nasking for nothing: {idle}" * bool(idle)
     return text + f"\nnot of sharding, precision or steps, see Lightning's Trainer: {others}" * bool(others)
 
 
-def _why(item: Line) -> str:
+def _reason(item: Line) -> str:
     return f"{item.note}; nearest: {item.nearest}" if item.nearest else item.note
 
 
@@ -223,5 +223,5 @@ def refusal(lost: Sequence[Line]) -> str:
 def document(content: Mapping[str, Any], command: str, reading: Reading) -> str:
     """Return the text of the configuration, below comments with the command and the lost fields."""
     lines = [f"# Written by `{command}`."]
-    lines += [f"# Not carried over: {item.field}: {shown(item.given)} ({_why(item)})" for item in reading.lost]
+    lines += [f"# Not carried over: {item.field}: {shown(item.given)} ({_reason(item)})" for item in reading.lost]
     return "\n".join(lines) + "\n" + yaml.safe_dump(dict(content), sort_keys=False, width=100)

@@ -38,7 +38,9 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
         read_deepspeed(reading, read_config(deepspeed, "deepspeed"), "deepspeed: ", clips=False)
     elif options:
         version = {"fsdp_version": content["fsdp_version"]} if content.get("fsdp_version") else {}
-        _fsdp(reading, options, {**version, **read_config(content.get("fsdp_config") or {}, "fsdp_config")})
+        _read_fsdp_options(
+            reading, options, {**version, **read_config(content.get("fsdp_config") or {}, "fsdp_config")}
+        )
     if isinstance(content.get("parallelism_config"), Mapping):
         read_mesh(reading, content["parallelism_config"])
     if (checkpointing := content.get("gradient_checkpointing")) in ("offload", "offload_disk"):  # axolotl's
@@ -48,7 +50,7 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
         reading.meet("num_train_epochs", content["num_train_epochs"], "max_steps is given, which overrides it")
         content = {name: value for name, value in content.items() if name != "num_train_epochs"}
     reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})
-    _precision(reading, content, engine)
+    _read_precision(reading, content, engine)
     others = sorted(str(name) for name in content if name not in FIELDS)
     for name in others:
         for near in difflib.get_close_matches(name, FIELDS, 1, 0.9):
@@ -56,7 +58,7 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     reading.others += others
 
 
-def _precision(reading: Reading, content: Mapping[str, Any], engine: Engine) -> None:
+def _read_precision(reading: Reading, content: Mapping[str, Any], engine: Engine) -> None:
     given = {}
     for name, precision in PRECISIONS.items():
         value = {AUTO: name == "bf16", "full": True}.get(str(content.get(name)), content.get(name))
@@ -68,7 +70,7 @@ def _precision(reading: Reading, content: Mapping[str, Any], engine: Engine) -> 
     reading.ask("precision", precision, name, content.get(name), NOTES[engine] * precision.endswith("mixed"))
 
 
-def _fsdp(reading: Reading, options: list[str], config: dict[str, Any]) -> None:
+def _read_fsdp_options(reading: Reading, options: list[str], config: dict[str, Any]) -> None:
     """Turn the options into keys of Accelerate's ``fsdp_config``, as the Trainer does."""
     for word in {*options} - {*_SHARDING, "offload", "auto_wrap"}:
         reading.problems.append(f"fsdp has {word!r}, but its words are {', '.join(_SHARDING)}, offload, auto_wrap")

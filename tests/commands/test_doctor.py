@@ -55,8 +55,8 @@ def test_the_table() -> None:
     ],
 )
 def test_what_stands_out(changes: dict[str, Any], says: str) -> None:
-    assert doctor.odd(_ranks()) == []
-    assert doctor.odd(_ranks(**changes)) == [says]
+    assert doctor.find_oddities(_ranks()) == []
+    assert doctor.find_oddities(_ranks(**changes)) == [says]
 
 
 def test_links_for_a_plan(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_links_for_a_plan(tmp_path: Path) -> None:
     one_node = [replace(rank, between=0.0) for rank in _ranks()[2:]]
     alone = [replace(one_node[0], inside=0.0)]
     for ranks, expected in ((_ranks(), (4e9, 2e9)), (one_node, (6e9, None)), (alone, (None, None))):
-        path.write_text(links_text(doctor.slowest(ranks)))
+        path.write_text(links_text(doctor.slowest_speeds(ranks)))
         found = read_links(path)
         assert (found.intra_node, found.inter_node) == expected
 
@@ -99,7 +99,7 @@ def _gathers(nodes: list[str]) -> tuple[tuple[float, float], list[tuple[int, int
 
     dist.all_gather_single = recorded
     try:
-        return doctor._gathers(torch.device("cpu"), 1, nodes), gathered
+        return doctor._measure_gathers(torch.device("cpu"), 1, nodes), gathered
     finally:
         dist.all_gather_single = all_gather
 
@@ -114,7 +114,7 @@ def test_all_gathers_are_measured_inside_nodes_and_between_them(nodes: list[str]
 
 def test_a_node_with_fewer_ranks() -> None:
     ranks = [Rank(node=n, device="cpu", versions={}, sums=True, link=1.0) for n in ("n0", "n0", "n1", "n1", "n2")]
-    assert doctor.odd(ranks) == ["n2: number of ranks on its node is 1, elsewhere 2"]
+    assert doctor.find_oddities(ranks) == ["n2: number of ranks on its node is 1, elsewhere 2"]
 
 
 def test_whose_rendezvous_it_is() -> None:
@@ -136,7 +136,7 @@ def _pairs(broken: bool) -> tuple[bool, float]:
     if broken:
         dist.all_gather = lambda parts, own: [part.copy_(own) for part in parts]
     try:
-        return doctor._adds_up(torch.device("cpu")), doctor._link(torch.device("cpu"))
+        return doctor._adds_up(torch.device("cpu")), doctor._measure_link(torch.device("cpu"))
     finally:
         dist.all_gather = gather
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_shard import ConfigurationError, ShardCLI
-from lightning_shard.commands import init, quick
+from lightning_shard.commands import init, run_quick
 from tests.harness import run_distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -128,5 +128,5 @@ def test_a_wrong_answer_is_asked_for_again_and_an_end_of_input_is_said(
     for ends, code, says in ((EOFError, 2, "error: the input ended before"), (KeyboardInterrupt, 130, "interrupted")):
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
         monkeypatch.setattr("builtins.input", lambda question, ends=ends: (_ for _ in ()).throw(ends()))
-        assert quick("lightning-shard", ["init"]) == code
+        assert run_quick("lightning-shard", ["init"]) == code
         assert says in capsys.readouterr().err

@@ -12,7 +12,7 @@ import lightning
 import pytest
 
 from lightning_shard import __version__
-from lightning_shard.commands import COMMANDS, EXAMPLES, FIT, quick, run
+from lightning_shard.commands import COMMANDS, EXAMPLES, FIT, run_command, run_quick
 from lightning_shard.commands.options import UsageError
 
 SCRIPT = "from lightning_shard import ShardCLI; ShardCLI()"
@@ -61,7 +61,7 @@ WRONG = {
 def test_wrong_arguments_are_told_the_right_form(line: str) -> None:
     name, *arguments = line.split()
     with pytest.raises(UsageError) as raised:
-        run(name, arguments)
+        run_command(name, arguments)
     assert WRONG[line] in str(raised.value)
     assert "usage:" not in str(raised.value)
 
@@ -70,7 +70,7 @@ def test_wrong_arguments_are_told_the_right_form(line: str) -> None:
 def test_the_options_of_an_example_are_in_the_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = EXAMPLES[name].split()
     with pytest.raises(SystemExit):
-        run(name, [*(words[:1] if name == "checkpoint" else []), "--help"])
+        run_command(name, [*(words[:1] if name == "checkpoint" else []), "--help"])
     text = capsys.readouterr().out
     assert [word for word in words if word.startswith("--") and word not in text] == []
 
@@ -103,7 +103,7 @@ def test_the_module_is_the_program_too() -> None:
 
 
 def test_the_program_alone_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert quick("lightning-shard", []) == 0
+    assert run_quick("lightning-shard", []) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, summary in {**FIT, **COMMANDS}.items():
         place = lines.index(f"  {name:<11} {summary}")
@@ -111,7 +111,7 @@ def test_the_program_alone_shows_every_command_with_an_example(capsys: pytest.Ca
 
 
 def test_the_shell_completes_commands_options_and_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("completion", ["bash"]) == 0
+    assert run_command("completion", ["bash"]) == 0
     words = 't() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _lightning_shard; echo ${COMPREPLY[@]}; }\n'
     lines = {
         "ch": "checkpoint",
@@ -129,7 +129,7 @@ def test_the_shell_completes_commands_options_and_names(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_says_how_it_is_used(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(name, ["--help"])
+        run_command(name, ["--help"])
     assert ended.value.code == 0
     assert re.match(rf"usage: lightning-shard .*\b{name}\s", capsys.readouterr().out)
 

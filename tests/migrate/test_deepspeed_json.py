@@ -190,7 +190,7 @@ def test_an_optimizer_of_deepspeeds_is_torchs_elsewhere(migrated: Callable[..., 
 def test_files_of_the_published_kinds_need_no_lossy(name: str | None, tmp_path: Path) -> None:
     lost = {}
     for kind, content in published.files().items():
-        _, target = migrate([deepspeed(tmp_path, content)], migrate_command.known(), name)
+        _, target = migrate([deepspeed(tmp_path, content)], migrate_command.known_names(), name)
         lost[kind] = [item.field for item in target.reading.lost]
     assert len(lost) >= 60
     # With DeepSpeed its own schedule stays in its configuration.

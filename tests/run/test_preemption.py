@@ -353,7 +353,7 @@ def quick(*_):
     release_signals()
     return int(flag.received == signal.SIGUSR1)
 
-commands.quick, sys.argv[1:] = quick, [command]
+commands.run_quick, sys.argv[1:] = quick, [command]
 __main__.main()
 """
 

@@ -130,7 +130,7 @@ def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: 
     monkeypatch.setattr(doctor, "_gathers", gathers)
     at = Rendezvous(address="127.0.0.1", port=free_port(), rank=2, world_size=4)
     with pytest.raises(KeyboardInterrupt):
-        doctor.examine(at, 2, doctor.parser().parse_args(["--seconds=1"]))
+        doctor.examine_processes(at, 2, doctor.parser().parse_args(["--seconds=1"]))
     assert seen == [torch.device("cuda", 2), (torch.device("cuda", 2), 256, 1)]
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"  # gloo was prepared
 
@@ -185,7 +185,7 @@ def test_doctor_times_a_device_by_its_own_clock(monkeypatch: pytest.MonkeyPatch)
             return 250.0 if done == ["record", "act", "record", "wait"] and other is not self else 0.0
 
     monkeypatch.setattr(torch, "Event", Event)
-    assert doctor._seconds(torch.device("cuda"), lambda: done.append("act")) == 0.25
+    assert doctor._measure_seconds(torch.device("cuda"), lambda: done.append("act")) == 0.25
 
 
 def timeouts(name: str, options: dict[str, Any]) -> dict[str, float]:
