@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from lightning_shard import registry
-from lightning_shard.callbacks.ema import memory_of_averages
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace, write_output
 from lightning_shard.commands.plan_inputs import Inputs
@@ -22,7 +21,7 @@ from lightning_shard.meters.peaks import Peaks, find_peaks, peak_flops
 from lightning_shard.planning import report
 from lightning_shard.planning.memory_trace import batch_size_of, resized
 from lightning_shard.planning.operators import Device
-from lightning_shard.planning.planner import Candidate, Form, Planner, forms, ranked
+from lightning_shard.planning.planner import Candidate, Form, forms, ranked
 from lightning_shard.planning.report import FORMS, Row, recommend
 from lightning_shard.planning.step_time import LINK_REACHED, Rates, device_of
 from lightning_shard.planning.traffic import Links, Nodes, read_links
@@ -124,7 +123,8 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     measured = None if options.links is None else read_links(options.links)
     # DeepSpeed's logger keeps the stdout of its import.
     with contextlib.redirect_stdout(sys.stderr):
-        return _plan(options, plan_inputs.read_inputs(rest, nodes=options.nodes, devices=options.devices), measured)
+        inputs = plan_inputs.read_inputs(rest, options.device_memory, nodes=options.nodes, devices=options.devices)
+        return _plan(options, inputs, measured)
 
 
 def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
@@ -160,13 +160,13 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Plan:
-    planner = _planner(options, inputs, measured)
-    nodes, memory, strategy = planner.nodes, planner.memory, inputs.strategy
+    _read_step(options, inputs, measured)
+    nodes, memory, strategy = inputs.nodes, inputs.memory, inputs.strategy
     own = _candidate(inputs, inputs.name, strategy)
-    configured = planner.row(replace(own, checkpointing=strategy.activation_checkpointing), confirm=True)
+    configured = inputs.row(replace(own, checkpointing=strategy.activation_checkpointing), confirm=True)
     if configured.refused:
         raise ConfigurationError(configured.refused)
-    parts = [_title(planner, inputs, configured), report.by_kind(configured.points), report.fit(configured, memory)]
+    parts = [_title(inputs, configured), report.by_kind(configured.points), report.fit(configured, memory)]
     if nodes.ranks > 1 and not own.engine.replicates:
         count, units = sum(p.numel() for p in inputs.module.parameters()), len(own.engine.units(inputs.module)) + 1
         parts += filter(None, [report.advice(count, units, memory)])
@@ -174,7 +174,7 @@ def _plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -
     parts += [report.timing(configured.time)] if configured.time else []
     rows, best = [replace(configured, name="as configured")], None
     if options.compare:
-        rows += [planner.row(each) if isinstance(each, Candidate) else each for each in _candidates(planner, inputs)]
+        rows += [inputs.row(each) if isinstance(each, Candidate) else each for each in _candidates(inputs)]
         parts.append(report.comparison(rows, memory, wide=options.wide))
         best, reason = recommend(rows[1:], memory=memory, nodes=nodes)
         parts.append(f"recommendation: {reason}")
@@ -185,11 +185,11 @@ def _plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -
                 trainer["precision"] = inputs.strategy.precision_plugin.precision
             parts.append(yaml.safe_dump({"trainer": trainer}, sort_keys=False).rstrip())
     if options.search:
-        parts += _search(planner, inputs, options)
+        parts += _search(inputs, options)
     if options.picture is not None:
         report.draw([row for row in rows if not row.refused], memory, options.picture)
         parts.append(f"picture: {options.picture}")
-    notes = [f"note: {note}" for note in dict.fromkeys(planner.notes)]
+    notes = [f"note: {note}" for note in dict.fromkeys(inputs.notes)]
     text = "\n\n".join([*notes, *parts])
     return Plan(configured=configured, memory=memory, others=tuple(rows[1:]), best=best, text=text)
 
@@ -232,41 +232,32 @@ def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) 
     return measured
 
 
-def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Planner:
-    """Give the planner the module, a batch and the optimizer's state, and note parts that can't be read."""
+def _read_step(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> None:
+    """Read the device, a batch and the optimizer's state, and note parts that can't be read."""
     links = links_of(options, inputs.nodes, measured)
     device = _device(options, inputs, measured.device if measured is not None else {})
     # doctor measures collectives, so they reach its speeds in full.
     reached = 1.0 if measured is not None else LINK_REACHED
     inside, between = (speed and speed * reached for speed in (links.intra_node, links.inter_node))
-    planner = Planner(
-        module=inputs.module,
-        mode=inputs.mode,
-        nodes=inputs.nodes,
-        memory=options.device_memory,
-        rates=None if device is None else Rates(device=device, nodes=inputs.nodes, inside=inside, between=between),
-        averages=memory_of_averages(inputs.trainer.get("callbacks")),
-        cpu=inputs.on_cpu,
-        notes=inputs.notes,
-    )
+    if device is not None:
+        inputs.rates = Rates(device=device, nodes=inputs.nodes, inside=inside, between=between)
     if options.no_trace:
-        planner.without_activations("--no-trace was given")
+        inputs.without_activations("--no-trace was given")
     else:
         try:
-            planner.training_step = plan_inputs.loss_of(inputs)
+            inputs.training_step = plan_inputs.loss_of(inputs)
             batch = plan_inputs.first_batch(inputs)
-            planner.batch = batch if options.batch_size is None else resized(batch, options.batch_size)
+            inputs.batch = batch if options.batch_size is None else resized(batch, options.batch_size)
         except ConfigurationError as error:
-            planner.without_activations(error)
+            inputs.without_activations(error)
     try:
         optimizers, _ = plan_inputs.configured_optimizers(inputs)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        planner.groups = [dict(group, params=list(group["params"])) for group in groups]
-        planner.optimizer = plan_inputs.optimizer_facts(inputs)
-        inputs.optimizer = {"type": type(optimizers[0]).__name__}
+        inputs.groups = [dict(group, params=list(group["params"])) for group in groups]
+        inputs.optimizer = plan_inputs.optimizer_facts(inputs)
+        inputs.optimizer_type = {"type": type(optimizers[0]).__name__}
     except ShardError as error:
-        planner.notes.append(f"the optimizer's state is taken as Adam's, two slots: {error}")
-    return planner
+        inputs.notes.append(f"the optimizer's state is taken as Adam's, two slots: {error}")
 
 
 def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, **init_args: Any) -> Candidate:
@@ -274,13 +265,13 @@ def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, **init_args: 
         ranks=inputs.nodes.ranks,
         per_node=inputs.nodes.devices,
         accumulate_grad_batches=inputs.micro_batches,
-        optimizer=inputs.optimizer,
+        optimizer=inputs.optimizer_type,
     )
     engine = strategy.engine_for(inputs.module)
     return Candidate(name=name, engine=engine, run=run, compiled=strategy.compile, init_args=init_args)
 
 
-def _candidates(planner: Planner, inputs: Inputs, *, meshes: bool = False) -> Iterator[Candidate | Row]:
+def _candidates(inputs: Inputs, *, meshes: bool = False) -> Iterator[Candidate | Row]:
     """Yield all names of the configured contract with every form of activation checkpointing, or a refused row.
 
     ``meshes``: hybrid names with all meshes of whole nodes.
@@ -293,11 +284,11 @@ def _candidates(planner: Planner, inputs: Inputs, *, meshes: bool = False) -> It
                 strategy = registry.build(name, **own)
                 strategy.precision_plugin = inputs.strategy.precision_plugin
                 candidate = _candidate(inputs, name, strategy, **own)
-                planner.engine(candidate)
+                inputs.engine(candidate)
             except ConfigurationError as error:
                 yield Row(name=name, refused=str(error))
                 continue
-            for form in FORMS if candidate.engine.units(planner.module) else (None,):
+            for form in FORMS if candidate.engine.units(inputs.module) else (None,):
                 given = {**own, **({} if form is None else {"activation_checkpointing": form})}
                 yield replace(candidate, checkpointing=form, init_args=given)
 
@@ -311,19 +302,19 @@ def _meshes(nodes: Nodes) -> Iterator[dict[str, Any]]:
         shard *= 2
 
 
-def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> list[str]:
+def _search(inputs: Inputs, options: argparse.Namespace) -> list[str]:
     """Return the table of the fastest forms, and the first one's YAML or the path to which it was written."""
-    if planner.batch is None:
+    if inputs.batch is None:
         raise ConfigurationError("--search needs the step's activations, which this plan does not have.")
-    ranks, batch = inputs.nodes.ranks, batch_size_of(planner.batch)
+    ranks, batch = inputs.nodes.ranks, batch_size_of(inputs.batch)
     total = options.global_batch or batch * inputs.micro_batches * ranks
     if total % ranks:
         raise ConfigurationError(f"a global batch of {total} does not divide over {ranks} devices.")
     found: list[Form] = []
-    for each in _candidates(planner, inputs, meshes=True):
+    for each in _candidates(inputs, meshes=True):
         if isinstance(each, Candidate):
-            compiles = bool(each.engine.units(planner.module)) and registry.find(each.name).init_args.get("stage") != 3
-            found += forms(planner, each, total // ranks, compiles=compiles)
+            compiles = bool(each.engine.units(inputs.module)) and registry.find(each.name).init_args.get("stage") != 3
+            found += forms(inputs, each, total // ranks, compiles=compiles)
     found = [form for form in found if form.sure] or found
     best = ranked(found)
     if not best:
@@ -338,14 +329,14 @@ def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> li
     return [f"{shown}\n{table}", text]
 
 
-def _title(planner: Planner, inputs: Inputs, row: Row) -> str:
+def _title(inputs: Inputs, row: Row) -> str:
     nodes, precision = inputs.nodes, inputs.strategy.precision_plugin.precision
     numel = sum(parameter.numel() for parameter in inputs.module.parameters())
-    batch = "" if planner.batch is None else f", batch {batch_size_of(planner.batch)} per device"
+    batch = "" if inputs.batch is None else f", batch {batch_size_of(inputs.batch)} per device"
     batch += f" x {inputs.micro_batches} accumulated" * (inputs.micro_batches > 1)
     return (
         f"{row.title}, {precision}, {nodes.nodes} x {nodes.devices} devices{batch}: {numel:,} parameters, "
-        f"{show_bytes(planner.memory)} per device to use"
+        f"{show_bytes(inputs.memory)} per device to use"
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_shard import registry
 from lightning_shard._lightning import processes
 from lightning_shard._lightning.loaders import batch_of
+from lightning_shard.callbacks.ema import memory_of_averages
 from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.cluster.traces import user_frame
 from lightning_shard.commands.cli import ShardCLI
@@ -26,6 +27,7 @@ from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.engines.optimizer_probe import probe
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.model_facts import OptimizerFacts, trace_optimizer
+from lightning_shard.planning.planner import Planner
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.precision.policy import SHORT_FORMS
 from lightning_shard.strategies.precision import ShardPrecision
@@ -44,39 +46,32 @@ class _StandIn(SimpleNamespace):
 
 
 @dataclass(kw_only=True)
-class Inputs:
-    """A configured run that is not started."""
+class Inputs(Planner):
+    """A configured run that is not started, and the planner of its needs."""
 
     module: LightningModule  # With fake tensors.
     data: LightningDataModule | None
     strategy: ShardStrategy  # With its precision plugin.
     trainer: Mapping[str, Any]  # The Trainer's arguments.
-    nodes: Nodes  # The machines.
-    mode: Any  # The fake tensors' mode.
     name: str  # The strategy's name, or its class's.
     config: Callable[[], dict[str, Any]]  # Returns the whole configuration of ``fit``, as in YAML.
     # In place of the Trainer. Kept here because modules refer to theirs weakly.
     standin: Any = field(default=None, repr=False)
-    optimizer: Mapping[str, Any] | None = None  # ``type`` of the optimizer, once it is known.
+    optimizer_type: Mapping[str, Any] | None = None  # ``type`` of the optimizer, once it is known.
     is_set_up: bool = False  # True once the hooks ``setup`` have run.
-    notes: list[str] = field(default_factory=list)  # Printed above the plan.
 
     @property
     def micro_batches(self) -> int:
         return int(self.trainer.get("accumulate_grad_batches") or 1)
 
-    @property
-    def on_cpu(self) -> bool:
-        """True if the run uses CPUs. "auto" counts as GPUs."""
-        accelerator = self.trainer.get("accelerator")
-        return accelerator == "cpu" or isinstance(accelerator, CPUAccelerator)
 
-
-def read_inputs(arguments: Sequence[str], *, nodes: int | None = None, devices: int | None = None) -> Inputs:
+def read_inputs(
+    arguments: Sequence[str], memory: int, *, nodes: int | None = None, devices: int | None = None
+) -> Inputs:
     """Read options of ``lightning-shard fit`` and build the module with fake tensors, or real ones if it reads values.
 
-    ``nodes`` and ``devices`` replace the configuration's numbers. UsageError, or a constructor's own error: a mistake
-    in the configuration. ConfigurationError: a strategy of another package.
+    ``memory``: bytes of a device. ``nodes`` and ``devices`` replace the configuration's numbers. UsageError, or a
+    constructor's own error: a mistake in the configuration. ConfigurationError: a strategy of another package.
     """
     mode = fake.fake_mode()
     reader = _parse(arguments, mode)
@@ -94,6 +89,10 @@ def read_inputs(arguments: Sequence[str], *, nodes: int | None = None, devices: 
             devices=devices or parse_count(trainer.get("devices")) or 1,
         ),
         mode=mode,
+        memory=memory,
+        averages=memory_of_averages(trainer.get("callbacks")),
+        # "auto" counts as GPUs.
+        cpu=trainer.get("accelerator") == "cpu" or isinstance(trainer.get("accelerator"), CPUAccelerator),
         name=name,
         config=lambda: yaml.safe_load(reader.parser.dump(reader.config))["fit"],
     )

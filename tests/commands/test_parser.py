@@ -27,7 +27,7 @@ def test_only_lightning_uses_deprecated_names_of_jsonargparse(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         command("fit", "--config", trainer, model_class=BoringModel, datamodule_class=BoringDataModule)
-        read_inputs(["--config", "base.yaml", "--trainer.strategy", "shard_ddp"]).config()
+        read_inputs(["--config", "base.yaml", "--trainer.strategy", "shard_ddp"], 0).config()
         migrate.check_result({"trainer": {"strategy": "shard_ddp"}})
     deprecated = [one for one in warned if one.category.__name__ == "JsonargparseDeprecationWarning"]
     assert {Path(one.filename) for one in deprecated} == {Path(lightning_cli.__file__)}, deprecated

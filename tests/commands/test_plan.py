@@ -126,15 +126,15 @@ def test_of_engines_that_send_the_same_the_simplest_is_recommended(capsys: pytes
 
 
 def test_one_verdict_of_one_range() -> None:
-    inputs = plan_inputs.read_inputs([*GPT, ON_GPUS], nodes=1, devices=4)
+    inputs = plan_inputs.read_inputs([*GPT, ON_GPUS], 10**9, nodes=1, devices=4)
     options = plan_command.parser().parse_args(["--device-memory=1GB"])
-    planner = plan_command._planner(options, inputs, None)
+    plan_command._read_step(options, inputs, None)
     candidate = plan_command._candidate(inputs, inputs.name, inputs.strategy)
     told = []
     for megabytes in (400, 700, 1400, 2400, 8000):
-        planner.memory = megabytes * 10**6
-        row = planner.row(candidate, confirm=True)
-        told.append(row.verdict(planner.memory))
+        inputs.memory = megabytes * 10**6
+        row = inputs.row(candidate, confirm=True)
+        told.append(row.verdict(inputs.memory))
         assert row.largest_batch is not None
         sure, may = row.largest_batch
         own = 8
@@ -142,7 +142,7 @@ def test_one_verdict_of_one_range() -> None:
         enough, maybe = row.fewest
         devices = "fits" if enough else "may fit" if maybe else "does not fit"
         assert told[-1] == fits == devices, (megabytes, row.largest_batch, row.fewest)
-        best, reason = recommend([row], memory=planner.memory, nodes=inputs.nodes)
+        best, reason = recommend([row], memory=inputs.memory, nodes=inputs.nodes)
         assert (best is None) == (told[-1] == "does not fit")
         assert best is None or f"{told[-1]} (1 of 1 forms {told[-1].removesuffix('s')})" in reason
         assert best is None or row.shown in reason
@@ -218,7 +218,7 @@ def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     slow = plan(capsys, *GPT, "--links", str(path))
     assert re.search(r"^a step takes about .* bound by (compute|the memory's bandwidth): ", slow, re.MULTILINE)
     # What doctor can't measure is known of a device with a name.
-    inputs = plan_inputs.read_inputs(GPT)
+    inputs = plan_inputs.read_inputs(GPT, 80 * 10**9)
     for name, known in (([], Device(**reached, processors=1)), (["--device-name=A100"], find_peaks("A100"))):
         options = plan_command.parser().parse_args(["--device-memory=80GB", *name])
         device = plan_command._device(options, inputs, reached)
