@@ -241,7 +241,7 @@ def test_layers_that_setup_makes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "note:" not in out
     assert "batch 4 per device: 650 parameters" in out
     out = plan(capsys, f"--data={__name__}.Rows", *arguments, "--no-trace")
-    assert "note: the module's setup fails, and so its layers are not counted: AttributeError" in out
+    assert "note: the module's setup fails, so its layers are not counted: AttributeError" in out
 
 
 class Several(Rows):
