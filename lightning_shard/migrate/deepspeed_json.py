@@ -150,7 +150,7 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
         holder = content.get(section) if section else content
         if isinstance(holder, dict) and str(holder.get(key)).lower() == str(refused).lower():
             reading.lose(f"{prefix}{path}", holder.pop(key), reason)
-    if str(get(content, "optimizer.type")).lower() in ONE_BIT:
+    if str(value_at(content, "optimizer.type")).lower() in ONE_BIT:
         reason = "DeepSpeed has removed the optimizers with compressed communication"
         reading.lose(f"{prefix}optimizer", content.pop("optimizer"), reason, "AdamW or Lamb in configure_optimizers")
     is_disabled = str(fp16.get("enabled", True)).lower() == "false"
