@@ -1,8 +1,8 @@
 """Sharded training strategies for PyTorch Lightning.
 
 Importing this package imports Lightning and registers the strategy names there, so that
-``Trainer(strategy="shard_fsdp_aligned")`` and ``trainer.strategy: shard_fsdp_aligned`` in YAML work;
-``lightning-shard strategies`` lists them. Everything else is imported when it is first used:
+``Trainer(strategy="shard_fsdp_aligned")`` and ``trainer.strategy: shard_fsdp_aligned`` in YAML work.
+``lightning-shard strategies`` lists them. Everything else is imported on first use:
 
 - strategies: ShardDDPStrategy, ShardFSDPStrategy, ShardDeepSpeedStrategy
 - their options: MeshConfig, PreemptionConfig, OptimizerOffload, ParameterOffload, ZeroBuckets, Stage3Options,
@@ -11,7 +11,7 @@ Importing this package imports Lightning and registers the strategy names there,
 - an average of the weights: EMACallback
 - functions: full_parameters, full_tensor, set_full_tensor, unshard, load_from_checkpoint, load_pretrained
 - the command line: ShardCLI
-- errors: ShardError and what ``lightning_shard.errors`` derives from it
+- errors: ShardError and its subclasses in ``lightning_shard.errors``
 - ``lightning_shard.callbacks``: ThroughputCallback, MemoryCallback, RunPageCallback,
   ProfilerCallback, PretrainedWeights, BatchSizeCallback
 - ``lightning_shard.tools``: the commands as functions: plan, migrate, verify, convert, export
@@ -100,10 +100,11 @@ def __dir__() -> list[str]:
 
 
 def _is_the_program() -> bool:
-    """Whether this process runs ``lightning-shard`` or ``python -m lightning_shard``, which register the names later:
-    help and tables need no Lightning, whose import takes seconds, and ``fit`` holds signals back ahead of it.
+    """Whether this process runs ``lightning-shard`` or ``python -m lightning_shard``. These register the names later.
+
+    Help and tables need no Lightning, whose import takes seconds, and ``fit`` holds signals back before it.
     """
-    name = os.path.basename((sys.argv or [""])[0])  # Python calls it "-m" while it looks for the module
+    name = os.path.basename((sys.argv or [""])[0])  # "-m" while Python looks for the module
     return name == "lightning-shard" or (name == "-m" and __name__ in sys.orig_argv)
 
 

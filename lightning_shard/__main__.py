@@ -10,7 +10,7 @@ from lightning_shard import commands, registry
 def main() -> None:
     """Run the command line of this process."""
     if sys.argv[1:2] == ["fit"]:
-        # Told to stop before the Trainer exists: that comes once the run notes it, and ends no process before.
+        # Hold back signals to stop until the run handles them: before, they would end the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
     script = Path(sys.argv[0]).name
     program = "python -m lightning_shard" if script == "__main__.py" else script

@@ -1,5 +1,6 @@
-"""Arguments that are given in Python, read by their annotations as the command line reads YAML: strings and mappings
-become what these name, and what does not fit is refused when the object is made.
+"""Constructor arguments in Python, read by their annotations as the command line reads YAML.
+
+Strings and mappings are converted. A value that does not fit is refused at construction.
 """
 
 import functools
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 else:
 
     class Given:
-        """``Given[T]``: for type checkers ``T`` or a mapping of its fields, and else ``T``, as `checked` makes it."""
+        """``Given[T]``: ``T`` or a mapping of its fields for type checkers, else ``T``, which `checked` makes of it."""
 
         def __class_getitem__(cls, kind: Any) -> Any:
             return kind
 
 
-def made(value: "T | Mapping[str, Any]") -> T:
-    """A `Given` argument inside of a constructor that `checked` has read it for."""
+def converted(value: "T | Mapping[str, Any]") -> T:
+    """Cast a `Given` argument inside of a constructor that `checked` has converted it for."""
     return cast(T, value)
 
 
@@ -42,8 +43,9 @@ _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 def checked(
     whose: str, *, error: type[ConfigurationError] = ConfigurationError, foreign: Callable[[str], str] = lambda name: ""
 ) -> Callable[[C], C]:
-    """A decorator that reads all arguments of a constructor by its signature; messages say ``whose`` they are.
-    ``foreign`` says what another tool's argument is called here, as a sentence with a blank before it.
+    """Decorate a constructor so that its arguments are converted by its signature. Messages name ``whose`` they are.
+
+    ``foreign`` gives a hint for another tool's argument, as a sentence with a blank before it.
     """
 
     def decorate(constructor: C) -> C:
@@ -67,7 +69,7 @@ def checked(
 
 
 def checked_fields(whose: str, *, error: type[ConfigurationError] = ConfigurationError) -> Callable[[type[T]], type[T]]:
-    """The same for a dataclass; ``whose``: the argument that it is the value of."""
+    """As `checked`, for a dataclass that is the value of the argument ``whose``."""
 
     def decorate(cls: type[T]) -> type[T]:
         setattr(cls, "__init__", checked(whose, error=error)(cls.__init__))  # noqa: B010
@@ -84,7 +86,7 @@ def _signature(constructor: Callable[..., Any]) -> inspect.Signature:
 def read(
     kind: Any, value: Any, name: str, whose: str = "", error: type[ConfigurationError] = ConfigurationError
 ) -> Any:
-    """``value`` as the annotation ``kind`` has it; ``error`` is raised where it can't be."""
+    """Convert ``value`` to the annotation ``kind``, or raise ``error``."""
     kinds = _members(kind)
     with suppress(_Mismatch):
         return _converted(kinds, value)
@@ -105,7 +107,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _converted(kinds: Sequence[Any], value: Any) -> Any:
-    # In the order of the union, but what fits as it is stays as it is.
+    # Members are tried in order, first those that need no conversion.
     for convert in (False, True):
         for kind in kinds:
             with suppress(_Mismatch):
@@ -114,7 +116,7 @@ def _converted(kinds: Sequence[Any], value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any, convert: bool) -> Any:
-    """``value`` as one member of a union has it; ``convert``: strings, mappings and other numbers become it."""
+    """Convert ``value`` to one member of a union. ``convert``: allow strings, mappings and other numbers."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if kind in (Any, inspect.Parameter.empty):
         return value
@@ -141,7 +143,7 @@ def _convert(kind: Any, value: Any, convert: bool) -> Any:
 
 
 def _word(value: Any) -> Any:
-    """``"bf16"`` of ``torch.bfloat16``; another value as it is."""
+    """``"bf16"`` for ``torch.bfloat16``. Other values stay."""
     found = re.fullmatch(r"torch\.(b?)float(\d+)", str(value))
     return f"{found[1]}f{'' if found[1] else 'p'}{found[2]}" if found else value
 
@@ -163,7 +165,7 @@ def _number(kind: type[int] | type[float], value: Any, convert: bool) -> Any:
 
 
 def imported(path: str) -> Any:
-    """What is at this import path, or None."""
+    """Object at this import path, or None."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -197,7 +199,7 @@ _NAMED: dict[Any, str] = {
 
 
 def _fix(kinds: Sequence[Any], value: Any, name: str) -> str:
-    """What to write, where that is plain."""
+    """Suggestion of a valid value, if it is plain."""
     if bool in kinds and str(value).lower() in _SWITCHES:
         return f" Write {name}={_SWITCHES[str(value).lower()]}."
     if tuple(kinds) == (bool,):

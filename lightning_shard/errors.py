@@ -3,22 +3,21 @@
 ::
 
     ShardError
-    ├── ConfigurationError (ValueError)   a user's setting that can't work; raised before anything was touched
-    │   ├── MeshError                     sizes that do not fit the number of processes
-    │   ├── WrappingError                 shard units, tied or ignored modules that can't be formed
-    │   ├── PrecisionError                a precision that a strategy can't honour
-    │   └── MaterializationError          a meta-device model that can't be given values
-    ├── PrecisionContractError            a live tensor that breaks the aligned contract
-    ├── DataError (RuntimeError)          data that differs between ranks in a way that can't be trained on
+    ├── ConfigurationError (ValueError)
+    │   ├── MeshError
+    │   ├── WrappingError
+    │   ├── PrecisionError
+    │   └── MaterializationError
+    ├── PrecisionContractError
+    ├── DataError (RuntimeError)
     └── CheckpointError (RuntimeError)
-        ├── CheckpointNotFoundError (FileNotFoundError)   no such directory, or no manifest in it (half-written)
-        ├── CheckpointCorruptError        a file that does not match its checksum, or hostile content
-        ├── CheckpointMismatchError       missing, unexpected or reshaped keys
-        ├── CheckpointReplacedError       another save or a removal was faster than who reads
-        └── CheckpointUnreachableError    an object store that does not answer, or refuses
+        ├── CheckpointNotFoundError (FileNotFoundError)
+        ├── CheckpointCorruptError
+        ├── CheckpointMismatchError
+        ├── CheckpointReplacedError
+        └── CheckpointUnreachableError
 
-A message says the value that was found, the rule it breaks and what to do. Errors of one cause are raised on
-every rank.
+A message says the value, the rule that it breaks and the fix. Errors of one cause are raised on every rank.
 """
 
 from collections import abc
@@ -29,7 +28,7 @@ class ShardError(Exception):
 
 
 class ConfigurationError(ShardError, ValueError):
-    """A user's setting that can't work; raised before a process group, file or parameter was touched."""
+    """A user's setting that can't work. It is raised before a process group, file or parameter is touched."""
 
 
 class MeshError(ConfigurationError):
@@ -45,7 +44,7 @@ class PrecisionError(ConfigurationError):
 
 
 class MaterializationError(ConfigurationError):
-    """A module on the meta device that there is no way to give values."""
+    """A module on the meta device that can't be given values."""
 
 
 class PrecisionContractError(ShardError):
@@ -65,7 +64,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint file that does not match its manifest, or holds what must not be opened."""
+    """A checkpoint file that does not match its manifest, or has hostile content."""
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -73,15 +72,15 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class CheckpointReplacedError(CheckpointError):
-    """A checkpoint that was replaced or removed while it was read: another attempt reads what is there now."""
+    """A checkpoint that was replaced or removed during the read. Reading again finds the new one."""
 
 
 class CheckpointUnreachableError(CheckpointError):
-    """An object store that does not answer, or refuses: what is there can't be told."""
+    """An object store that does not answer, or refuses access."""
 
 
 def chain(error: BaseException | None) -> abc.Iterator[BaseException]:
-    """``error`` and what it was raised from or beside, each once: such chains may be closed."""
+    """``error`` with its causes and contexts, each once. Such chains may be cyclic."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

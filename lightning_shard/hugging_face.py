@@ -1,4 +1,4 @@
-"""A Hugging Face model by its configuration alone: planned, and stepped, where there is no LightningModule yet."""
+"""A LightningModule and random data for a Hugging Face configuration, to plan and measure without own code."""
 
 import importlib
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from lightning_shard.errors import ConfigurationError
 Task = Literal[
     "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "image-classification"
 ]
-# What the name of a model's class ends with.
+# End of a model's class name.
 _SUFFIXES: Mapping[str, Task] = {
     "ForCausalLM": "causal-lm",
     "ForMaskedLM": "masked-lm",
@@ -26,11 +26,11 @@ _SUFFIXES: Mapping[str, Task] = {
     "ForImageClassification": "image-classification",
     "ForConditionalGeneration": "seq2seq-lm",
 }
-_LONGEST = 2048  # Tokens of a sample where neither ``seq_len`` nor a smaller ``max_position_embeddings`` says so.
+_LONGEST = 2048  # Tokens of a sample if neither ``seq_len`` nor a smaller ``max_position_embeddings`` is given.
 
 
 def read_config(config: str) -> Any:
-    """The configuration: of a ``config.json`` or its folder, or a class path's with its defaults."""
+    """Read a ``config.json``, its folder, or a class path (with its defaults)."""
     from transformers import AutoConfig, PretrainedConfig
 
     path, (module, _, name) = Path(config), config.rpartition(".")
@@ -41,7 +41,7 @@ def read_config(config: str) -> Any:
         if not isinstance(found, PretrainedConfig):
             raise TypeError(f"{type(found).__name__} is no configuration of a model")
         return found
-    except Exception as error:  # of whatever a class of configurations refuses
+    except Exception as error:  # any error of a configuration class
         yaml = f" A run's own file is given as --config {config}." if path.suffix in (".yaml", ".yml") else ""
         raise ConfigurationError(
             f"config is {config!r}, which can't be read: {error}. Give a config.json of transformers, the folder that "
@@ -50,20 +50,20 @@ def read_config(config: str) -> Any:
 
 
 def task_of(config: Any) -> Task:
-    """What its ``architectures`` are made for; a causal language model where they do not say."""
+    """Task of the configuration's ``architectures``. Default: a causal language model."""
     named = (task for name in config.architectures or () for end, task in _SUFFIXES.items() if name.endswith(end))
     return next(named, "causal-lm")
 
 
 class HuggingFace(LightningModule):
-    """A model of transformers with its own loss, and AdamW; built on the meta device, with drawn weights."""
+    """A model of transformers with its own loss and AdamW, built on the meta device with random weights."""
 
     def __init__(self, config: str, task: Task | None = None, lr: float = 2e-5) -> None:
         """Read the configuration.
 
         Args:
             config: a ``config.json``, the folder that it is in, or a class such as ``transformers.LlamaConfig``.
-            task: what is trained. Default: what the configuration's ``architectures`` say, else ``causal-lm``.
+            task: task of the model. Default: from the configuration's ``architectures``, else ``causal-lm``.
             lr: learning rate of AdamW.
 
         Raises:
@@ -83,10 +83,10 @@ class HuggingFace(LightningModule):
         suffix = next(end for end, known in _SUFFIXES.items() if known == task)
         self._config.use_cache = False
         if task == "seq2seq-lm" and getattr(self._config, "decoder_start_token_id", None) is None:
-            # Files of T5 have it, as its padding token; the class has no default.
+            # T5's files set it to the padding token. The class has no default.
             self._config.decoder_start_token_id = self._config.pad_token_id or 0
         if task == "sequence-classification" and self._config.num_labels > 1:
-            # What transformers takes it for as well; said, DeBERTa does not look for labels below 0.
+            # transformers' own default. With it DeBERTa does not look for labels below 0.
             self._config.problem_type = self._config.problem_type or "single_label_classification"
         try:
             with torch.device("meta"):
@@ -111,7 +111,7 @@ class HuggingFace(LightningModule):
 
 
 class _Drawn(Dataset[dict[str, Tensor]]):
-    """Samples of the task's form; a sample is drawn by its own number, and so the same on every rank."""
+    """Random samples of the task's form. The index seeds a sample, so that it is the same on every rank."""
 
     def __init__(self, config: Any, task: Task, seq_len: int, count: int) -> None:
         self.config, self.task, self.seq_len, self.count = config, task, seq_len, count
@@ -123,7 +123,7 @@ class _Drawn(Dataset[dict[str, Tensor]]):
         config, draw = self.config, torch.Generator().manual_seed(index)
         label = torch.randint(max(2, config.num_labels), (), generator=draw)
         if self.task == "image-classification":
-            size = getattr(config, "image_size", 224)  # Of ImageNet, where a network takes all sizes.
+            size = getattr(config, "image_size", 224)  # ImageNet's size, for networks that take any.
             sizes = size if isinstance(size, list | tuple) else [size] * 2
             return {"pixel_values": torch.randn(config.num_channels, *sizes, generator=draw), "labels": label}
         ids = torch.randint(config.get_text_config().vocab_size, (self.seq_len,), generator=draw)
@@ -133,7 +133,7 @@ class _Drawn(Dataset[dict[str, Tensor]]):
 
 
 class HuggingFaceData(LightningDataModule):
-    """Batches for `HuggingFace` of drawn samples, which show speed and memory."""
+    """Random batches for `HuggingFace`, to measure speed and memory."""
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class HuggingFaceData(LightningDataModule):
         """Keep the arguments.
 
         Args:
-            config: as the model's.
-            task: as the model's.
+            config: as for `HuggingFace`.
+            task: as for `HuggingFace`.
             batch_size: samples of a batch of one process.
             seq_len: tokens of a sample. Default: the model's ``max_position_embeddings``, at most 2048.
-            samples: how many there are.
+            samples: size of the data set.
         """
         super().__init__()
         self.save_hyperparameters()

@@ -1,4 +1,4 @@
-"""Bytes per rank by memory and kind: the words in which a run's memory is measured and in which a plan is written."""
+"""Bytes per rank by memory and kind, as measured in a run and as predicted by a plan."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(frozen=True, kw_only=True)
 class KindBytes:
-    """Bytes of each kind in one memory, on one rank; the kinds are in the order of the tables."""
+    """Bytes of each kind in one memory, on one rank. Tables list the kinds in this order."""
 
-    parameters: int = 0  # The module's parameters that are resident on this rank between steps.
-    masters: int = 0  # Master weights that an engine has beside the module's parameters.
+    parameters: int = 0  # The module's own parameters, between steps.
+    masters: int = 0  # Master weights that are separate from the module's parameters.
     gathered: int = 0  # Parameters that are full only while their unit computes.
     gradients: int = 0  # Gradients at the optimizer step, in their own dtype and sharding.
     optimizer: int = 0  # The optimizer's state.
     buffers: int = 0  # The module's buffers and its metrics' states.
     averages: int = 0  # Averages of weights and buffers that a callback takes.
-    activations: int = 0  # What forward saves for backward, and what backward makes on its way.
+    activations: int = 0  # Tensors saved for backward, and temporaries of backward.
     communication: int = 0  # Buckets and staging buffers of collectives and of offload.
 
     @property
@@ -34,7 +34,7 @@ PLACES = ("device", "host", "nvme")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAccount:
-    """Where one rank's bytes are resident: on its device, offloaded to the host or to NVMe. A CPU is a device too."""
+    """One rank's bytes by place: its device, host memory (offload) and NVMe. A CPU is a device too."""
 
     device: KindBytes = field(default_factory=KindBytes)
     host: KindBytes = field(default_factory=KindBytes)
@@ -45,7 +45,7 @@ class MemoryAccount:
 
 
 def most(*accounts: MemoryAccount) -> MemoryAccount:
-    """The greatest of each kind and place, which accounts may have had at different times."""
+    """The maximum of each kind and place over several moments."""
     found = {}
     for place in PLACES:
         held = [vars(getattr(account, place)) for account in accounts]

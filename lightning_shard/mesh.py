@@ -1,5 +1,6 @@
-"""The device mesh: two axes, ``replicate`` and ``shard``, whose sizes multiply to the number of processes. Full and
-hybrid sharding and pure replication are its shapes, nothing else.
+"""The device mesh with the axes ``replicate`` and ``shard``. The product of their sizes is the number of processes.
+
+Full sharding, hybrid sharding and pure replication are shapes of this mesh.
 """
 
 from contextlib import suppress
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import MeshError
-from lightning_shard.ranks import beside_default
+from lightning_shard.ranks import cached_on_group
 
 REPLICATE = "replicate"
 SHARD = "shard"
@@ -23,16 +24,17 @@ SHARD = "shard"
 class MeshConfig:
     """Sizes of the two mesh axes.
 
-    Parameters are sharded over ``shard`` and replicated over ``replicate``; ranks of one ``shard`` group are
-    neighbours, so that with one process per device a group lies inside a node if its size divides the node's.
+    Parameters are sharded over ``shard`` and replicated over ``replicate``. Neighbouring ranks form a ``shard`` group.
+    With one process per device a group lies inside a node if its size divides the node's.
     """
 
     replicate: int | Literal["auto"] = 1
-    """Number of replicas of the model. "auto": what ``shard`` leaves of the world; if both are "auto", one per node."""
+    """Number of replicas of the model. "auto": the world size divided by ``shard``, or one per node if both are "auto".
+    """
 
     shard: int | Literal["auto"] = "auto"
-    """Number of ranks that a replica is sharded over. "auto": what ``replicate`` leaves of the world; if both are
-    "auto", the number of processes on a node."""
+    """Number of ranks over which a replica is sharded. "auto": the world size divided by ``replicate``, or the number
+    of processes on a node if both are "auto"."""
 
     def __post_init__(self) -> None:
         for axis in (REPLICATE, SHARD):
@@ -45,7 +47,7 @@ class MeshConfig:
 
 
 def resolve_mesh(config: MeshConfig, *, world_size: int, processes_per_node: int) -> tuple[int, int]:
-    """The mesh's shape ``(replicate, shard)`` of so many processes; MeshError: its product is not ``world_size``."""
+    """Shape ``(replicate, shard)`` of the mesh. MeshError: its product is not ``world_size``."""
     replicate, shard = config.replicate, config.shard
     if replicate == "auto" and shard == "auto":
         shard = processes_per_node
@@ -75,38 +77,39 @@ def _check_divides(axis: str, size: int, world_size: int) -> None:
 
 
 def build_mesh(shape: tuple[int, int], *, device_type: str, timeout: timedelta = timedelta(minutes=30)) -> DeviceMesh:
-    """The 2-D mesh with axes ``("replicate", "shard")``, one for all runs of this shape; all ranks call it. ``timeout``
-    is that of collectives over its axes.
+    """Build the 2-D mesh with axes ``("replicate", "shard")``. Runs of one shape share it. All ranks call it.
+
+    ``timeout``: of collectives over its axes.
     """
     assert shape[0] * shape[1] == dist.get_world_size()
-    mesh = beside_default(
+    mesh = cached_on_group(
         ("mesh", shape, device_type), lambda: init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
     )
     for axis in (REPLICATE, SHARD):
-        # Groups of their own, with NCCL's 10 minutes where nothing else is said.
+        # The axes have groups of their own, with NCCL's default of 10 minutes.
         _set_timeout(mesh.get_group(axis), timeout)
     return mesh
 
 
 def shard_group_of_its_own(mesh: DeviceMesh, purpose: str) -> dist.ProcessGroup:
-    """Another group over the ranks of this rank's ``shard`` group, one for all runs. All ranks call it."""
+    """Make another group over the ranks of this rank's ``shard`` group, shared by all runs. All ranks call it."""
 
     def make() -> dist.ProcessGroup:
         groups = [dist.new_group(row) for row in mesh.mesh.tolist()]
         return groups[mesh[REPLICATE].get_local_rank()]
 
-    group: dist.ProcessGroup = beside_default((purpose, tuple(mesh.shape)), make)
-    if (timeout := beside_default("timeout", lambda: None)) is not None:
+    group: dist.ProcessGroup = cached_on_group((purpose, tuple(mesh.shape)), make)
+    if (timeout := cached_on_group("timeout", lambda: None)) is not None:
         _set_timeout(group, timeout)
     return group
 
 
 def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    with suppress(RuntimeError):  # of a backend that has none
+    with suppress(RuntimeError):  # the backend has no timeout
         group.set_timeout(timeout)
 
 
 def data_parallel_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
-    """``(number of data-parallel ranks, this rank's index among them)``: each rank reads its own data."""
+    """``(number of data-parallel ranks, index of this rank among them)``. Each rank reads its own data."""
     replicate, shard = mesh[REPLICATE], mesh[SHARD]
     return mesh.size(), replicate.get_local_rank() * shard.size() + shard.get_local_rank()

@@ -1,4 +1,4 @@
-"""Ask on import whether the undocumented names of other libraries that a module uses are there and can be assigned."""
+"""Check on import that the private names of other libraries exist and can be assigned."""
 
 import dis
 import inspect
@@ -13,9 +13,10 @@ from lightning_shard.versions import tested
 
 
 def require(owner: type | ModuleType, names: str = "", *, assigned: str = "") -> None:
-    """ImportError, which names the tested versions, where ``owner``, a class, or a module with the classes that it
-    defines, lacks one of ``names`` and ``assigned`` (separated by blanks), or where one of ``assigned`` can't be set on
-    an instance of a class. Of a class all names count that its methods set on ``self`` or on other objects.
+    """Raise an ImportError, which names the tested versions, if ``owner`` lacks one of ``names`` or ``assigned``.
+
+    ``owner`` is a class, or a module with its own classes. Attributes that a class' methods set on any object count.
+    Names are separated by blanks. Each of ``assigned`` must also be settable on an instance of a class.
     """
     if missing := [name for name in (*names.split(), *assigned.split()) if not hasattr(owner, name)]:
         inside = [owner] if isinstance(owner, type) else [c for c in vars(owner).values() if isinstance(c, type)]
@@ -41,17 +42,17 @@ def _can_be_set(owner: type, name: str) -> bool:
     if isinstance(held, property):
         return held.fset is not None
     frozen = getattr(getattr(owner, "__dataclass_params__", None), "frozen", False)
-    # An instance without a dict takes what its slots have.
+    # An instance without a dict takes the names of its slots alone.
     return not frozen and (owner.__dictoffset__ != 0 or inspect.isdatadescriptor(held))
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Let ``owner.name(...)`` be ``call(what it was, ...)``."""
+    """Replace the method ``owner.name`` by ``call``, which gets the earlier one as its first argument."""
     setattr(owner, name, partial(call, getattr(owner, name)))
 
 
 def _set_on_instances(owner: type, wanted: Sequence[str]) -> set[str]:
-    """Those that are ``wanted``, maybe with others: to disassemble every method takes longer than all imports."""
+    """Names set on objects by methods that mention a wanted one: disassembling all would take longer than imports."""
     found: set[str] = set()
     for cls in owner.__mro__:
         found.update(vars(cls).get("__annotations__", ()))
@@ -63,7 +64,7 @@ def _set_on_instances(owner: type, wanted: Sequence[str]) -> set[str]:
 
 
 def _codes(function: Any, seen: set[FunctionType] | None = None) -> Iterator[CodeType]:
-    """The code of a function and of those that it wraps, also without ``functools.wraps``."""
+    """The code of a function and of functions in its closure, such as decorated ones without ``functools.wraps``."""
     seen = set() if seen is None else seen
     if isinstance(function, FunctionType) and function not in seen:
         seen.add(function)  # a function's closure may hold itself

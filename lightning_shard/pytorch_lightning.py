@@ -1,8 +1,8 @@
 """``import lightning_shard.pytorch_lightning`` makes ``pytorch_lightning`` another name of ``lightning.pytorch``.
 
-It is for packages whose modules are written against the older namespace, whose classes Lightning's Trainer takes for
-others. Import it ahead of them. Every module of ``lightning.pytorch`` and ``lightning.fabric`` is imported and entered
-under its name of ``pytorch_lightning`` and ``lightning_fabric``, so that both names give the same classes.
+Use it for packages that import the older namespace. Lightning's Trainer does not recognise their classes otherwise.
+Import it before those packages. Every module of ``lightning.pytorch`` and ``lightning.fabric`` is imported and entered
+under its name in ``pytorch_lightning`` and ``lightning_fabric``, so that both names give the same classes.
 """
 
 import importlib
@@ -24,7 +24,7 @@ def _enter(older: str, package: ModuleType) -> None:
             f"{package.__name__} any more. Import lightning_shard.pytorch_lightning first."
         )
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda name: None):
-        with suppress(ImportError):  # of modules that need a library which is not installed
+        with suppress(ImportError):  # a module needs a library that is not installed
             importlib.import_module(found.name)
     for name, module in list(sys.modules.items()):
         if name == package.__name__ or name.startswith(f"{package.__name__}."):

@@ -1,5 +1,7 @@
-"""What all ranks do together beside training: exchange objects, and fail with the same error on all of them. Nothing
-else sends objects between ranks but the comparison before there is a group (`lightning_shard.cluster.preflight`).
+"""Exchange of objects between ranks, and errors that are the same on all ranks.
+
+No other module sends objects between ranks, except the comparison before the process group exists
+(`lightning_shard.cluster.preflight`).
 """
 
 import warnings
@@ -26,7 +28,7 @@ _ALONE = ContextVar("alone", default=False)
 
 @contextmanager
 def alone() -> Generator[None, None, None]:
-    """`Ranks.of` has this process alone inside: what it does is its own, whatever the other ranks do meanwhile."""
+    """Inside, `Ranks.of` has this process alone, so that nothing waits for other ranks."""
     token = _ALONE.set(True)
     try:
         yield
@@ -36,7 +38,7 @@ def alone() -> Generator[None, None, None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes that decide together; one process where there is no process group."""
+    """The processes that decide together. Without a process group it is this process alone."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -44,7 +46,7 @@ class Ranks:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None = None) -> "Ranks":
-        """The ranks of ``group``, with a CPU backend; None: the default one, or gloo over all ranks, made once."""
+        """The ranks of ``group``, with a CPU backend. None: the default group, or a gloo group of all ranks."""
         if _ALONE.get() or not (dist.is_available() and dist.is_initialized()):
             return Ranks(group=None, rank=0, size=1)
         if group is None:
@@ -59,7 +61,7 @@ class Ranks:
 
     @staticmethod
     def in_background() -> "Ranks":
-        """All ranks over a gloo group that nothing else uses, for a thread; made at the first call (a collective)."""
+        """All ranks over a gloo group for a background thread. The first call makes it, and is a collective."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks.of()
         return Ranks.of(_own_group("background"))
@@ -69,7 +71,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, by rank, on every rank, pickled between this job's processes. All ranks call it."""
+        """Every rank's ``value``, by rank, on every rank. Values are pickled. All ranks call it."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -77,7 +79,7 @@ class Ranks:
         return values
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The ``value`` of rank ``source`` (of this group), on every rank. All ranks call it."""
+        """The ``value`` of rank ``source`` of this group, on every rank. All ranks call it."""
         if self.group is None:
             return value
         box = [value]
@@ -85,12 +87,12 @@ class Ranks:
         return box[0]
 
     def same(self, digest: bytes, timeout: timedelta | None = None) -> bool:
-        """Whether all ranks give the same ``digest``, in one collective of twice its size. All ranks call it, with one
-        of that size. RuntimeError: others did not within ``timeout``.
+        """Whether all ranks give the same ``digest``, by one collective of twice its size. All ranks call it, with
+        digests of one size. RuntimeError: another rank did not call it within ``timeout``.
         """
         if self.group is None:
             return True
-        # The greatest byte is the least one too.
+        # The bytes are equal if the maximum equals the minimum.
         extremes = torch.frombuffer(bytearray(digest + bytes(255 - byte for byte in digest)), dtype=torch.uint8)
         work: Any = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         work.wait(*() if timeout is None else (timeout,))
@@ -102,16 +104,16 @@ class Ranks:
             dist.barrier(group=self.group)
 
     def exchange(self, doing: str, step: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
-        """Run ``step`` on every rank, give rank 0 all results, return what it decided for this rank.
+        """Run ``step`` on every rank, pass all results to ``decide`` on rank 0, and return its decision for this rank.
 
-        If ``step`` fails anywhere, or ``decide`` on rank 0, every rank raises the same CheckpointError (of the failing
-        rank's kind, where it was one) that names the rank and what it was ``doing``; only text crosses between ranks.
+        If ``step`` fails on any rank, or ``decide`` on rank 0, every rank raises the same CheckpointError. It names the
+        failing rank and ``doing``, and keeps the subclass of a CheckpointError. Only text crosses between ranks.
         """
         value: T | None = None
         failure: BaseException | None = None
         try:
             value = step()
-        except BaseException as error:  # also an interrupt: the other ranks wait for this rank's word
+        except BaseException as error:  # an interrupt too: other ranks wait for this rank
             failure = error
         gathered = self._gather(doing, (value, None) if failure is None else (None, _describe(failure)))
         replies: list[tuple[R | None, _Failure | None]] | None = None
@@ -124,7 +126,7 @@ class Ranks:
                     replies = [(reply, None) for reply in decide([cast(T, value) for value, _ in gathered])]
                 except BaseException as error:
                     failure = error
-                    # What rank 0 judged for all needs no rank's name; what happened to it does.
+                    # A CheckpointError of ``decide`` concerns all ranks. Any other one is rank 0's own.
                     judged = _describe(error)
                     told = judged if judged.kind else _summary(doing, {0: judged}, self.size)
                     replies = [(None, told)] * self.size
@@ -136,7 +138,7 @@ class Ranks:
         return cast(R, reply)
 
     def collect(self, doing: str, step: Callable[[], T]) -> list[T]:
-        """Run ``step`` on every rank; all results, by rank, on rank 0, and none on the others. Errors as `exchange`."""
+        """Run ``step`` on every rank. Rank 0 gets all results by rank, others none. Errors as in `exchange`."""
         found: list[T] = []
 
         def keep(values: list[T]) -> list[None]:
@@ -213,7 +215,7 @@ def _describe(error: BaseException) -> _Failure:
 def _summary(doing: str, failures: dict[int, _Failure], size: int) -> _Failure:
     first = failures[min(failures)]
     if len(failures) == size and first.kind and all(failure == first for failure in failures.values()):
-        return first  # the same rule broken on all ranks: the message says all there is
+        return first  # all ranks broke the same rule: no rank is named
     if size == 1:
         return _Failure(first.kind, f"while {doing}: {first.text}")
     shown = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:8])
@@ -222,9 +224,7 @@ def _summary(doing: str, failures: dict[int, _Failure], size: int) -> _Failure:
 
 
 def reachable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """``tensor``, or where ``group`` has no backend for its device, such as NCCL's for the host, a copy on one that it
-    has.
-    """
+    """``tensor``, or a copy on a device that ``group`` has a backend for, such as NCCL's for a tensor on the host."""
     devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
     return tensor if tensor.device.type in devices else tensor.to(devices[0])
 
@@ -234,26 +234,25 @@ def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 
 def _own_group(purpose: str) -> dist.ProcessGroup:
-    # torch would let it wait for 30 minutes, whatever the default group does.
-    timeout = beside_default("timeout", lambda: None)
-    return beside_default(("gloo", purpose), lambda: dist.new_group(backend="gloo", timeout=timeout))
+    # torch's default is 30 minutes, whatever the timeout of the default group.
+    timeout = cached_on_group("timeout", lambda: None)
+    return cached_on_group(("gloo", purpose), lambda: dist.new_group(backend="gloo", timeout=timeout))
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """How long the collectives wait of the groups that are made here from now on, beside the present default group."""
-    beside_default("timeout", lambda: None)
+    """Set the timeout of groups that are made here from now on, with the present default group."""
+    cached_on_group("timeout", lambda: None)
     assert _made is not None
     _made[1]["timeout"] = timeout
 
 
-# What was made beside the default process group; kept with that group, so that nothing of one that was destroyed since
-# is ever used.
+# Groups and meshes made for a default process group. They are kept with that group, so that none outlives it.
 _made: tuple[dist.ProcessGroup, dict[Hashable, Any]] | None = None
 
 
-def beside_default(key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` returned when it was first called for ``key``, the same on all ranks, which call it, on the present
-    default process group: torch destroys groups (gloo's threads, an NCCL communicator) only when told to.
+def cached_on_group(key: Hashable, make: Callable[[], T]) -> T:
+    """The first result of ``make`` for ``key`` on the present default process group. All ranks call it. torch destroys
+    groups (gloo's threads, NCCL's communicators) only on request, so runs share them.
     """
     global _made
     default = dist.group.WORLD
@@ -267,6 +266,6 @@ def beside_default(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def forget_made_groups() -> None:
-    """Let go of what `beside_default` keeps, ahead of the end of the default group."""
+    """Drop the objects of `cached_on_group`, before the default group is destroyed."""
     global _made
     _made = None

@@ -1,6 +1,4 @@
-"""The strategy names: one table of presets, each a class and a few of its constructor arguments, and its way into
-Lightning's registry.
-"""
+"""The strategy names: presets of a class and a few constructor arguments, and their entry into Lightning's registry."""
 
 import importlib
 import sys
@@ -19,15 +17,15 @@ ALIGNED_SUFFIX = "_aligned"
 class Preset:
     """A strategy name: ``class_path(**init_args)``."""
 
-    name: str  # What goes into ``Trainer(strategy=...)`` and ``trainer.strategy`` in YAML.
+    name: str  # The value of ``Trainer(strategy=...)`` and of ``trainer.strategy`` in YAML.
     class_path: str  # Import path of the strategy class, as YAML has it.
     description: str  # One line for the table of names.
-    # Constructor arguments in the form that YAML has them: strings, numbers, booleans, lists and mappings.
+    # Constructor arguments as in YAML: strings, numbers, booleans, lists and mappings.
     init_args: Mapping[str, Any]
 
     @property
     def strategy_class(self) -> Any:
-        """The class, which is imported with its engine."""
+        """The class. Reading it imports the engine."""
         module, _, name = self.class_path.rpartition(".")
         return getattr(importlib.import_module(module), name)
 
@@ -72,7 +70,7 @@ def _presets() -> Iterator[Preset]:
 
 
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _presets()}
-"""Every name that :func:`register` registers, in the order of the table."""
+"""Every registered name, in the order of the table."""
 
 
 _STRATEGIES = "lightning.pytorch.strategies"
@@ -83,11 +81,11 @@ _OTHERS = {
     ),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "Fabric; use the Trainer, or Fabric's own strategies"),
 }
-"""Modules with registries in which a name says why it is of no use there."""
+"""Registries that can't use the names. There a name raises an error with the reason."""
 
 
 def register() -> None:
-    """Import Lightning and put factories for all names into its ``StrategyRegistry``. It may be repeated."""
+    """Register factories for all names in Lightning's ``StrategyRegistry``. It may be repeated."""
     registry = importlib.import_module(_STRATEGIES).StrategyRegistry
     for preset in PRESETS.values():
         registry.register(preset.name, partial(build, preset.name), description=preset.description, override=True)
@@ -102,20 +100,20 @@ def _refuse(name: str, where: str) -> None:
 
 
 def build(name: str, **more: Any) -> Any:
-    """A new strategy of this name, with ``more`` constructor arguments; ConfigurationError: there is no such name."""
+    """Build a strategy by its name, with ``more`` constructor arguments. ConfigurationError: no such name."""
     preset = find(name)
     return preset.strategy_class(**{**preset.init_args, **more})
 
 
 def find(name: str) -> Preset:
-    """The preset of this name; ConfigurationError: there is none, with the nearest names and the list."""
+    """The preset of this name. ConfigurationError: no such name. It lists all names and the nearest ones."""
     if name not in PRESETS:
         raise ConfigurationError(unknown_name(name))
     return PRESETS[name]
 
 
 def unknown_name(name: str) -> str:
-    """Message for a name that neither this package nor Lightning knows: the nearest ones and the list."""
+    """Message for a name that neither this package nor Lightning knows, with the nearest names and the list."""
     loaded = sys.modules.get(_STRATEGIES)
     lightning = [other for other in loaded.StrategyRegistry if other not in (*PRESETS, name)] if loaded else []
     return (

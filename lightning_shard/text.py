@@ -1,4 +1,4 @@
-"""Text for people: tables in columns, what is nearest to a word that is not known, sizes and speeds with units."""
+"""Text for people: tables, suggestions for unknown words, sizes and speeds with units."""
 
 import difflib
 import re
@@ -9,10 +9,7 @@ from lightning_shard.errors import ConfigurationError
 
 
 def columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
-    """A table with a line for each row, its cells below each other and two spaces between them.
-
-    ``numbers``: all columns but the first are aligned to the right.
-    """
+    """A table with one line per row and two blanks between columns, ``numbers`` aligned to the right."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -23,13 +20,13 @@ def columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
 
 
 def nearest(word: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
-    """At most ``count`` of the choices that resemble a word, the most similar first; case makes no difference."""
+    """At most ``count`` of the choices that resemble ``word``, most similar first, ignoring case."""
     lower = {choice.lower(): choice for choice in choices}
     return [lower[near] for near in difflib.get_close_matches(word.lower(), lower, count, cutoff=0.5)]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """``" Did you mean A or B?"`` with the choices nearest to a word, at most three; ``""`` where none is near."""
+    """``" Did you mean A or B?"`` with at most three of the nearest choices, or ``""`` if none is near."""
     near = nearest(word, choices, count=3)
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
@@ -39,7 +36,7 @@ _UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 
 
 def _parse(text: str, unit: str, wanted: str) -> tuple[Fraction, str]:
-    """The number of ``text`` times its unit's factor, 1 or more, and what stands behind that."""
+    """Number of ``text`` times its unit's factor, and the unit's end. The number is at least 1."""
     found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([kKMGTP]i?)?({unit})", text)
     number = Fraction(found[1]) * _UNITS.get(found[2] or "", 0) if found else Fraction(0)
     if found is None or number < 1:
@@ -48,13 +45,13 @@ def _parse(text: str, unit: str, wanted: str) -> tuple[Fraction, str]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size with its unit: "80GB" is 80,000,000,000, "80GiB" is 85,899,345,920; other forms are refused."""
+    """Bytes of a size with its unit. "80GB" is 80,000,000,000, "80GiB" is 85,899,345,920. Other forms are refused."""
     wanted = "size. Write a number and a unit: 80GB (10**9 bytes each), 80GiB (2**30), 512MiB, 1024B"
     return int(_parse(text, "B", wanted)[0])
 
 
 def parse_speed(text: str) -> float:
-    """Bytes per second of a link: "400Gb/s" and "400Gbps" are bits, 50e9 bytes/s; "50GB/s" is bytes."""
+    """Bytes per second of a link. "400Gb/s" and "400Gbps" are bits, 50e9 bytes/s. "50GB/s" is bytes."""
     wanted = "speed. Write a number and a unit: 400Gb/s (bits per second), 50GB/s (bytes per second)"
     speed, unit = _parse(text, "[bB](?:/s|ps)", wanted)
     return float(speed / (8 if unit.startswith("b") else 1))
@@ -66,7 +63,7 @@ def parse_flops(text: str) -> float:
 
 
 def parse_count(value: object) -> int:
-    """The number that a ``num_nodes`` or ``devices`` says, as a number or by indices; 0: as many as a machine has."""
+    """Count given by ``num_nodes`` or ``devices``, as a number or as indices. 0: all of a machine."""
     text = str(value)
     if re.search(r"[\[,(]", text):
         return len(re.findall(r"\d+", text))
@@ -74,14 +71,14 @@ def parse_count(value: object) -> int:
 
 
 def listed(names: Iterable[object], *, most: int = 6) -> str:
-    """The first names, and how many more there are."""
+    """The first ``most`` names, and the number of further ones."""
     shown = [name if len(name) <= 100 else f"{name[:100]}..." for name in map(str, names)]
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return (", ".join(shown[:most]) or "nothing") + more
 
 
 def first_line(error: BaseException, *, most: int = 200) -> str:
-    """An error's type and the first line of what it says, of at most ``most`` characters."""
+    """An error's type and the first line of its message, cut to ``most`` characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:most]}" if lines else type(error).__name__
 

@@ -37,20 +37,20 @@ def plan(
     compare: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Say what a run will need per device and what it will send, without starting it. One process calls it.
+    """Predict a run's memory per device and its traffic, without starting it. One process calls it.
 
     Args:
-        configs: YAML files of the run, later ones laid over earlier ones.
+        configs: YAML files of the run. Later ones override earlier ones.
         device_memory: memory of a device, such as "80GB".
-        nodes: nodes of the run; None: the configuration's.
-        devices: devices on each node; None: the configuration's, or 1.
-        batch_size: samples per device and micro-batch; None: those of the data's first batch.
+        nodes: nodes of the run. None: the configuration's.
+        devices: devices on each node. None: the configuration's, or 1.
+        batch_size: samples per device and micro-batch. None: as in the data's first batch.
         compare: predict every engine of the package too.
         options: further options of ``lightning-shard plan`` and of fit, such as
             ``{"intra-node": "450GB/s", "trainer.precision": "bf16-mixed"}``.
 
     Raises:
-        ConfigurationError: what the run itself would refuse, and numbers that can't be.
+        ConfigurationError: a setting that the run itself would refuse, or an impossible number.
         UsageError: a configuration that can't be parsed.
     """
     files = [configs] if isinstance(configs, str | os.PathLike) else configs
@@ -61,13 +61,13 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A checkpoint that was written in another form."""
+    """The result of `convert`."""
 
     source_form: str
-    """The form that was read."""
+    """Form of the source."""
 
     path: Path | StorePath
-    """What was written; in a store its URL is ``str`` of it."""
+    """The new checkpoint. In an object store ``str`` of it is its URL."""
 
     form: str
     """"portable" or "full"."""
@@ -80,13 +80,13 @@ def convert(
 
     Args:
         path: a checkpoint of this package, of stock Lightning, FSDP or DeepSpeed.
-        target: where to write; there must be nothing.
-        form: what to write; None: "full" of a portable directory, "portable" of all else.
+        target: path or URL of the new checkpoint, which must not exist.
+        form: form of the new checkpoint. None: "full" for a portable directory, "portable" for all others.
         weights_only: leave the optimizers' state out.
 
     Raises:
         CheckpointError: ``target`` exists, or ``path`` is no checkpoint that can be read.
-        ConfigurationError: a form that there is not.
+        ConfigurationError: an unknown form.
     """
     form = read(Literal["portable", "full"] | None, form, "form")
     where = location(target)
@@ -113,19 +113,19 @@ def export(
     ema: bool = False,
     max_shard_size: str = "5GB",
 ) -> list[Path]:
-    """Write a checkpoint's weights as safetensors files with a Hugging Face index; returns the files.
+    """Write a checkpoint's weights as safetensors files with a Hugging Face index. Returns the files.
 
     Args:
         path: a checkpoint of any form.
-        folder: where to write; it is made where there is none.
-        dtype: of floating-point tensors; None: as stored.
-        module: FQN of a submodule to export alone, under its own names; "": all.
-        ema: write the average of `EMACallback` in the place of the weights.
-        max_shard_size: bytes of tensors in a file, such as "5GB".
+        folder: folder of the new files. It is made if it does not exist.
+        dtype: of floating-point tensors. None: as stored.
+        module: FQN of a submodule to export alone, under its own names. "": all.
+        ema: write the average of `EMACallback` instead of the weights.
+        max_shard_size: bytes of tensors per file, such as "5GB".
 
     Raises:
-        CheckpointError: nothing was written; with ``ema``, the checkpoint has no averages too.
-        ConfigurationError: a size or a dtype that is none.
+        CheckpointError: nothing was written. With ``ema`` also: the checkpoint has no averages.
+        ConfigurationError: an invalid size or dtype.
     """
     refuse_url(folder, "safetensors files")
     dtype, size = read(DType | None, dtype, "dtype"), parse_bytes(read(str, max_shard_size, "max_shard_size"))

@@ -1,4 +1,4 @@
-"""The versions of other libraries that this package was tested on, and whether installed ones are newer."""
+"""Tested versions of other libraries, and the check for newer ones."""
 
 import importlib.metadata
 import platform
@@ -11,16 +11,16 @@ TESTED = {
     "deepspeed": ("0.19.8", "0.19.8"),
     "torchmetrics": ("1.5", "1.9"),
 }
-"""Library to its lowest and its newest tested version. ``pyproject.toml`` requires the lowest and caps none."""
+"""Library to its lowest and newest tested version. ``pyproject.toml`` requires the lowest and caps none."""
 
 
 def tested(library: str) -> str:
-    """The range of versions of ``library``, in words."""
+    """Range of tested versions of ``library``, as text."""
     return " to ".join(dict.fromkeys(TESTED[library]))
 
 
-def installed(library: str) -> str | None:
-    """The version of a distribution, or of ``python``, without an import of it; None: it is not installed."""
+def installed_version(library: str) -> str | None:
+    """Installed version of a distribution, or of ``python``, without importing it. None: not installed."""
     if library == "python":
         return platform.python_version()
     try:
@@ -29,17 +29,17 @@ def installed(library: str) -> str | None:
         return None
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Those of a release, without marks of pre-releases and builds: 2, 16, 0 of ``2.16.0.dev20260801+cpu``."""
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Numbers of a release: 2, 16, 0 of ``2.16.0.dev20260801+cpu``."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def newer_than_tested() -> dict[str, str]:
-    """Library to installed version where its minor release is newer than the newest tested one. Patches don't count."""
-    versions = {library: installed(library) for library in TESTED}
+    """Library to installed version, for those whose minor release is newer than the newest tested one."""
+    versions = {library: installed_version(library) for library in TESTED}
     return {
         library: version
         for library, version in versions.items()
-        if version is not None and numbers(version)[:2] > numbers(TESTED[library][1])[:2]
+        if version is not None and version_numbers(version)[:2] > version_numbers(TESTED[library][1])[:2]
     }

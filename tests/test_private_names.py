@@ -109,7 +109,7 @@ USES = {
         "torchmetrics' counters and caches",
         "_cache _is_synced _num_vals_seen _reduce_states _update_count",
     ),
-    "run/preemption.py": ("os._exit is documented", "_exit"),
+    "run/preemption_save.py": ("os._exit is documented", "_exit"),
     "tensors/clipping.py": ("the norms of many gradients in one kernel", "_foreach_norm"),
     "tensors/fake.py": ("fake tensors", "_subclasses"),
     "tensors/names.py": (
@@ -131,7 +131,7 @@ ELSEWHERE = {
     "precision/casting.py": "a function that torch has under no public name",
     "resume/loader.py": "DataLoader's",
     "resume/metrics.py": "torchmetrics'",
-    "run/preemption.py": "Python's",
+    "run/preemption_save.py": "Python's",
 }
 
 # Names that are used where they are there, or that no `require` can ask for.

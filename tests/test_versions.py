@@ -12,7 +12,7 @@ import pytest
 
 from lightning_shard import versions
 from lightning_shard.engines.zero import connection
-from lightning_shard.versions import TESTED, installed, newer_than_tested, numbers
+from lightning_shard.versions import TESTED, installed_version, newer_than_tested, version_numbers
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,10 +42,10 @@ def test_the_readme_says_the_same(name: str) -> None:
 @pytest.mark.parametrize("library", TESTED)
 def test_what_is_installed_lies_in_the_range(library: str) -> None:
     lowest, newest = TESTED[library]
-    found = installed(library)
+    found = installed_version(library)
     assert found is not None
-    assert numbers(lowest) <= numbers(found)
-    assert numbers(found)[:2] <= numbers(newest)[:2]
+    assert version_numbers(lowest) <= version_numbers(found)
+    assert version_numbers(found)[:2] <= version_numbers(newest)[:2]
 
 
 def test_a_range_in_words() -> None:
@@ -69,7 +69,9 @@ def test_a_range_in_words() -> None:
 )
 def test_what_is_newer(version: str | None, is_newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TESTED, "torch", ("2.13.0", "2.15.0"))
-    monkeypatch.setattr(versions, "installed", lambda library: version if library == "torch" else TESTED[library][1])
+    monkeypatch.setattr(
+        versions, "installed_version", lambda library: version if library == "torch" else TESTED[library][1]
+    )
     assert newer_than_tested() == ({"torch": version} if is_newer else {})
 
 

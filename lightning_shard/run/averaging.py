@@ -1,6 +1,6 @@
-"""The average of a fit's weights, which lies in shards beside the masters: elementwise, over this rank's boxes."""
+"""Average of a fit's weights: elementwise over this rank's boxes, sharded as the masters."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,10 @@ from lightning_shard.tensors.names import Names, fqns
 
 
 class Averaging:
-    """The average that one callback takes in one fit. All ranks call each method, in the same order."""
+    """Average of one callback in one fit. All ranks call each method, in the same order."""
 
     def __init__(self, module: nn.Module, engine: Engine, callback: EMACallback, *, device: torch.device) -> None:
-        """Begin with the present values; ``device``: of the run, over which buffers are shared."""
+        """Begin with the present values. ``device``: of the run, for sharing buffers."""
         self._module, self._engine, self._device = module, engine, device
         self._mean = get_swa_avg_fn() if callback.decay == "equal" else get_ema_avg_fn(float(callback.decay))
         self.place = memory_of_averages(callback)
@@ -36,13 +36,13 @@ class Averaging:
         buffers = callback.use_buffers
         self._persistent = [name for name in names.tensors if name not in set(self._parameters) and buffers]
         self._others = [name for name in live if name not in names.tensors and buffers]
-        # Their shapes and boxes stay the same, and take long to find.
+        # Shapes and boxes do not change, and are slow to find.
         self._places = {name: (tensor.shape, tensor.dtype, chunks_of(tensor)) for name, tensor in live.items()}
         on_host = self.place == "host"
         boxes = ((name, box.detach()) for name, box in self._current())
         self._average = [(name, box.to("cpu", copy=True) if on_host else box.clone()) for name, box in boxes]
         self._updates = 0
-        self._is_swapped = False  # The module has the average, and the weights lie in its place.
+        self._is_swapped = False  # The module has the average, and its own values are kept instead.
 
     def _live(self) -> tuple[Names, dict[str, LiveTensor]]:
         self._engine.reshard_and_sync_masters()
@@ -51,17 +51,17 @@ class Averaging:
         return names, {**live_tensors(names, self._engine.tensors.masters()), **others}
 
     def _current(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's boxes of the averaged tensors, masters in the place of their parameters, with FQNs; live."""
+        """Name and live box, for this rank's boxes of the averaged tensors. Masters replace their parameters."""
         _, live = self._live()
         for name in (*self._parameters, *self._persistent, *self._others):
             for chunk in self._places[name][2]:
                 yield name, find_tensor_shard(live[name], MetadataIndex("", chunk.offsets))  # type: ignore[arg-type]
 
-    # As the callback uses it
+    # For the callback
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present weights into the average, by torch's arithmetic; the first update copies them."""
+        """Update the average with the present weights, by torch's arithmetic. The first update copies them."""
         for (_, average), (_, current) in zip(self._average, self._current(), strict=True):
             value = current.detach().to(average.device)
             average.copy_(self._mean(average, value, self._updates) if self._updates else value)
@@ -69,7 +69,7 @@ class Averaging:
 
     @torch.no_grad()
     def swap_into_module(self, average: bool) -> None:
-        """Let the module have the average, or its own weights again. Nothing happens before the first update."""
+        """Swap the average into the module, or its own weights back. Before the first update it does nothing."""
         if average == self._is_swapped or not self._updates:
             return
         if average:
@@ -83,7 +83,7 @@ class Averaging:
 
     @torch.no_grad()
     def copy_into_module(self) -> None:
-        """Give the module the average for good. Nothing happens before the first update."""
+        """Copy the average into the module for good. Before the first update it does nothing."""
         if not self._updates:
             return
         self._share_buffers()
@@ -92,51 +92,44 @@ class Averaging:
         self._engine.refresh_model_weights()
 
     def _share_buffers(self) -> None:
-        """Give every rank the averages of rank 0's buffers, as `Checkpoints.synchronize_buffers` does buffers."""
+        """Give every rank rank 0's averages of buffers, as `Checkpoints.synchronize_buffers` does for buffers."""
         persistent = set(self._persistent)
         for buffer in [average for name, average in self._average if name in persistent]:
             moved = buffer.to(self._device)
             broadcast_from_rank_0([moved])
             buffer.copy_(moved)
 
-    # Checkpoints and the memory account
+    # For checkpoints and the memory account
 
     @contextmanager
     def out_of_module(self) -> Generator[None, None, None]:
-        """In it the module has its own values."""
+        """Inside, the module has its own values."""
         swapped = self._is_swapped
         self.swap_into_module(False)
         yield
         self.swap_into_module(swapped)
 
-    def resident(self, beside: str) -> Iterator[Resident]:
-        """The average; ``beside``: the memory of what is averaged."""
+    def resident(self, memory: str) -> Iterator[Resident]:
+        """The average, in host memory or in ``memory``, as the averaged tensors."""
         for _, tensor in self._average:
-            yield Resident("averages", "host" if self.place == "host" else beside, tensor)
+            yield Resident("averages", "host" if self.place == "host" else memory, tensor)
 
     def tensors(self) -> dict[str, BoxTensor]:
-        """FQN to the average, of parameters, and of persistent buffers where they are averaged; in place."""
-        own, found = self._boxes_by_name(), {}
+        """FQN to the live average, of parameters, and of persistent buffers if they are averaged."""
+        boxes, found = iter(self._average), {}  # in the order of names, then of chunks
         for name in (*self._parameters, *self._persistent):
             shape, dtype, chunks = self._places[name]
-            boxes = zip(chunks, own.get(name, ()), strict=True)
-            found[name] = BoxTensor(shape, dtype, {tuple(chunk.offsets): box for chunk, box in boxes})
+            found[name] = BoxTensor(shape, dtype, {tuple(chunk.offsets): next(boxes)[1] for chunk in chunks})
         return found
 
-    def _boxes_by_name(self) -> Mapping[str, Iterable[Tensor]]:
-        found: dict[str, list[Tensor]] = {}
-        for name, box in self._average:
-            found.setdefault(name, []).append(box)
-        return found
-
-    def saved(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """What Lightning dumped, with the number of updates under Lightning's own key."""
+    def add_count(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the number of updates to ``checkpoint``, under Lightning's own key."""
         self._share_buffers()
         return {**checkpoint, AVERAGING_STATE: {"n_averaged": torch.tensor(self._updates)}}
 
     @torch.no_grad()
-    def loaded(self, state: Mapping[str, Any], *, averages: bool) -> None:
-        """After a checkpoint was loaded: go on from its ``averages``, or begin with its weights."""
+    def continue_from(self, state: Mapping[str, Any], *, averages: bool) -> None:
+        """After a checkpoint was loaded: continue its ``averages``, or begin with its weights."""
         if averages:
             self._updates = int(state.get(AVERAGING_STATE, {}).get("n_averaged", 0))
             return

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, written and read in the portable directory, whatever the engine."""
+"""Save and load the checkpoints of a run as portable directories, for every engine."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -34,8 +33,8 @@ from lightning_shard.engines.unsharding import allowed
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
-from lightning_shard.run.buffers import OWN, own_buffers, restore_buffers
-from lightning_shard.run.ledger import RunLedger
+from lightning_shard.run.data import OWN_BUFFERS, own_buffers, restore_buffers
+from lightning_shard.run.dtype_ledger import DtypeLedger
 from lightning_shard.tensors.flat import torch_optimizer
 from lightning_shard.tensors.names import fqns, persistent_buffers
 from lightning_shard.tensors.tracing import tree_map_only
@@ -44,29 +43,32 @@ from lightning_shard.text import listed
 _VALUES = "optimizer_values"
 
 
-class Checkpoints(CheckpointIO):
-    """Saves and loads the tensors of an engine, and beside them what Lightning dumps."""
+class Checkpoints:
+    """Saves and loads an engine's tensors with the checkpoint that Lightning dumps."""
 
     def __init__(
-        self, *, settle: Callable[[], None] = lambda: None, configured: bool = False, save_frozen: bool = True
+        self, *, raise_nonfinite: Callable[[], None] = lambda: None, configured: bool = False, save_frozen: bool = True
     ) -> None:
-        """``settle`` raises, on all ranks, what was found of the last step. ``configured``: where hyperparameters
-        differ, the configuration's win. Without ``save_frozen`` checkpoints have digests of what was always frozen.
+        """``raise_nonfinite`` raises a pending error of the last step, on all ranks. ``configured``: the
+        configuration's hyperparameters win if they differ. Without ``save_frozen`` checkpoints have digests of
+        parameters that were always frozen.
         """
-        self._settle, self._configured, self._save_frozen = settle, configured, save_frozen
-        self.saver = Saver()  # What writes the checkpoints of all runs of a strategy, one after the other.
+        self._raise_nonfinite, self._configured, self._save_frozen = raise_nonfinite, configured, save_frozen
+        self.saver = Saver()  # Writes the checkpoints of all runs of a strategy, one after the other.
         self.opened: load.OpenCheckpoint | None = None
-        """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
+        """An open checkpoint that the next `load_checkpoint` may use."""
         self._loading: load.OpenCheckpoint | None = None
         self._converted: str | None = None
         self._training = False
         self.saved: list[str] = []
-        """Paths of the checkpoints with optimizers that were saved since `attach`, the newest first."""
+        """Paths of checkpoints with optimizer state that were saved since `attach_engine`, newest first."""
         self._base: dict[str, str] | None = None
-        """FQN to digest of what was frozen when fits of `module` began, ahead of what they went on from."""
+        """FQN to digest of frozen tensors when fits of `module` began, before a checkpoint was loaded."""
 
-    def attach(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, root: str) -> None:
-        """Save and load a module that ``engine`` prepared; in the folder ``root`` what others wrote is converted."""
+    def attach_engine(
+        self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: DtypeLedger | None, root: str
+    ) -> None:
+        """Attach a module that ``engine`` has prepared. Foreign checkpoints are converted in the folder ``root``."""
         self._base = self._base if module is vars(self).get("module") else None
         self.module, self._engine, self._policy, self._ledger = module, engine, policy, ledger
         self._offered = OfferedState(module)
@@ -75,19 +77,21 @@ class Checkpoints(CheckpointIO):
         self._values: list[dict[str, Any]] = []
         self.saved = []
 
-    def all_is_set_up(self) -> None:
-        """Keep the optimizers' own numbers as they are at first."""
+    def note_optimizer_values(self) -> None:
+        """Keep the first values of optimizers' own attributes."""
         self._values = own_values(self._engine.tensors.optimizers())
 
     def _changed_values(self) -> list[dict[str, Any]]:
-        """What `own_values` has of the optimizers that is not as it was when all was set up."""
+        """Attributes of optimizers (`own_values`) that differ from their first values."""
         pairs = zip(own_values(self._engine.tensors.optimizers()), self._values, strict=False)
         return [{n: v for n, v in new.items() if repr(v) != repr(old.get(n))} for new, old in pairs]
 
-    def check(self, trainer: Trainer) -> None:
-        """Refuse what no checkpoint of a fit can be saved with, where there will be some. ConfigurationError:
-        optimizers' state. CheckpointError: an object store for what is no directory, Hugging Face's layout,
-        callbacks' states that won't load. Hyperparameters that no checkpoint can have are named in a warning.
+    def refuse_unsavable(self, trainer: Trainer) -> None:
+        """Refuse, if checkpoints are to be saved, a fit that none can be saved of. All ranks call it.
+
+        ConfigurationError: optimizer state. CheckpointError: an object store for a file or a Hugging Face folder,
+        Hugging Face's layout, states of callbacks that would not load. A warning names hyperparameters that no
+        checkpoint can have.
         """
         stock = False
         for callback in trainer.checkpoint_callbacks:
@@ -116,8 +120,8 @@ class Checkpoints(CheckpointIO):
     # Save
 
     def state_dict(self) -> dict[str, Any]:
-        """FQN, tied ones too, to this rank's live tensor: full, a DTensor or shards of flat memory; of those alone that
-        the module's ``state_dict()`` has and ``on_save_checkpoint`` leaves in.
+        """FQN, including tied names, to this rank's live tensor: full, a DTensor or shards of flat memory. It has the
+        entries that ``state_dict()`` of the module has and ``on_save_checkpoint`` keeps.
         """
         with allowed(self.module):
             return self._offered.offer(self._engine.tensors.masters())
@@ -132,33 +136,35 @@ class Checkpoints(CheckpointIO):
         run: Mapping[str, Any] | None = None,
         background: bool = False,
     ) -> None:
-        """Write the checkpoint ``path``, in the form that its name says, complete or not at all. All ranks call it.
+        """Write the checkpoint ``path`` atomically, in the form of its name. All ranks call it.
 
-        ``checkpoint``: what Lightning dumped; rank 0's counts, as does its ``path``. ``own``: what each rank alone goes
-        on with. ``run``: name, step and time; None: never taken for that of a run. ``background``: see `Saver`.
-        CheckpointError, on every rank: the rank that failed (an older checkpoint stays), a failed earlier save in the
-        background, or ``storage_options``, fsspec's of an object store, for a path.
+        ``checkpoint``: Lightning's dump. Rank 0's dump and ``path`` count. ``own``: state of each rank alone. ``run``:
+        name, step and time. None: the checkpoint belongs to no run. ``background``: see `Saver`. CheckpointError, on
+        every rank: a rank failed (an older checkpoint stays), an earlier background save failed, or
+        ``storage_options``, which are fsspec's for object stores, were given for a path.
         """
         target = Ranks.of().broadcast(os.fspath(path))
         where = location(target, storage_options)
         mine = own_buffers(self.module)
         if own and not self._engine.shares_buffers:
-            own = {OWN: mine, **own}  # of a rank's own batches; in a validation those before it
+            own = {OWN_BUFFERS: mine, **own}  # During a validation ``own`` has the buffers from before it.
         self.synchronize()
         averaging = self.averaging
         if averaging is not None:
-            checkpoint = averaging.saved(checkpoint)
+            checkpoint = averaging.add_count(checkpoint)
         checkpoint, _ = plain_hyperparameters(checkpoint)
         checkpoint |= self._engine.checkpoint_metadata()
         leave_out = self._offered.left_out(checkpoint.pop("state_dict"))
-        left = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen()
-        base = left if self._base is None else self._base  # What was trained, and is frozen now, is in no other place.
+        left = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen_digests()
+        # A parameter that was trained first and is frozen now is saved nowhere else.
+        base = left if self._base is None else self._base
         left = {fqn: digest for fqn, digest in left.items() if fqn not in leave_out and digest == base.get(fqn)}
         with_optimizers = layout.OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
-            self._ledger.before_saving()
-        measured = self._ledger.measured()
+            if self._ledger is not None:
+                self._ledger.warn_of_parted_replicas()
+        measured = None if self._ledger is None else self._ledger.measured()
 
         def collect() -> Contents:
             tensors = self._engine.tensors
@@ -188,71 +194,69 @@ class Checkpoints(CheckpointIO):
 
         if with_optimizers:
             self.saved = [target, *(path for path in self.saved if path != target)]
-        # Only while there will be a step, or the end of training, at which the outcome is looked at.
+        # In the background only during training, since the next step or the end of training reports a failure.
         with nullcontext() if averaging is None else averaging.out_of_module():
-            if own and OWN in own:
-                restore_buffers(self.module, own[OWN])
+            if own and OWN_BUFFERS in own:
+                restore_buffers(self.module, own[OWN_BUFFERS])
                 self.synchronize_buffers()
             self.saver.save(where, collect, background=background and self._training, make_skeleton=self._skeleton)
-        restore_buffers(self.module, mine)  # A save changes no run.
+        restore_buffers(self.module, mine)  # A save does not change the run.
 
     def _skeleton(self) -> Skeleton:
         trainer = getattr(self.module, "trainer", None)
         return make_skeleton(self.module, [self.module, *filter(None, [getattr(trainer, "datamodule", None)])])
 
     def synchronize(self) -> None:
-        """Put what is stepped in place, and rank 0's buffers on every rank. All ranks call it."""
+        """Put stepped values into the module, and rank 0's buffers on every rank. All ranks call it."""
         self._engine.reshard_and_sync_masters()
         self.synchronize_buffers()
 
     def synchronize_buffers(self) -> None:
         """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
-        self._settle()
+        self._raise_nonfinite()
         broadcast_from_rank_0(dict.fromkeys(buffer for _, buffer in persistent_buffers(self.module)))
 
-    def _frozen(self) -> dict[str, str]:
+    def _frozen_digests(self) -> dict[str, str]:
         averages = None if self.averaging is None else self.averaging.tensors()
         return digests_of_frozen(self.module, self._engine.tensors.masters(), averages)
 
-    def _look_at_frozen(self, *, fits: bool) -> None:
-        """Ahead of what changes weights: those that a fit's module has frozen by itself need not be saved."""
+    def _digest_frozen(self, *, fits: bool) -> None:
+        """Before weights change: digest the frozen parameters, which need not be saved."""
         if fits and not self._save_frozen and self._base is None:
-            # Averages may be yet to begin with them.
+            # Averages may begin later.
             self._base = digests_of_frozen(self.module, self._engine.tensors.masters(), None)
 
     def remove_checkpoint(self, path: StrPath) -> None:
-        """Delete a checkpoint on rank 0, once another that is being written is complete. All ranks may call it."""
+        """Delete a checkpoint on rank 0, after a background save is complete. All ranks may call it."""
         self.saver.remove_checkpoint(path)
 
     # In the background
 
     def start_of_training(self) -> None:
-        """From here on saves may go on in the background. All ranks call it."""
+        """From here on saves may run in the background. All ranks call it."""
         self._training = True
-        self._look_at_frozen(fits=True)
+        self._digest_frozen(fits=True)
 
     def end_of_training(self) -> None:
-        """Have everything saved; CheckpointError: a save in the background has failed. All ranks call it."""
+        """Complete all saves. CheckpointError: a background save failed. All ranks call it."""
         self._training = False
-        self._engine.reshard_and_sync_masters()  # what hooks have written since the last step
-        self._settle()
+        self._engine.reshard_and_sync_masters()  # for values that hooks wrote since the last step
+        self._raise_nonfinite()
         self.saver.finish_background_save()
 
-    def end(self) -> None:
-        """Let the save in the background come to its end, in whatever state the run is: no rank communicates here."""
+    def end_saving(self) -> None:
+        """Wait for a background save in any state of the run, without communication."""
         self._training = False
         if (failure := self.saver.free_buffers()) is not None:
             rank_zero_warn(f"A checkpoint could not be saved in the background: {failure}")
 
     # Load
 
-    def load_checkpoint(
-        self, path: StrPath, map_location: Any = None, weights_only: bool | None = None, *, fits: bool = True
-    ) -> dict[str, Any]:
-        """Read ``trainer.pt``, and for a fit what ranks keep of themselves; the tensors follow in `load_tensors`. All
-        ranks call it. Other forms are first converted into a directory below the run's folder, which is removed after
-        loading. ``map_location`` and ``weights_only`` are not looked at: nothing in a checkpoint is ever unpickled
-        freely.
+    def load_checkpoint(self, path: StrPath, *, fits: bool = True) -> dict[str, Any]:
+        """Read ``trainer.pt``, and for a fit the states of ranks. `load_tensors` reads the tensors. All ranks call it.
+
+        Other forms are first converted into a directory in the run's folder, which is removed after loading. Nothing in
+        a checkpoint is unpickled freely.
         """
         given = path
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
@@ -260,18 +264,18 @@ class Checkpoints(CheckpointIO):
         opened, self.opened = self.opened, None
         is_open = opened is not None and str(opened.path) == str(location(path))
         self._loading = opened if opened is not None and is_open else load.open_checkpoint(path)
-        self._loading.directory.path = location(given)  # which errors name
+        self._loading.directory.path = location(given)  # errors name this path
         state = load.with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
         self._loading = replace(self._loading, trainer_state=state)
         return {**state, "state_dict": self._loading.state_dict() if _follows_names(self.module) else {}}
 
     def _convert(self, path: StrPath) -> str:
-        """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
+        """Convert a foreign checkpoint into a portable directory, and return its path. All ranks call it."""
         ranks = Ranks.of()
         target = ranks.broadcast(str(location(self._root).absolute() / f".converted-{layout.new_token()}.ckpt"))
         rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
         live = self._engine.tensors.optimizers()
-        names = partial(ModuleNames.of, self.module, live)  # which a stock file lacks
+        names = partial(ModuleNames.of, self.module, live)  # A stock file lacks these names.
         opened = partial(open_any, path, names, optimizers="named" if live else "none")
         stored = ranks.agree(f"opening {path}", opened)
         self._converted = target
@@ -296,22 +300,22 @@ class Checkpoints(CheckpointIO):
         """Read the tensors into the live parameters and buffers, and with ``optimizers`` into their slots. All ranks
         call it.
 
-        ``hooked``: what ``on_load_checkpoint`` made of it; optimizers that it lacks begin anew. ``strict``: refuse
-        missing and unexpected tensors. ``schedules``: Lightning's, which get their state after this. ``begins``: a run
-        begins with it: whose hyperparameters win is said. ``averaged``: weights get their averages. CheckpointError: on
-        every rank, before anything was changed.
+        ``hooked``: the checkpoint after ``on_load_checkpoint``. Optimizers that it lacks begin without state.
+        ``schedules``: Lightning's, whose state is loaded later. ``strict``: refuse missing and unexpected tensors.
+        ``begins``: a run begins with it, and a warning names the hyperparameters that win. ``averaged``: parameters get
+        their averages. CheckpointError: on every rank, before anything is changed.
         """
         assert self._loading is not None
         self.synchronize()
-        self._look_at_frozen(fits=optimizers)
-        # What a learning rate finder wrote ahead of its steps is taken as it is: no run begins with it.
+        self._digest_frozen(fits=optimizers)
+        # A learning rate finder restores its own checkpoint as it is: no run begins with it.
         begins = begins and not self._loading.path.name.startswith(".lr_find_")
         tensors, state, configured = self._engine.tensors, self._loading.trainer_state, self._configured and begins
         edited = None
         if hooked is not None and state.get(layout.OPTIMIZER_STATES):
             optimizers = optimizers and bool(hooked.get(layout.OPTIMIZER_STATES))
         try:
-            # Steps that leave nothing, after which a checkpoint of before them is loaded, are made without schedules.
+            # Trial steps are undone by a checkpoint from before them, and run without schedules.
             settled = optimizers and begins and not self._loading.path.name.startswith(".trial_")
             schedulers = resolve_schedules(schedules, hooked or state, configured=configured) if settled else []
             if hooked is not None and _follows_names(self.module):
@@ -329,14 +333,14 @@ class Checkpoints(CheckpointIO):
             )
         finally:
             if self._converted is not None:
-                self._loading.directory.close()  # an error's frames keep it, and what is read is not removed
+                self._loading.directory.close()  # An error's frames keep it, and open files can't be removed.
             self._loading = None
             self.remove_converted()
         if begins:
-            _warn_of(report, [*report.overridden, *schedulers], strict=strict, configured=configured)
+            _warn_of_load(report, [*report.overridden, *schedulers], strict=strict, configured=configured)
         self._engine.refresh_model_weights()
         if self.averaging is not None:
-            self.averaging.loaded(state, averages=report.averages)
+            self.averaging.continue_from(state, averages=report.averages)
         if optimizers:
             own = state.get(layout.RUN_STATE, {}).get("ranks", [])
             values = own[Ranks.of().rank % len(own)].get(_VALUES, []) if own else []
@@ -346,10 +350,10 @@ class Checkpoints(CheckpointIO):
 
 
 def _first_states(trainer: Any) -> dict[str, Any]:
-    """What callbacks would save now, without tensors."""
+    """States of callbacks as of now, without tensors."""
     states: dict[str, Any] = {}
     for callback in trainer.callbacks:
-        with suppress(Exception):  # of what it makes later
+        with suppress(Exception):  # a callback may not be set up yet
             states[callback.state_key] = tree_map_only(torch.Tensor, lambda _: 0, callback.state_dict())
     return states
 
@@ -360,12 +364,12 @@ def _follows_names(module: nn.Module) -> bool:
     return own or is_overridden("on_load_checkpoint", module, parent=LightningModule)
 
 
-def _warn_of(report: load.LoadReport, differing: Sequence[str], *, strict: bool, configured: bool) -> None:
-    """Say what was not loaded, and whose hyperparameters win where they differ."""
-    for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
+def _warn_of_load(report: load.LoadReport, differing: Sequence[str], *, strict: bool, configured: bool) -> None:
+    """Warn of tensors that were not loaded, and say whose hyperparameters win if they differ."""
+    for outcome, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
         if names:
             why = "The module's own code leaves them out" if strict else "strict_loading is False"
-            rank_zero_warn(f"{why}: these {what} ({len(names)}): {listed(sorted(names), most=5)}.")
+            rank_zero_warn(f"{why}: these {outcome} ({len(names)}): {listed(sorted(names), most=5)}.")
     if differing:
         rank_zero_warn(
             f"The configuration's hyperparameters win: {'; '.join(differing)} as in the checkpoint."

@@ -1,11 +1,9 @@
-"""What the parts of a run are told of a Trainer, what all ranks must have the same before they begin, and what is done
-in place of Lightning: choose what it resumes from, take signals.
-"""
+"""Facts of a Trainer for a run's parts, comparisons of ranks before a fit, and replaced calls of Lightning."""
 
 import hashlib
 import math
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,13 +30,13 @@ from lightning_shard.precision.casting import widen_statistics
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.memory import Memory
-from lightning_shard.run.nonfinite import roll_back
-from lightning_shard.run.preemption import Preemption, RunIdentity, checkpoint_folders
+from lightning_shard.run.nonfinite import roll_back_if_due
+from lightning_shard.run.preemption_save import Preemption, RunIdentity, checkpoint_folders
+from lightning_shard.run.run_memory import RunMemory
 
 
 def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: DeviceMesh) -> Run:
-    """What an engine is told of a Trainer's run. All ranks call it; the other arguments are `Run`'s."""
+    """Make the `Run` of a Trainer, for an engine. All ranks call it."""
 
     def total_steps() -> int | None:
         steps = trainer.estimated_stepping_batches
@@ -46,7 +44,7 @@ def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: De
 
     module = trainer.lightning_module
     if trainer.state.fn == TrainerFn.FITTING:
-        rank_zero_info(_set_up(trainer, planned, mesh))
+        rank_zero_info(_summary(trainer, planned, mesh))
     return Run(
         planned=planned,
         device=device,
@@ -54,7 +52,7 @@ def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: De
         seed=int(Ranks.of().broadcast(torch.initial_seed())),
         fitting=trainer.state.fn == TrainerFn.FITTING,
         automatic=module.automatic_optimization,
-        # One that steps by itself may let batches pass without a step.
+        # Manual steps, and an own `optimizer_step`, may let batches pass without a step.
         foresees_steps=module.automatic_optimization and not is_overridden("optimizer_step", module),
         trainer=TrainerFacts(
             micro_batch_size=loaders.train_batch_size(trainer),
@@ -66,9 +64,9 @@ def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: De
     )
 
 
-def _set_up(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
-    parameters = [p for p in trainer.lightning_module.parameters() if not is_lazy(p)]  # which engines refuse
-    # What ZeRO-3 has sharded is empty; DTensors have their full size.
+def _summary(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
+    parameters = [p for p in trainer.lightning_module.parameters() if not is_lazy(p)]  # engines refuse lazy ones
+    # Parameters of ZeRO-3 are empty. DTensors have their full size.
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     frozen = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if not p.requires_grad)
     axes = dict(zip(mesh.mesh_dim_names or (), map(str, mesh.shape), strict=True))
@@ -82,7 +80,7 @@ _PLAIN = (str, int, float, bool, type(None), tuple)
 
 
 def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:
-    """Names and values of what must not differ between ranks: the ``strategy``'s ``settings`` and hyperparameters."""
+    """Settings of the ``strategy`` and the Trainer, and hyperparameters, that must be equal on all ranks."""
     found = {"strategy": type(strategy).__name__, "precision": str(trainer.precision)}
     found |= {f"strategy.{name}": repr(value) for name, value in settings.items()}
     found |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in _COMPARED}
@@ -94,8 +92,8 @@ def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Tr
 
 
 def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) -> None:
-    """Let callbacks with a hook ``before_sharding(trainer, module)``, and ``layer_sync``, which puts synchronised batch
-    norms in, see the module while its parameters are full, or on the meta device.
+    """Call ``before_sharding(trainer, module)`` of callbacks that have it, and insert synchronised batch norms, while
+    parameters are full or on the meta device.
     """
     if layer_sync is not None:
         layer_sync.apply(module)
@@ -105,21 +103,21 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
 
 
 def lay_out_tensors(module: LightningModule) -> None:
-    """Lay out every parameter row by row, as in shards: kernels round by it. Statistics in 16 bits become fp32."""
+    """Make every parameter contiguous, as shards are: strides change rounding. 16-bit statistics become fp32."""
     widen_statistics(module)
     for parameter in (p for p in module.parameters() if p.layout == torch.strided and not is_lazy(p)):
-        # `is_contiguous` looks at no dim of size 1, and kernels do.
+        # `is_contiguous` ignores dims of size 1, but kernels do not.
         if parameter.stride() != torch.empty(parameter.shape, device="meta").stride():
             parameter.data = parameter.data.contiguous().flatten().view(parameter.shape)
 
 
 def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> None:
-    """Ahead of a training batch that begins a step, give all ranks, which call it, rank 0's buffers, as under DDP, and
-    drop the last step's gradients, which Lightning would keep beside forward's activations.
+    """Before a training batch that begins a step, give all ranks rank 0's buffers, as DDP does, and drop the last
+    step's gradients, which would lie in memory during forward. All ranks call it.
     """
     automatic = trainer.lightning_module.automatic_optimization
     if automatic and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
-        return  # Lightning drops no gradients in this batch.
+        return  # Lightning drops no gradients in this batch either.
     if engine.shares_buffers:
         buffers.share()
     if automatic and not callbacks.watches_zero_grad(trainer):
@@ -127,7 +125,7 @@ def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> Non
 
 
 def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:
-    """``optimizers``, all ranks call it; a ConfigurationError on each names settings that differ between ranks."""
+    """Return ``optimizers``. All ranks call it. ConfigurationError: settings that differ between ranks."""
     own = _hyperparameters(optimizers)
     ranks = Ranks.of()
     digests = ranks.gather(hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()[:16])
@@ -139,7 +137,7 @@ def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:
     found = "; ".join(f"{n} is {first.get(n, 'not there')} and {differing.get(n, 'not there')}" for n in names[:4])
     raise ConfigurationError(
         f"configure_optimizers makes other optimizers on rank {other} than on rank 0: {found}. Ranks step shards of "
-        "the same parameters: derive hyperparameters from what is the same on every rank."
+        "the same parameters: derive hyperparameters from values that are the same on every rank."
     )
 
 
@@ -151,12 +149,12 @@ def _hyperparameters(optimizers: list[Optimizer]) -> dict[str, str]:
         for number, group in enumerate(optimizer.param_groups):
             own = f"of group {number} of {name}"
             found[f"the number of parameters {own}"] = str(len(group["params"]))
-            found |= {f"{key} {own}": _text(value) for key, value in group.items() if key != "params"}
+            found |= {f"{key} {own}": _shown(value) for key, value in group.items() if key != "params"}
     return found
 
 
-def _text(value: Any) -> str:
-    # What prints an address differs on every rank.
+def _shown(value: Any) -> str:
+    # Objects that print an address differ on every rank.
     plain = isinstance(value, int | float | str | bool | tuple | list | type(None))
     return repr(value) if plain else type(value).__qualname__
 
@@ -172,19 +170,19 @@ def without_reduction(engine: Engine) -> Generator[None, None, None]:
 
 
 def is_interrupted(trainer: Trainer | None, engine: Engine | None) -> bool:
-    """Whether an error has ended a run in which all ranks save together, and of which others may be anywhere."""
+    """Whether an error has ended the run. Then other ranks may be anywhere, and nothing may communicate."""
     if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
         return False
     return engine is None or trainer.world_size > 1
 
 
-# What a run does in place of Lightning
+# Calls of Lightning that a run replaces
 
 
-def take_over(
+def replace_defaults(
     replacements: Replacements, trainer: Trainer, run: RunIdentity, checkpoints: Checkpoints, preemption: Preemption
 ) -> None:
-    """Keep the order of data that the loaders say, and choose checkpoints and take signals in Lightning's place."""
+    """Keep the loaders' order of data, choose the checkpoint to resume from, and handle signals."""
     loaders.keep_order(replacements, trainer)
     fitting = trainer.state.fn == TrainerFn.FITTING
 
@@ -197,32 +195,23 @@ def take_over(
     if preemption.signals:
         loops.keep_out_signal_handlers(replacements, trainer)
         if fitting:
-            preemption.take_over_signals()  # which end the process elsewhere
+            preemption.take_over_signals()  # outside of fits signals end the process
 
 
-GoBack = Callable[[Callable[[str], None]], None]
-
-
-def after_batches(
-    replacements: Replacements,
-    trainer: Trainer,
-    checkpoints: Checkpoints,
-    saves: HeldSaves,
-    preemption: Preemption,
-    go_back: GoBack,
+def hook_batch_end(
+    replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints, saves: HeldSaves, preemption: Preemption
 ) -> None:
-    """After each batch save what is due, then ``go_back`` to a checkpoint or stop, which saves, where that is due."""
-    restore, stop = partial(roll_back, trainer, checkpoints), partial(preemption.after_batch, trainer)
-    clock = loops.validate_by_one_clock(
-        trainer, trainer.strategy.broadcast
-    )  # ahead of what asks if a validation follows
-    loops.after_each_batch(replacements, trainer, clock, saves.after_batch, partial(go_back, restore), stop)
+    """After each batch: save a held save, go back to a checkpoint, or save and stop."""
+    go_back, stop = partial(roll_back_if_due, trainer, checkpoints), partial(preemption.stop_after_batch, trainer)
+    # Before `Preemption.stop_after_batch`, which asks if a validation follows.
+    clock = loops.validate_by_one_clock(trainer, trainer.strategy.broadcast)
+    loops.after_each_batch(replacements, trainer, clock, saves.after_batch, go_back, stop)
 
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
-    """Change ``accumulate_grad_batches`` to keep the newest checkpoint's micro-batches in a step. All ranks call it."""
+    """Keep the number of micro-batches per step of the newest checkpoint. All ranks call it."""
     if callbacks.callbacks_of(trainer, GradientAccumulationScheduler):
-        return  # It alone says how many.
+        return  # It sets the number.
     folders = checkpoint_folders(trainer)
     before = Ranks.of().first("reading the batches of a step", lambda: identity.micro_batches(folders))
     keeps, rest = divmod(before or 0, trainer.world_size)
@@ -234,7 +223,7 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
         trainer.accumulate_grad_batches = keeps
 
 
-def settle_fit(
+def hold_saves(
     replacements: Replacements,
     trainer: Trainer,
     engine: Engine,
@@ -242,7 +231,7 @@ def settle_fit(
     saves: HeldSaves,
     async_save: bool | str,
 ) -> None:
-    """Count sharded parameters, and hold saves until a step has ended."""
+    """Let Lightning's summary count sharded parameters, and hold saves until a step has ended."""
     if engine.gathers_in_forward and not engine.follows_freezing:
         callbacks.count_partitioned(replacements, trainer)
     saver = checkpoints.saver
@@ -251,8 +240,8 @@ def settle_fit(
     saves.begin(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
 
 
-def begin_averaging(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None) -> None:
-    """Let an `EMACallback`, if any, average what is engaged; ConfigurationError: that lies in files."""
+def attach_averages(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: RunMemory | None) -> None:
+    """Attach the average of an `EMACallback`, if any. ConfigurationError: the masters lie in files."""
     for callback in callbacks.callbacks_of(trainer, EMACallback):
         if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.memory_breakdown()):
             raise ConfigurationError(
@@ -265,8 +254,8 @@ def begin_averaging(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, 
         checkpoints.averaging = memory.averaging = averaging
 
 
-def keeps_optimizers(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether a run that is no fit leaves a fit's optimizers, for saves: they step the module's parameters."""
+def keep_optimizers(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
+    """Keep a fit's optimizers in an evaluation, for saves, if they step the module's parameters."""
     present = {id(parameter) for parameter in module.parameters()}
     stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if engine.steps_itself or not all(id(parameter) in present for parameter in stepped):

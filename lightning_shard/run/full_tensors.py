@@ -1,5 +1,6 @@
-"""Reading and changing a full parameter, gradient or optimizer state by FQN, the same on every engine; and a
-LightningModule from a checkpoint directory, on one process.
+"""Read and change a full parameter, gradient or optimizer state by FQN, the same on every engine.
+
+`load_from_checkpoint` makes a LightningModule from a checkpoint directory, on one process.
 """
 
 import hashlib
@@ -35,34 +36,40 @@ def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor |
     """A copy of a full tensor, the same on every rank. Collective: all ranks call it.
 
     Args:
-        trainer: in a run with a strategy of this package; optimizer state and gradients are there in a fit alone.
+        trainer: in a run with a strategy of this package. Optimizer state and gradients exist in a fit only.
         fqn: the parameter's name in the LightningModule, as in its ``named_parameters()`` before the fit.
-        kind: "parameter": what the optimizer steps (the master weights); "gradient": reduced over all ranks, there
-            from backward to the step (ZeRO-1 and -2 of one optimizer reduce it once, in manual optimization at the
-            step: from ``on_before_optimizer_step``); else the optimizer's name of a slot, such as "exp_avg".
+        kind: "parameter": the master weights, which the optimizer steps. "gradient": reduced over all ranks, from
+            backward to the step (ZeRO-1 and -2 of one optimizer reduce it once, in manual optimization at the step:
+            from ``on_before_optimizer_step``). Else the optimizer's name of a slot, such as "exp_avg".
 
     Returns:
-        The tensor in the dtype that it is held in; None for a gradient or a slot that is not there.
+        The tensor in its own dtype. None for a gradient or a slot that does not exist.
 
     Raises:
         ConfigurationError: another strategy, or no such parameter, with the nearest names.
     """
-    return read_full(*_in_run(trainer), fqn, kind, device=trainer.strategy.root_device)
+    return read_full(*_engine_of(trainer), fqn, kind, device=trainer.strategy.root_device)
 
 
 def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "parameter") -> None:
-    """Give a full tensor new values, on every rank and where forward sees them. Collective: all ranks call it.
+    """Write a full tensor on every rank. The next forward sees it. Collective: all ranks call it.
 
     Args:
         trainer: as for `full_tensor`.
         fqn: as for `full_tensor`.
-        value: equal on all ranks, of the full tensor's shape; it is cast to the dtype that the tensor is held in.
+        value: equal on all ranks, of the full tensor's shape. It is cast to the tensor's dtype.
         kind: as for `full_tensor`.
 
     Raises:
-        ConfigurationError: as for `full_tensor`; a gradient or slot that is not there; another shape.
+        ConfigurationError: as for `full_tensor`, a missing gradient or slot, or another shape.
     """
-    write_full(*_in_run(trainer), fqn, value, kind)
+    engine, checkpoints = _engine_of(trainer)
+    live = _live_tensor(engine, checkpoints, fqn, kind)
+    if live is None:
+        raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
+    _write(live, fqn, value, kind)
+    if kind == "parameter":
+        engine.refresh_model_weights()
 
 
 @contextmanager
@@ -79,40 +86,40 @@ def full_parameters(
             for name, weight in tensors.items():  # one full tensor at a time
                 weight.clamp_(-1, 1)
 
-    A tensor is gathered when it is taken. With ``write`` a tensor may be changed in place. One from a loop over
-    ``items()`` or ``values()`` is written when the loop goes on, so that memory has one full tensor, and a later change
-    of it is refused. One from ``tensors[name]`` is kept, and written on leaving. ``tensors[name] = value`` writes at
-    once. Forward sees the new values from leaving on. After an exception inside nothing more is written, and nothing
+    A tensor is gathered when it is taken. With ``write`` it may be changed in place. One from a loop over ``items()``
+    or ``values()`` is written when the loop goes on, so that memory holds one full tensor, and a later change of it is
+    refused. One from ``tensors[name]`` is kept, and written on leaving. ``tensors[name] = value`` writes at once.
+    Forward sees the new values from leaving on. After an exception inside nothing more is written, and nothing
     communicates.
 
     Args:
         trainer: as for `full_tensor`.
-        names: FQNs, or patterns such as "encoder.*.weight", one or several; None: all parameters, frozen ones too. A
-            tied parameter is there once, and is found by each of its names.
-        kind: "parameter" or "gradient", as for `full_tensor`; a parameter without a gradient is left out.
-        write: write back; without it the tensors are copies.
+        names: FQNs, or patterns such as "encoder.*.weight", one or several. None: all parameters, frozen ones too. A
+            tied parameter is included once, and is found by each of its names.
+        kind: "parameter" or "gradient", as for `full_tensor`. Parameters without a gradient are left out.
+        write: write changes back. Else the tensors are copies.
 
     Yields:
-        A mapping from FQN to full tensor, in the dtype that it is held in, without ``requires_grad``.
+        A mapping from FQN to full tensor, in its own dtype, without ``requires_grad``.
 
     Raises:
         ConfigurationError: another strategy, no such parameter, ranks that ask for other tensors, a value of another
             shape.
     """
-    engine, checkpoints = _in_run(trainer)
+    engine, checkpoints = _engine_of(trainer)
     if kind not in ("parameter", "gradient"):
         raise ConfigurationError(f'kind is {kind!r}, but must be "parameter" or "gradient": full_tensor reads others.')
     names_of = partial(fqns, checkpoints.module)
-    asked = _asked(names, names_of(), named_parameters(checkpoints.module))
+    asked = _requested(names, names_of(), named_parameters(checkpoints.module))
     live: Mapping[str, LiveTensor | None]
     if kind == "gradient":
         engine.reshard_and_sync_masters()
         known = names_of()
         live = {name: engine.tensors.gradient(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
         asked = {fqn: name for fqn, name in asked.items() if live[name] is not None}
-        _compare(asked, kind, write=write)
+        _refuse_other_requests(asked, kind, write=write)
     else:
-        _compare(asked, kind, write=write)
+        _refuse_other_requests(asked, kind, write=write)
         checkpoints.synchronize()
         known, masters = names_of(), engine.tensors.masters()
         live = {name: masters.get(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
@@ -123,14 +130,14 @@ def full_parameters(
         yield tensors
         tensors.write_kept()
     finally:
-        tensors.close()
+        tensors.close_tensors()
     if write and kind == "parameter":
         engine.refresh_model_weights()
     tensors.refuse_late_changes()
 
 
 class FullTensors(Mapping[str, Tensor]):
-    """See `full_parameters`."""
+    """Full tensors by name, as `full_parameters` yields them."""
 
     def __init__(
         self,
@@ -142,19 +149,19 @@ class FullTensors(Mapping[str, Tensor]):
         begin_writing: Callable[[], None] | None,
         device: torch.device,
     ) -> None:
-        """``shown``: FQN to the name that it was asked for by, which is its key in ``live`` and here. ``begin_writing``
-        is called ahead of each write; None: nothing is to be written.
+        """``shown``: FQN to the requested name, which is its key in ``live`` and here. ``begin_writing`` is called
+        before each write. None: read only.
         """
         self._live, self._shown, self._names, self._kind = live, shown, names, kind
         self._begin_writing, self._device, self._closed = begin_writing, device, False
-        self._kept: dict[str, Tensor] = {}  # To be written on leaving.
-        self._written: list[tuple[str, Tensor, int]] = []  # Of those written so far a counter of changes and its count.
+        self._kept: dict[str, Tensor] = {}  # written on leaving
+        self._written: list[tuple[str, Tensor, int]] = []  # name, `_change_counter` and count when it was written
 
     def __getitem__(self, name: str) -> Tensor:
         key = self._key(name)
         if key in self._kept:
             return self._kept[key]
-        with torch.inference_mode(mode=False):  # Its tensors count no changes.
+        with torch.inference_mode(mode=False):  # Inference tensors count no changes.
             full = gather_full(self._live[key], device=self._device)
         if self._begin_writing is not None:
             self._kept[key] = full
@@ -163,7 +170,7 @@ class FullTensors(Mapping[str, Tensor]):
     def __setitem__(self, name: str, value: Tensor) -> None:
         key = self._key(name)
         if self._begin_writing is None:
-            raise ConfigurationError("full_parameters writes nothing as it was entered: give it write=True.")
+            raise ConfigurationError("full_parameters was entered to read, but a tensor is set: give it write=True.")
         self._write(key, value)
         if (kept := self._kept.get(key)) is not None and kept is not value:
             del self._kept[key]
@@ -185,7 +192,7 @@ class FullTensors(Mapping[str, Tensor]):
         return _ValuesOneByOne(self)
 
     def one_by_one(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of each; one that was not taken before is written and dropped when the next is asked for."""
+        """Yield each name and tensor. A tensor that was not taken before is written and dropped at the next one."""
         for name in self:
             kept = name in self._kept
             yield name, self[name]
@@ -215,7 +222,7 @@ class FullTensors(Mapping[str, Tensor]):
                 "is written on leaving."
             )
 
-    def close(self) -> None:
+    def close_tensors(self) -> None:
         self._closed = True
         self._kept.clear()
 
@@ -248,14 +255,14 @@ class _ValuesOneByOne(ValuesView[Tensor]):
 
 
 def _change_counter(full: Tensor) -> tuple[Tensor, int]:
-    """A tensor without memory that counts the in-place changes of ``full`` as autograd does, and their number."""
-    counter = full.detach()  # It shares the counter, and keeps it when it gets other data.
+    """An empty tensor that shares the version counter of ``full``, and the present count."""
+    counter = full.detach()  # It shares the counter, and keeps it with other data.
     counter.data = torch.empty(0, dtype=full.dtype, device=full.device)
     return counter, version(counter)
 
 
-def _asked(names: str | Iterable[str] | None, known: Names, parameters: Mapping[str, Any]) -> dict[str, str]:
-    """FQN to the name that it is asked for by, each tensor once."""
+def _requested(names: str | Iterable[str] | None, known: Names, parameters: Mapping[str, Any]) -> dict[str, str]:
+    """FQN to requested name, each tensor once."""
     if names is None:
         return dict(zip(parameters, parameters, strict=True))
     asked: dict[str, str] = {}
@@ -264,14 +271,14 @@ def _asked(names: str | Iterable[str] | None, known: Names, parameters: Mapping[
         if {"*", "?"} & set(name):
             found = [fqn for fqn in (*parameters, *known.aliases) if fnmatchcase(fqn, name)]
             if not found:
-                raise ConfigurationError(f"no parameter of the module is named as {name!r} says.")
+                raise ConfigurationError(f"no parameter of the module matches {name!r}.")
         for fqn in found:
             asked.setdefault(known.canonical(fqn), fqn)
     return asked
 
 
-def _compare(asked: Mapping[str, str], kind: str, *, write: bool) -> None:
-    """Refuse, on all ranks, other tensors on some of them: each would wait for the others in another one."""
+def _refuse_other_requests(asked: Mapping[str, str], kind: str, *, write: bool) -> None:
+    """Refuse, on all ranks, requests that differ between ranks: their collectives would not match."""
     ranks = Ranks.of()
     digest = hashlib.sha256("\n".join(asked).encode()).hexdigest()
     if len(set(ranks.gather((kind, write, digest)))) == 1:
@@ -285,7 +292,7 @@ def _compare(asked: Mapping[str, str], kind: str, *, write: bool) -> None:
     )
 
 
-def _in_run(trainer: Trainer) -> tuple[Engine, Checkpoints]:
+def _engine_of(trainer: Trainer) -> tuple[Engine, Checkpoints]:
     strategy = trainer.strategy
     if not isinstance(checkpoints := getattr(strategy, "checkpoints", None), Checkpoints):
         raise ConfigurationError(
@@ -298,17 +305,8 @@ def _in_run(trainer: Trainer) -> tuple[Engine, Checkpoints]:
 def read_full(
     engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str = "parameter", *, device: torch.device
 ) -> Tensor | None:
-    live = _live(engine, checkpoints, fqn, kind)
+    live = _live_tensor(engine, checkpoints, fqn, kind)
     return None if live is None else gather_full(live, device=device)
-
-
-def write_full(engine: Engine, checkpoints: Checkpoints, fqn: str, value: Tensor, kind: str = "parameter") -> None:
-    live = _live(engine, checkpoints, fqn, kind)
-    if live is None:
-        raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
-    _write(live, fqn, value, kind)
-    if kind == "parameter":
-        engine.refresh_model_weights()
 
 
 def _write(live: LiveTensor, fqn: str, value: Tensor, kind: str) -> None:
@@ -320,7 +318,7 @@ def _write(live: LiveTensor, fqn: str, value: Tensor, kind: str) -> None:
     scatter_full(value, live)
 
 
-def _live(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) -> LiveTensor | None:
+def _live_tensor(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) -> LiveTensor | None:
     if kind == "parameter":
         checkpoints.synchronize()
     elif kind == "gradient":
@@ -343,15 +341,15 @@ M = TypeVar("M", bound=LightningModule)
 def load_from_checkpoint(module_class: type[M], path: StrPath, *, strict: bool | None = None, **kwargs: Any) -> M:
     """Build a module as ``module_class.load_from_checkpoint`` does and fill it from the directory ``path``.
 
-    Each process by itself: every tensor is full and on the host. A module that ``configure_model`` builds on the meta
-    device is given memory first, and needs every tensor to be in the checkpoint.
+    Each process loads by itself. Every tensor is full and on the host. A module that ``configure_model`` builds on the
+    meta device gets memory first, and needs every tensor to be in the checkpoint.
 
     Args:
-        module_class: the class that was trained; its ``save_hyperparameters`` values in the checkpoint are its
+        module_class: class of the trained module. Its ``save_hyperparameters`` values in the checkpoint are its
             arguments.
         path: a checkpoint directory.
-        strict: refuse missing and unexpected tensors; None: the module's own ``strict_loading``.
-        **kwargs: arguments in place of those in the checkpoint, or that it does not have.
+        strict: refuse missing and unexpected tensors. None: the module's own ``strict_loading``.
+        **kwargs: arguments that replace, or add to, the checkpoint's.
 
     Raises:
         CheckpointError: no such checkpoint, a damaged one, or one that does not fit.
@@ -371,12 +369,12 @@ def load_from_checkpoint(module_class: type[M], path: StrPath, *, strict: bool |
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The state dict in .* contains no parameters|Found keys that are in")
-        # Lightning builds the module and calls its hooks; the tensors follow.
+        # Lightning builds the module and calls its hooks. The tensors are loaded below.
         hooks = {"on_load_checkpoint": follow, "load_state_dict": nn.Module.load_state_dict}
         reader = cast(type[M], type(module_class.__name__, (module_class,), hooks))
         module = reader.load_from_checkpoint(stand_in, strict=False, weights_only=True, **kwargs)
         module.__class__ = module_class
-    # What is on the meta device gets memory; buffers that a checkpoint does not have get their values.
+    # Meta tensors get memory, and buffers that a checkpoint does not have get their values.
     materializer = Materializer(module, device=torch.device("cpu"), seed=0)
     materializer.fill(materializer.fqns)
     strict = module.strict_loading if strict is None else strict

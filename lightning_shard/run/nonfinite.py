@@ -1,4 +1,4 @@
-"""Losses and gradients of inf or NaN: seen by all ranks together, and answered as the user asked."""
+"""Losses and gradients of inf or NaN: found on all ranks together, then an error, a skipped step or a rollback."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -35,12 +35,12 @@ Action = Literal["raise", "skip", "rollback"]
 @checked_fields("nonfinite")
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """What a fit does at a loss or a gradient of inf or NaN."""
+    """Action of a fit on a loss or a gradient of inf or NaN."""
 
     action: Action
-    """"raise": end the run, one step later, before anything is saved, so that no step waits for the device; "skip":
-    leave the step out on every rank; "rollback": leave it out and go back to the newest checkpoint of this fit (or that
-    it resumed from): weights, optimizers, schedulers, loss scale, generators and ``global_step``; the data goes on."""
+    """"raise": end the run one step later, before anything is saved, so that no step waits for the device. "skip": skip
+    the step on every rank. "rollback": skip it and go back to the newest checkpoint of this fit (or the one it resumed
+    from): weights, optimizers, schedulers, loss scale, generators and ``global_step``. The data goes on."""
 
     limit: int = 3
     """Steps skipped in a row, or rollbacks in all, after which it raises."""
@@ -55,49 +55,51 @@ class NonFinite:
 
 
 class NonFiniteWatch:
-    """Looks at the losses and gradients of a fit. All ranks call each method at the same point of a step."""
+    """Checks the losses and gradients of a fit. All ranks call each method at the same point of a step."""
 
     def __init__(self, config: NonFinite, module: nn.Module, engine: Engine, *, device: torch.device) -> None:
-        """``module``: whose outputs are looked at where ``find_module`` asks for it; ``engine`` prepared it."""
+        """``engine`` has prepared ``module``, whose outputs are checked under ``find_module``."""
         self._config, self._module, self._engine, self._device = config, module, engine, device
-        self._loss = self._no()
+        self._loss = self._false()
         self._pending: tuple[int, Callable[[], Tensor]] | None = None
         self._outputs: list[tuple[str, Tensor]] = []
-        self._closing = ExitStack()
+        self._hooks = ExitStack()
         self.steps = 0  # Steps with a loss or gradient of inf or NaN so far.
         self._in_a_row = 0
-        self.rollback_due: str | None = None  # Why the fit has to go back to a checkpoint; None: it goes on.
+        self.rollback_due: str | None = None  # Reason to go back to a checkpoint. None: the fit goes on.
         if config.find_module:
             for name, part in module.named_modules():
-                self._closing.callback(part.register_forward_hook(partial(self._see, name)).remove)
+                self._hooks.callback(part.register_forward_hook(partial(self._check_output, name)).remove)
 
-    def _no(self) -> Tensor:
+    def _false(self) -> Tensor:
         return torch.zeros((), dtype=torch.bool, device=self._device)
 
-    def _see(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _check_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         tensors = [t.detach() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
         if tensors:
             self._outputs.append((name, all_finite(tensors, device=self._device)))
 
-    def see_loss(self, loss: Tensor) -> None:
-        """Look at a loss ahead of its backward pass, without a loss scale in it."""
+    def check_loss(self, loss: Tensor) -> None:
+        """Check a loss without loss scale, before its backward pass."""
         self._loss = self._loss | ~torch.isfinite(loss.detach()).all().to(self._device)
 
-    def judge(self, gradients: Sequence[Tensor], *, step: int) -> bool:
-        """Whether to skip a step that is about to be taken, the same on every rank, or DataError. ``gradients``: this
-        rank's reduced ones; none where the loss scale sees to them. ``step`` is for messages.
+    def check_step(self, gradients: Sequence[Tensor], *, step: int) -> bool:
+        """Whether to skip the step that is about to be taken, the same on every rank. DataError: the action is "raise",
+        or the limit is passed.
+
+        ``gradients``: reduced ones of this rank, empty if the loss scale checks them. ``step``: for messages.
         """
-        self.settle()
-        loss, self._loss = self._loss, self._no()
+        self.answer_pending()
+        loss, self._loss = self._loss, self._false()
         bad = torch.stack((loss, ~all_finite(gradients, device=self._device))).to(torch.float32)
         dist.all_reduce(bad)
         self._pending = step, to_host_later(bad)
         if self._config.action == "raise" and not self._config.find_module:
             return False
-        return self.settle()
+        return self.answer_pending()
 
-    def settle(self) -> bool:
-        """Answer what was not looked at yet; whether the step is to be skipped, or DataError on every rank."""
+    def answer_pending(self) -> bool:
+        """Answer the last check. True: skip the step. DataError on every rank: see `check_step`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return False
@@ -108,23 +110,23 @@ class NonFiniteWatch:
             return False
         self.steps += 1
         self._in_a_row += 1
-        what = f"the loss is inf or NaN on {losses:.0f} of {dist.get_world_size()} ranks"
-        what = what if losses else "gradients are inf or NaN, while the losses are finite"
-        what = f"In step {step} {what}.{self._where(outputs)}"
+        found = f"the loss is inf or NaN on {losses:.0f} of {dist.get_world_size()} ranks"
+        found = found if losses else "gradients are inf or NaN, while the losses are finite"
+        found = f"In step {step} {found}.{self._where(outputs)}"
         action, limit = self._config.action, self._config.limit
         if action == "raise":
             advice = " nonfinite: {action: raise, find_module: true} names the module." * (not self._config.find_module)
-            raise DataError(f"{what} Look at the data of that step, lower the learning rate, or clip.{advice}")
+            raise DataError(f"{found} Look at the data of that step, lower the learning rate, or clip.{advice}")
         past, times = (self._in_a_row, "in a row") if action == "skip" else (self.steps, "in all")
         if past > limit:
-            raise DataError(f"{what} It is the {past}th time {times}, more than nonfinite.limit = {limit}.")
-        self.rollback_due = what if action == "rollback" else None
+            raise DataError(f"{found} It is the {past}th time {times}, more than nonfinite.limit = {limit}.")
+        self.rollback_due = found if action == "rollback" else None
         if action == "skip":
-            warn_on_first_rank(f"{what} The step is skipped.")
+            warn_on_first_rank(f"{found} The step is skipped.")
         return True
 
     def _where(self, outputs: Iterable[tuple[str, Tensor]]) -> str:
-        """The first module, or parameter, of each rank, in words."""
+        """First module, or else parameter, of each rank, as sentences."""
         if not self._config.find_module:
             return ""
         found = Ranks.of().gather(next((name for name, finite in outputs if not finite), None))
@@ -143,25 +145,29 @@ class NonFiniteWatch:
                 return name
         return None
 
-    def close(self) -> None:
-        self._closing.close()
+    def remove_hooks(self) -> None:
+        self._hooks.close()
 
 
-def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
-    """Put the newest whole checkpoint that a fit saved, or went on from, back in place: weights, optimizers,
-    schedulers, loss scale, generators, count of steps. All ranks call it; DataError on each: there is none.
+def roll_back_if_due(trainer: Trainer, checkpoints: Checkpoints) -> None:
+    """If the last step asks for it, load the newest whole checkpoint that the fit saved or resumed from: weights,
+    optimizers, schedulers, loss scale, generators, step count. All ranks call it. DataError on each: there is none.
     """
+    watch: NonFiniteWatch | None = vars(trainer.precision_plugin).get("nonfinite")
+    if watch is None or (why := watch.rollback_due) is None:
+        return
+    watch.rollback_due = None
     checkpoints.saver.finish_background_save()
     path, checkpoint = _open_newest(trainer, checkpoints, why)
     module, resumed = trainer.lightning_module, path not in checkpoints.saved
-    if resumed:  # As then, a hook may change what is loaded, and the configuration may win.
+    if resumed:  # As on resume, a hook may change the checkpoint, and the configuration may win.
         module.on_load_checkpoint(checkpoint)
-    # What was thawed since a checkpoint of this fit begins anew.
+    # A checkpoint of this fit lacks the state of parameters that were thawed later.
     strict, hooked = (module.strict_loading, checkpoint) if resumed else (not callbacks.thawed(trainer), None)
     schedules = trainer.lr_scheduler_configs
     checkpoints.load_tensors(hooked, schedules, optimizers=True, strict=strict, begins=resumed)
     loops.restore_steps(trainer, checkpoint)
-    callbacks.restore_states(trainer, checkpoint, EMACallback)  # how far its updates are
+    callbacks.restore_states(trainer, checkpoint, EMACallback)  # its count of updates
     states = checkpoint[RUN_STATE]["ranks"]
     if trainer.global_rank < len(states):
         set_rng_state(states[trainer.global_rank]["rng"])
@@ -176,7 +182,7 @@ def _open_newest(trainer: Trainer, checkpoints: Checkpoints, why: str) -> tuple[
         except CheckpointError as error:
             rank_zero_warn(f"The fit can't go back to {path}: {error}")
             continue
-        # Not one that was saved in the batch of the step that is left out.
+        # A checkpoint of the skipped step's own batch does not count.
         usable = OPTIMIZER_STATES in checkpoint and RUN_STATE in checkpoint
         if usable and checkpoint["global_step"] < trainer.global_step:
             return path, checkpoint
@@ -187,10 +193,10 @@ def _open_newest(trainer: Trainer, checkpoints: Checkpoints, why: str) -> tuple[
 
 
 def warn_of_nonfinite(engine: Engine) -> None:
-    """After training: warn if weights of rank 0 are inf or NaN, which train on without a word."""
+    """Warn after training if weights of rank 0 are inf or NaN."""
     parameters = [live.tensor for live in engine.tensors.memory_breakdown() if live.kind == "parameters"]
     tensors = [tensor for tensor in parameters if isinstance(tensor, Tensor)]
-    # Quantised ones, integers or float8, have no norm.
+    # Quantised weights, integers or float8, have no norm.
     weights = [t for t in tensors if t.is_floating_point() and t.itemsize > 1]
     if not all_finite(weights, device=torch.device("cpu")):
         rank_zero_warn(

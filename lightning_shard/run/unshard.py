@@ -1,4 +1,4 @@
-"""A plain module from one that was fitted."""
+"""Make a fitted module plain again."""
 
 from contextlib import suppress
 from typing import TypeVar
@@ -16,11 +16,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def unshard(module: M, *, rank0_only: bool = False, device: torch.device | str = "cpu") -> M:
-    """Make a plain module of one that was fitted, in place: its own class, full parameters, none of an engine's hooks.
+    """Make a fitted module plain, in place: its own class, full parameters, no hooks of an engine.
 
     Collective: all ranks call it, after ``fit``. Then ``save_pretrained``, ``torch.save(module.state_dict())``, calls
     outside of the Trainer, copies and other Trainers work as before the fit. Parameters have the values and dtype of
-    the master weights. Each process needs memory for all of them; `unshard_after_fit` of a strategy does it by itself.
+    the master weights. Each process needs memory for all of them. `unshard_after_fit` of a strategy does it by itself.
     Save a checkpoint with optimizer state before it, and make optimizers of the module's new parameters after it.
 
     Args:
@@ -32,7 +32,7 @@ def unshard(module: M, *, rank0_only: bool = False, device: torch.device | str =
         ``module``.
 
     Raises:
-        ConfigurationError: a run of it goes on; under ZeRO-3 a part of what was fitted.
+        ConfigurationError: a run of the module goes on, or under ZeRO-3 it is only a part of the fitted one.
     """
     if isinstance(module, LightningModule):
         with suppress(RuntimeError):  # attached to no Trainer

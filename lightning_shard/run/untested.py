@@ -1,4 +1,4 @@
-"""Versions of libraries that are newer than the tested ones: an engine's arithmetic is checked before it trains."""
+"""Check an engine's arithmetic before it trains if libraries are newer than the tested ones."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_shard.errors import PrecisionContractError
 from lightning_shard.versions import newer_than_tested, tested
 
-_passed: set[str] = set()  # What was checked in this process, by strategy and precision.
+_passed: set[str] = set()  # Checked in this process, by strategy and precision.
 
 
 def check_untested_versions(checked: str, check: Callable[[], str], *, aligned: bool) -> None:
-    """Let ``check`` compare an engine with a plain loop, once in a process, where a library is newer than the tests.
-
-    ``checked`` names the strategy and its precision, and ``check`` returns the difference, "" where there is none. All
-    ranks call it at the start of a fit. PrecisionContractError, if ``aligned``, else a warning: there is a difference.
+    """Compare an engine with a plain loop, once in a process, if a library is newer than the tests. All ranks call it
+    at the start of a fit. ``checked``: strategy and precision, for messages. ``check``: returns the difference as text,
+    empty if there is none. PrecisionContractError, if ``aligned``, else a warning: they differ.
     """
     newer = newer_than_tested()
     if not newer or checked in _passed:

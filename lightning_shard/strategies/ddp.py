@@ -23,7 +23,7 @@ class ShardDDPStrategy(ShardStrategy):
 
     Precision ``32-true`` runs on torch's ``DistributedDataParallel``. Every other precision, and a model with frozen
     16-bit parameters, runs on FSDP2 with one shard, which casts, reduces and accumulates exactly as
-    ``ShardFSDPStrategy`` does. The options below say which of the two honours them.
+    ``ShardFSDPStrategy`` does. Each option below names the one that it applies to.
     """
 
     @with_common_arguments
@@ -43,22 +43,22 @@ class ShardDDPStrategy(ShardStrategy):
         """Set up data parallelism.
 
         Args:
-            find_unused_parameters: ranks may use different parameters in a step; the others count as zero, and what
-                no rank used is not stepped. Honoured by both.
-            static_graph: the graph never changes between steps. torch's DDP only. The first step of a run, a resumed
-                one too, sums in an order of its own then, which shows in the last bit from 3 ranks on.
+            find_unused_parameters: ranks may use different parameters in a step. Unused ones count as zero, and a
+                parameter that no rank used is not stepped. Both.
+            static_graph: the graph never changes between steps. torch's DDP only. The first step of a run, of a resumed
+                one too, sums in another order, which shows in the last bit from 3 ranks on.
             gradient_as_bucket_view: gradients lie in the reduction buckets, which saves a copy. torch's DDP only.
-            broadcast_buffers: give every rank the buffers of rank 0 at each step's beginning, as other engines do;
+            broadcast_buffers: give every rank the buffers of rank 0 at each step's beginning, as other engines do.
                 False needs torch's DDP. Evaluation and checkpoints use rank 0's buffers in any case.
-            bucket_cap_mb: size of the reduction buckets in MiB; default: torch's. torch's DDP only: FSDP2 reduces by
+            bucket_cap_mb: size of the reduction buckets in MiB. Default: torch's. torch's DDP only: FSDP2 reduces by
                 shard unit.
-            comm_hook: how a bucket of gradients is reduced: "fp16_compress" and "bf16_compress" do it in 16 bits; or
-                a function ``(state, bucket) -> future``, in YAML its import path, such as
+            comm_hook: how a bucket of gradients is reduced: "fp16_compress" and "bf16_compress" do it in 16 bits. Or a
+                function ``(state, bucket) -> future``, in YAML its import path, such as
                 ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook``. torch's DDP only, and
                 never under ``aligned``, whose reduction is fp32.
-            comm_state: what a ``comm_hook`` function gets as its first argument, such as a ``PowerSGDState``.
-            start_method: how the other processes of this node are started: "popen" runs the script again; "fork"
-                works in notebooks, "spawn" and "forkserver" where the script's objects can be pickled.
+            comm_state: first argument of a ``comm_hook`` function, such as a ``PowerSGDState``.
+            start_method: how the other processes of this node are started: "popen" runs the script again. "fork" works
+                in notebooks, "spawn" and "forkserver" if the script's objects can be pickled.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -90,7 +90,7 @@ class ShardDDPStrategy(ShardStrategy):
 
     @override
     def engine_for(self, module: nn.Module | None = None, *, plain: bool = False) -> Engine:
-        """Torch's DDP in fp32, FSDP2 with one shard where something is cast."""
+        """Torch's DDP in fp32, FSDP2 with one shard if anything is cast."""
         compute = self.precision_plugin.policy(aligned=self.aligned).compute
         casts = compute != torch.float32 or (module is not None and needs_replicate(module))
         options, forward = self._options, self._settings.forward

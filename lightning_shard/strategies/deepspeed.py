@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_shard.arguments import Given, made
+from lightning_shard.arguments import Given, converted
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.zero import connection
@@ -44,17 +44,17 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """Set up DeepSpeed.
 
         Args:
-            stage: what is sharded over the processes: 1 optimizer state, 2 gradients too, 3 parameters too; 0, nothing,
-                is refused, as that is ``shard_deepspeed_stage_0``. Default: what ``config`` says, and else 2.
+            stage: 1 shards optimizer state over the processes, 2 also gradients, 3 also parameters. 0 shards nothing
+                and is refused: use ``shard_deepspeed_stage_0``. Default: from ``config``, else 2.
             offload_optimizer: keep optimizer state and masters on the host or on NVMe, and step on the host.
-            offload_parameters: keep parameters on the host or on NVMe; stage 3 only.
+            offload_parameters: keep parameters on the host or on NVMe. Stage 3 only.
             buckets: sizes and forms of the collectives.
             stage3: when stage 3 gathers parameters and when it frees them.
             zero_plus_plus: less traffic for stage 3, at the cost of memory (hpZ) or of digits.
-            communication_data_type: dtype in which gradients cross the network; default: the precision policy's.
-            config: a whole DeepSpeed configuration, as the path of a JSON file or as a mapping; the arguments above
-                are laid over it. "auto" takes a value from the Trainer, the optimizer or the model.
-            mesh: DeepSpeed shards over all processes; an axis ``replicate`` other than 1 is refused.
+            communication_data_type: dtype in which gradients cross the network. Default: the precision policy's.
+            config: a whole DeepSpeed configuration, as the path of a JSON file or as a mapping. The arguments above
+                override it. "auto" takes a value from the Trainer, the optimizer or the model.
+            mesh: DeepSpeed shards over all processes. A ``replicate`` axis other than 1 is refused.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -62,16 +62,16 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         connection.refuse_older_version()
         given = fields.DeepSpeedFields(
             stage=stage,
-            offload_optimizer=made(offload_optimizer),
-            offload_parameters=made(offload_parameters),
-            buckets=made(buckets) or fields.ZeroBuckets(),
-            stage3=made(stage3) or fields.Stage3Options(),
-            zero_plus_plus=made(zero_plus_plus) or fields.ZeroPlusPlus(),
+            offload_optimizer=converted(offload_optimizer),
+            offload_parameters=converted(offload_parameters),
+            buckets=converted(buckets) or fields.ZeroBuckets(),
+            stage3=converted(stage3) or fields.Stage3Options(),
+            zero_plus_plus=converted(zero_plus_plus) or fields.ZeroPlusPlus(),
             communication_data_type=communication_data_type,
             # Read once: a file that is edited or deleted during the run changes nothing.
             config=read_config(config),
         )
-        settings = CommonSettings(mesh=made(mesh) or MeshConfig(), **common)
+        settings = CommonSettings(mesh=converted(mesh) or MeshConfig(), **common)
         problems: list[str] = []
         self._asked = read_settings(given, aligned=settings.aligned, problems=problems)
         raise_problems(problems, RULE)
@@ -100,7 +100,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The full configuration that DeepSpeed was given, "auto" resolved; empty before a run. It is saved too."""
+        """Full configuration of DeepSpeed, "auto" resolved. Empty before a run. Checkpoints have it too."""
         return {} if self._engine is None else dict(self._engine.checkpoint_metadata()["deepspeed_config"])
 
     @override
@@ -137,7 +137,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
 
 def _accumulation(asked: AccumulateSync, stage: int) -> AccumulateSync:
-    """When a stage reduces accumulated gradients; ConfigurationError: ``asked`` is the other way."""
+    """When a stage reduces accumulated gradients. ConfigurationError: ``asked`` differs from it."""
     own: AccumulateSync = "boundary" if stage < 2 else "micro_batch"
     if asked in ("boundary", "micro_batch") and asked != own:
         stages = "stage 1" if asked == "boundary" else "stage 2 or 3"

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack
 from torch import nn
 from typing_extensions import override
 
-from lightning_shard.arguments import Given, made
+from lightning_shard.arguments import Given, converted
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.sharding import FORWARD_METHODS
@@ -45,38 +45,38 @@ class ShardFSDPStrategy(ShardStrategy):
         Args:
             mesh: sizes of the axes ``replicate`` and ``shard``. Default: sharded over all processes. For hybrid
                 sharding give ``replicate: auto`` and ``shard: auto``: shards inside a node, replicas across nodes.
-            units: which modules are gathered together. "auto": a Hugging Face model's own ``_no_split_modules``,
-                else the repeated blocks of module lists, and each embedding and linear layer beside them that is as
-                large as one, unless its weight is tied; a list of classes or their names; or a number of parameters,
-                for the smallest modules that have as many. An entry of the list may also be a mapping, with settings
-                of its own: ``modules`` (any of these) or ``pattern`` (a regular expression for whole names of modules),
-                ``reshard_after_forward`` and ``compute`` ("fp32", "bf16"). What is in no unit is gathered with the
-                LightningModule.
-            reshard_after_forward: true: free a unit after its forward and gather it again in backward (ZeRO-3);
-                false: keep it (ZeRO-2); a number: keep a part of this many ranks (hpZ), a divisor of the shard
-                axis' size other than 1 and itself.
+            units: modules whose parameters are gathered together. "auto": a Hugging Face model's own
+                ``_no_split_modules``, else the repeated blocks of module lists, and each embedding and linear layer
+                outside of them that is as large as one, unless its weight is tied. A list of classes or their names.
+                Or a number of parameters, for the smallest modules that have as many. An entry of the list may also be
+                a mapping with its own settings: ``modules`` (any of these) or ``pattern`` (a regular expression for
+                whole names of modules), ``reshard_after_forward`` and ``compute`` ("fp32", "bf16"). Parameters of no
+                unit are gathered with the LightningModule.
+            reshard_after_forward: true: free a unit after its forward and gather it again in backward (ZeRO-3).
+                false: keep it (ZeRO-2). A number: keep a part of this many ranks (hpZ), a divisor of the shard axis'
+                size other than 1 and itself.
             cpu_offload: keep parameters, gradients and optimizer state on the host and step there.
-            forward_prefetch: units to gather ahead in forward; 0 leaves it to torch, which overlaps the next one.
+            forward_prefetch: units to gather ahead in forward. 0 leaves it to torch, which overlaps the next one.
             backward_prefetch: the same in backward.
-            ignored_modules: classes, or their names, of modules that stay full on every rank; their gradients are
+            ignored_modules: classes, or their names, of modules that stay full on every rank. Their gradients are
                 averaged before the step.
             forward_methods: names of methods that run a model besides ``forward``. Default: encode, generate.
-            find_unused_parameters: let ranks tell each other in every step which parameters they used, and not only in
-                the first three and where those differ: for branches that are rare. A parameter that no rank used is
-                not stepped, as under DDP.
-            separate_reduce_scatter: reduce gradients over a communicator of their own, so that in backward they go
-                beside the gathers (torch's ``set_separate_reduce_scatter_group``).
+            find_unused_parameters: let ranks exchange in every step which parameters they used, for branches that are
+                rare. Default: only in the first three steps and after a rank's set has changed. A parameter that no
+                rank used is not stepped, as under DDP.
+            separate_reduce_scatter: reduce gradients over a communicator of their own, so that in backward they overlap
+                the gathers (torch's ``set_separate_reduce_scatter_group``).
             symmetric_memory: gather through NCCL's symmetric memory (torch's ``set_symm_mem_for_comm``). CUDA only.
-            custom_all_gather: gathers in place of torch's own: an object with ``allocate`` and a call, as torch's
-                ``set_custom_all_gather`` takes it, of one class on every rank.
-            start_method: how the other processes of this node are started: "popen" runs the script again; "fork"
-                works in notebooks, "spawn" and "forkserver" where the script's objects can be pickled. But for
-                "popen" each process gathers the full weights at the end of a fit, for the main process's module.
+            custom_all_gather: an object that gathers instead of torch: it can be called and has ``allocate``, as
+                torch's ``set_custom_all_gather`` takes it. Its class is the same on every rank.
+            start_method: how the other processes of this node are started: "popen" runs the script again. "fork" works
+                in notebooks, "spawn" and "forkserver" if the script's objects can be pickled. But for "popen" each
+                process gathers the full weights at the end of a fit, for the main process's module.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
         """
-        super().__init__(CommonSettings(mesh=made(mesh) or MeshConfig(), **common))
+        super().__init__(CommonSettings(mesh=converted(mesh) or MeshConfig(), **common))
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth < 0:
                 raise ConfigurationError(f"{name} is {depth}, but must be 0 or the number of units to gather ahead.")

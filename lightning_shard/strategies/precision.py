@@ -1,4 +1,4 @@
-"""The Lightning side of the precision policy."""
+"""Lightning's precision plugin: loss scaling, loss weights, clipping, and the order of an optimizer step."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,11 +35,10 @@ from lightning_shard.tensors.flat import FlatTensor, local
 
 
 class ShardPrecision(Precision):
-    """Says which precision a strategy of this package runs in, and scales the loss in fp16; the engines cast.
+    """Names the precision of a strategy of this package, and scales the loss in fp16. The engines cast.
 
-    Parameters and floating module inputs are cast as a whole, the same on every engine, unless ``autocast`` is asked
-    for.
-    It is built from ``Trainer(precision=...)`` when none is given. In YAML::
+    Parameters and floating module inputs are cast as a whole, the same on every engine, unless ``autocast`` is set.
+    ``Trainer(precision=...)`` makes one if none is given. In YAML::
 
         trainer:
           plugins:
@@ -61,21 +60,21 @@ class ShardPrecision(Precision):
         """Store the precision.
 
         Args:
-            precision: as in ``Trainer(precision=...)``; what it means for each dtype is in `policy_from`. ``16-mixed``
-                is fp16 on CPU too, where the Trainer's flag would become ``bf16-mixed``. ``fp8-mixed`` is
+            precision: as in ``Trainer(precision=...)``. `policy_from` has the dtypes of each word. ``16-mixed``
+                is fp16 on CPU too, while the Trainer's flag becomes ``bf16-mixed``. ``fp8-mixed`` is
                 ``bf16-mixed`` with linear layers that multiply in float8 by torchao.
             reduce: dtype in which gradients cross the network: "fp32" or the compute dtype, and "fp32" under
                 ``aligned``. Default: "fp32", and under a plain ``-true`` precision the parameters' own.
-            output: dtype of what modules return to the LightningModule's own code, "fp32" or the compute dtype.
+            output: dtype of modules' outputs to the LightningModule's own code, "fp32" or the compute dtype.
                 Default: "fp32", for a loss in fp32, and under a plain ``-true`` precision the compute dtype.
             autocast: run steps under ``torch.autocast`` on fp32 parameters, as stock Lightning does, instead of casting
-                at modules; "bf16-mixed" and "16-mixed" alone. Parameters are gathered and reduced in fp32 then.
+                at modules. "bf16-mixed" and "16-mixed" only. Parameters are gathered and reduced in fp32 then.
             loss_scale: how the loss is scaled in fp16. Default: as in torch, from 2**16. Plain ``16-true`` has none.
-            float8: which layers ``fp8-mixed`` converts, and how. Default: all that float8 kernels can run.
+            float8: layers that ``fp8-mixed`` converts, and the scaling. Default: all that float8 kernels can run.
 
         Raises:
-            PrecisionError: a word or dtype that there is not; what contradicts itself is refused by the Trainer's
-                constructor, where it is known whether the strategy is aligned.
+            PrecisionError: an unknown word or dtype. The Trainer's constructor refuses contradictions, because only
+                there it is known whether the strategy is aligned.
         """
         super().__init__()
         self.precision = precision  # type: ignore[assignment] # Lightning does not know fp8-mixed
@@ -86,37 +85,37 @@ class ShardPrecision(Precision):
             "loss_scale": loss_scale,
             "float8": float8,
         }
-        self._watch: NonFiniteWatch | None = None
+        self.nonfinite: NonFiniteWatch | None = None  # of this fit
         self._scale: LossScaler | None = None
         self._optimizers: list[Optimizer] = []
         self._backward_ran = False  # In this fit.
-        self.backward_pending = False  # Whether a backward pass was run since the last optimizer step.
+        self.backward_pending = False  # A backward pass ran since the last optimizer step.
         self.step_skipped = False
-        """Whether the last optimizer step was skipped for an overflow, the same on every rank."""
+        """Whether the last optimizer step was skipped. It is the same on every rank."""
 
     @property
     def sets_loss_scale(self) -> bool:
         return self._overrides["loss_scale"] is not None
 
     def policy(self, *, aligned: bool, at_boundary: bool = False) -> PrecisionPolicy:
-        """The dtypes that this precision stands for."""
+        """Dtypes of this precision."""
         return policy_from(self.precision, aligned=aligned, at_boundary=at_boundary, **self._overrides)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Refuse (ConfigurationError) a strategy that is not of this package: Lightning's call it."""
+        """Refuse other strategies, which call this method (ConfigurationError)."""
         raise ConfigurationError(
             "ShardPrecision steps the engine of this package's strategies, but the Trainer has another strategy. Use "
             "strategy='shard_ddp' or another name of `lightning-shard strategies`, or the Trainer's own precision."
         )
 
-    def begin(self, policy: PrecisionPolicy) -> None:
-        """Start with the loss scale of ``policy``, for a Trainer that was given this plugin."""
+    def begin_loss_scale(self, policy: PrecisionPolicy) -> None:
+        """Begin with the loss scale of ``policy``, in a new Trainer."""
         self._scale = None if policy.loss_scale is None else LossScaler(policy.loss_scale)
 
     def connect_engine(self, engine: Engine, run: Run, module: LightningModule, settings: CommonSettings) -> None:
-        """Get to know what steps in a run: ``engine``, which prepared ``module``, which logs; ``settings`` of losses
-        and gradients. ConfigurationError: weights of losses where the user runs backward.
+        """Attach the engine of a run, which has prepared ``module``, and the settings of losses and gradients.
+        ConfigurationError: weights of losses with manual optimization.
         """
         key, ranks = settings.loss_weight_key, run.mesh.size()
         if key is not None and not run.automatic:
@@ -127,17 +126,17 @@ class ShardPrecision(Precision):
             )
         self._engine, self._run, self._module, self._settings = engine, run, module, settings
         self._weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
-        self._watch, self._backward_ran = None, False
+        self.nonfinite, self._backward_ran = None, False
         if run.fitting and isinstance(settings.nonfinite, NonFinite):
-            self._watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
+            self.nonfinite = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
     def call_in_autocast(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``step(*args, **kwargs)`` of the LightningModule under the policy's autocast, if any."""
+        """Run a step of the LightningModule under the policy's autocast, if any."""
         with autocasting(self._run.policy, self._run.device.type, cache=self._engine.replicates):
             return step(*args, **kwargs)
 
-    def weighed(self, output: Any, arguments: Sequence[Any]) -> Any:
-        """What a training step returned for ``arguments``, after its weight was taken. All ranks call it."""
+    def take_weight(self, output: Any, arguments: Sequence[Any]) -> Any:
+        """Take the weight from a training step's output for ``arguments``, and return the output. All ranks call it."""
         if self._run.automatic:
             refuse_loss(output, self._module)
             self._weights.take(output, arguments[0] if arguments else None)
@@ -147,20 +146,21 @@ class ShardPrecision(Precision):
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next loss is multiplied by; None: nothing."""
+        """Factor of the next loss. None: no scaling."""
         return None if self._scale is None else self._scale.state.scale
 
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Get to know the optimizers of a fit.
+        """Attach the optimizers of a fit.
 
-        PrecisionError: an optimizer that computes the loss again itself, where a step may have to be skipped.
+        PrecisionError, ConfigurationError: an optimizer computes the loss again in its step, while steps may be
+        skipped.
         """
         self._optimizers = optimizers
         again = [type(o).__name__ for o in optimizers if self._engine.needs(o).again]
-        if again and self._watch is not None:
+        if again and self.nonfinite is not None:
             raise ConfigurationError(
                 f"nonfinite is set, which may skip steps, but {again[0]} computes the loss again in a step. Remove it, "
                 "or use another optimizer."
@@ -183,18 +183,18 @@ class ShardPrecision(Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
+        """Scale the loss, then run Lightning's hooks, which see it scaled as under Lightning's own AMP."""
         self._backward_ran = self.backward_pending = True
         if self._weights.given:
             ends = not loops.should_accumulate(module.trainer)
-            tensor = self._weights.scale(tensor, ends=ends, waiting=self._waiting)
-        if self._watch is not None:
-            self._watch.see_loss(tensor)
+            tensor = self._weights.scale(tensor, ends=ends, waiting=self._accumulated_parts)
+        if self.nonfinite is not None:
+            self.nonfinite.check_loss(tensor)
         if self._scale is not None:
             tensor = self._scale.scaled(tensor)
         return super().pre_backward(tensor, module)
 
-    def _waiting(self) -> list[Tensor]:
+    def _accumulated_parts(self) -> list[Tensor]:
         waiting = self._engine.tensors.accumulated().values()
         return [part for t in waiting for part in (t.views if isinstance(t, FlatTensor) else [local(t)])]
 
@@ -202,39 +202,40 @@ class ShardPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, clip, and step, or skip it on every rank: after an overflow, with weights of 0, or
-        as ``nonfinite`` says. Hooks run, and ``global_step`` counts, as under Lightning's AMP. All ranks call it.
+        """Run the closure, unscale, clip, and step. The step is skipped on every rank after an overflow, with weights
+        of 0, or as ``nonfinite`` says. Hooks run and ``global_step`` counts as under Lightning's AMP. All ranks call
+        it.
         """
         engine, weights = self._engine, self._weights
         needs = engine.needs(optimizer)
-        _refuse_own(kwargs, optimizer)
+        _refuse_differing_arguments(kwargs, optimizer)
 
         def closure_with_reduction() -> Any:
             result = closure()
             needed = engine.steps_itself or self._scale is not None
             if needed and not self._backward_ran and not self._run.automatic:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} is to step, but {type(model).__name__} has run no manual_backward, by "
-                    "which gradients are scaled and reduced. Call self.manual_backward(loss), not loss.backward()."
+                    f"{type(optimizer).__name__} is to step, but {type(model).__name__} has run no manual_backward, "
+                    "which scales and reduces gradients. Call self.manual_backward(loss), not loss.backward()."
                 )
             engine.finish_gradients()
             self.backward_pending = False
-            return _mean(result) if needs.loss else result
+            return _mean_over_ranks(result) if needs.loss else result
 
-        plain = self._scale is None and not engine.steps_itself and self._watch is None
+        plain = self._scale is None and not engine.steps_itself and self.nonfinite is None
         if plain and (weights.given is False or (needs.again and weights.given is None)):
             return super().optimizer_step(optimizer, model=model, closure=closure_with_reduction, **kwargs)
         result = closure_with_reduction()
         if needs.again:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} computes the loss again in its step, but where losses have weights, or "
-                "another optimizer needs full parameters, steps are taken after backward. Use another optimizer."
+                f"{type(optimizer).__name__} computes the loss again in its step, but steps are taken after backward, "
+                "because losses have weights or another optimizer needs full parameters. Use another optimizer."
             )
         if needs.loss:
             kwargs["closure"] = lambda: result
         counts = not weights.given or self._divide_by_weights(optimizer, model)
         overflow = self._unscale(optimizer)
-        counts = not self._is_refused(optimizer, model) and counts
+        counts = not self._refuses_nonfinite(optimizer, model) and counts
         self.step_skipped = overflow or not counts
         if self._scale is not None:
             _log_number(model, "loss_scale", self._scale.state.scale)
@@ -244,34 +245,23 @@ class ShardPrecision(Precision):
             self._scale.stepped(optimizer, self._optimizers, self._gradients, counts=counts)
         return result
 
-    def _is_refused(self, optimizer: Optimizer, module: LightningModule) -> bool:
+    def _refuses_nonfinite(self, optimizer: Optimizer, module: LightningModule) -> bool:
         """Whether to skip the step for a loss or gradient of inf or NaN."""
-        if self._watch is None:
+        if self.nonfinite is None:
             return False
         gradients = [] if self._scale is not None else self._gradients(optimizer)
-        refused = self._watch.judge(gradients, step=module.trainer.global_step + 1)
-        _log_number(module, "nonfinite_steps", self._watch.steps)
+        refused = self.nonfinite.check_step(gradients, step=module.trainer.global_step + 1)
+        _log_number(module, "nonfinite_steps", self.nonfinite.steps)
         return refused
-
-    def settle(self) -> None:
-        """Look at losses and gradients of the last step. All ranks call it; DataError on each: inf or NaN."""
-        if self._watch is not None:
-            self._watch.settle()
-
-    def after_batch(self, roll_back: Callable[[str], None]) -> None:
-        """Go back to a checkpoint where the last step asks for it. All ranks call it."""
-        if self._watch is not None and (why := self._watch.rollback_due) is not None:
-            self._watch.rollback_due = None
-            roll_back(why)
 
     @override
     def teardown(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        if self.nonfinite is not None:
+            self.nonfinite.remove_hooks()
         super().teardown()
 
     def _divide_by_weights(self, optimizer: Optimizer, module: LightningModule) -> bool:
-        """Divide the gradients by the weights of the step's losses; whether there are any."""
+        """Divide the gradients by the weights of the step's losses. False: there are no weights."""
         loss = self._weights.finish(self._gradients(optimizer), micro_batches=module.trainer.accumulate_grad_batches)
         if loss is not None:
             module.log("weighted_loss", loss)
@@ -295,7 +285,7 @@ class ShardPrecision(Precision):
         return self._engine.gradients(optimizer)[0]
 
     def _unscale(self, optimizer: Optimizer) -> bool:
-        """Scale the gradients of ``optimizer`` back, unless a clip in this batch did; whether they overflowed."""
+        """Unscale the gradients of ``optimizer``, unless a clip in this batch did. True: they overflowed."""
         scale = self._scale
         return scale is not None and scale.unscale(optimizer, self._gradients, device=self._run.device)
 
@@ -303,13 +293,13 @@ class ShardPrecision(Precision):
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Clip the gradients of ``optimizer`` by one formula, after unscaling; their norm is logged as ``grad_norm``.
-        Those of a step that will be skipped are left. All ranks call it.
+        """Clip the gradients of ``optimizer`` by one formula, after unscaling, and log their norm as ``grad_norm``. A
+        step that will be skipped is not clipped. All ranks call it.
         """
         if isinstance(optimizer, LightningOptimizer):  # from the user, in manual optimization
             optimizer = optimizer.optimizer
         if not self._run.automatic:
-            self._engine.finish_gradients()  # the user clips ahead of `optimizer_step`
+            self._engine.finish_gradients()  # the user clips before `optimizer_step`
         if self._unscale(optimizer):
             return
         gradients, mesh = self._engine.gradients(optimizer)
@@ -324,27 +314,28 @@ class ShardPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, for the checkpoint; empty where there is none."""
+        """Loss scale, for the checkpoint. Empty without one."""
         return {} if self._scale is None else asdict(self._scale.state)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with a checkpoint's loss scale if this run has one; CheckpointMismatchError: the state is another's."""
+        """Continue with a checkpoint's loss scale if this run has one. CheckpointMismatchError: no such state."""
         if self._scale is not None:
             self._scale.state = state_from_dict(state_dict)
 
 
-def settle(strategy: Any) -> None:
-    """`ShardPrecision.settle` of the plugin that ``strategy`` has by then; a function, which processes are sent."""
-    strategy.precision_plugin.settle()
+def raise_nonfinite(strategy: Any) -> None:
+    """Check losses and gradients of the last step. All ranks call it. DataError on each: inf or NaN."""
+    if (watch := strategy.precision_plugin.nonfinite) is not None:
+        watch.answer_pending()
 
 
 def _log_number(module: LightningModule, name: str, number: float) -> None:
-    module.log(name, torch.tensor(float(number)))  # Lightning copies one that is no tensor to the device, and waits.
+    module.log(name, torch.tensor(float(number)))  # Lightning copies a plain number to the device and waits.
 
 
-def _mean(loss: Any) -> Any:
-    """The mean of a loss over all ranks, which step by it; what is no number is given back. All ranks call it."""
+def _mean_over_ranks(loss: Any) -> Any:
+    """Mean of a loss over all ranks, for an optimizer that steps by it. Other values stay. All ranks call it."""
     if not isinstance(loss, Tensor | float):
         return loss
     mean = reachable(torch.as_tensor(loss).detach().to(torch.float32, copy=True))
@@ -353,19 +344,19 @@ def _mean(loss: Any) -> Any:
     return mean.to(loss.device) if isinstance(loss, Tensor) else float(mean)
 
 
-def _refuse_own(given: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Refuse numbers that a user gives to an optimizer's step and that differ between ranks. All ranks call it."""
+def _refuse_differing_arguments(given: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Refuse arguments of an optimizer's step that differ between ranks. All ranks call it."""
     own = {name: float(value) for name, value in given.items() if isinstance(value, int | float | Tensor)}
     found = Ranks.of().gather(own) if own else []
     if any(each != own for each in found):
         raise ConfigurationError(
-            f"{type(optimizer).__name__}.step is given other values on each rank ({found[0]} and {found[-1]}), by "
-            "which ranks step the same parameters. Give it what is the same on all: self.all_gather(loss).mean()."
+            f"{type(optimizer).__name__}.step is given other values on each rank ({found[0]} and {found[-1]}), but "
+            "ranks step the same parameters. Give it the same on all: self.all_gather(loss).mean()."
         )
 
 
-def translate(plugin: Precision | None) -> ShardPrecision | None:
-    """The `ShardPrecision` of a stock plugin made from the Trainer's flag; PrecisionError: it carries more."""
+def shard_precision_of(plugin: Precision | None) -> ShardPrecision | None:
+    """Make a `ShardPrecision` of a stock plugin from the Trainer's flag. PrecisionError: it carries more."""
     if plugin is None or isinstance(plugin, ShardPrecision):
         return plugin
     refuse_plugin(plugin)

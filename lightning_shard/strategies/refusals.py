@@ -1,4 +1,4 @@
-"""What of a Trainer can't work here, refused with what to use in its place, and what 16 bits lose, told at a start."""
+"""Refusals of Trainer settings, callbacks and losses that can't work here, and explanations of torch's errors."""
 
 import inspect
 import os
@@ -35,13 +35,13 @@ from lightning_shard.errors import ConfigurationError, PrecisionError, ShardErro
 from lightning_shard.meters.memory_account import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
 from lightning_shard.ranks import Ranks
-from lightning_shard.run.memory import Memory, explain_out_of_memory
+from lightning_shard.run.run_memory import RunMemory, explain_out_of_memory
 from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.text import listed
 
 
 def refuse_loss(output: Any, module: LightningModule) -> None:
-    """Refuse what a training step returned, if backward can't start from it (ConfigurationError)."""
+    """Refuse the output of a training step if backward can't start from it (ConfigurationError)."""
     if is_overridden("backward", module):
         return
     if isinstance(output, Mapping) and "loss" not in output:
@@ -49,10 +49,10 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
     else:
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
-            # In one process Lightning leaves the batch out.
+            # With one process Lightning skips the batch.
             if module.trainer.world_size == 1:
                 return
-            found, fix = "None", "return the loss, with a weight of 0 where a batch is to count for nothing"
+            found, fix = "None", "return the loss, with a weight of 0 if the batch is not to count"
         elif not isinstance(loss, Tensor):
             found, fix = f"{loss!r}, a {type(loss).__name__}", "return the tensor, not its .item()"
         elif loss.numel() != 1:
@@ -61,7 +61,7 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
             found, fix = "a loss of frozen parameters alone", "let some require a gradient, or call trainer.validate"
         elif not loss.requires_grad:
             cause = "an integer" if not loss.is_floating_point() else "detached, or computed without a parameter"
-            found, fix = f"a loss without a gradient ({cause})", "return it as the model gave it"
+            found, fix = f"a loss without a gradient ({cause})", "return the model's own loss"
         else:
             return
     code = inspect.unwrap(type(module).training_step).__code__
@@ -89,23 +89,22 @@ def refuse_plugin(plugin: Precision) -> None:
 
 
 def _is_default(scaler: Any) -> bool:
-    """Whether Lightning made ``scaler`` from the flag: torch's own class with its default settings, not yet used."""
+    """Whether Lightning made ``scaler`` from the flag: torch's own class, default settings, not yet used."""
     if type(scaler) is not torch.amp.GradScaler:
         return False
-    # torch switches one for CUDA off on a machine without it.
+    # torch disables a CUDA scaler on a machine without CUDA.
     default = torch.amp.GradScaler("cpu", enabled=scaler.is_enabled() or torch.cuda.is_available())
     return scaler.state_dict() == default.state_dict()
 
 
 _BATCH_SIZE_FINDER = (
-    "BatchSizeFinder doubles the batch until memory runs out; where one rank's "
-    "does the others wait in a collective. Use lightning_shard.callbacks.BatchSizeCallback in the Trainer's callbacks, "
-    "which measures small batches."
+    "BatchSizeFinder doubles the batch until memory runs out, but if one rank's does, the others wait in a collective. "
+    "Use lightning_shard.callbacks.BatchSizeCallback in the Trainer's callbacks, which measures small batches."
 )
 
 
 def refuse_early(strategy: str) -> NoReturn:
-    """Refuse to give an engine before there is one (ConfigurationError)."""
+    """Refuse to give an engine before a run (ConfigurationError)."""
     raise ConfigurationError(
         f"{strategy} has no engine yet: the Trainer makes it in fit, validate, test or predict. Ask for tensors, "
         "gradients and the engine in a hook of these, or after them."
@@ -113,8 +112,8 @@ def refuse_early(strategy: str) -> NoReturn:
 
 
 def refuse_trainer(trainer: Trainer) -> None:
-    """Refuse, with a ConfigurationError on every rank, what a Trainer can't do here, and a local folder for a fit's
-    checkpoints that can't be made or written, before a run is lost by it.
+    """Refuse, on every rank, callbacks that can't work here, and local checkpoint folders of a fit that can't be
+    written (ConfigurationError).
     """
     if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks_of(trainer)):
         raise ConfigurationError(_BATCH_SIZE_FINDER)
@@ -136,8 +135,8 @@ def refuse_trainer(trainer: Trainer) -> None:
 
 
 def refuse_stores(trainer: Trainer) -> None:
-    """Refuse, with a CheckpointError on every rank, object stores for a fit's checkpoints that rank 0 can't reach. All
-    ranks call it, ahead of callbacks, which would look there with the store's raw errors.
+    """Refuse, on every rank, object stores for a fit's checkpoints that rank 0 can't reach (CheckpointError). All ranks
+    call it, before callbacks fail there with the store's raw errors.
     """
     stores = [folder for folder in _folders(trainer) if "://" in folder]
     if stores:
@@ -147,15 +146,15 @@ def refuse_stores(trainer: Trainer) -> None:
 
 
 def _folders(trainer: Trainer) -> dict[str, str]:
-    """Where a fit's checkpoints go, and the class of the callback that saves there."""
+    """Folder to class name, of the callbacks that save a fit's checkpoints."""
     usual = [logger.save_dir for logger in trainer.loggers[:1] if logger.save_dir] or [trainer.default_root_dir]
     callbacks = trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else []
     return {str(getattr(each, "dirpath", None) or usual[0]): type(each).__name__ for each in callbacks}
 
 
 def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
-    """Refuse the callbacks of a fit that would fail, or save something else than the user thinks: a ConfigurationError
-    on every rank, which names the ``run``.
+    """Refuse, on every rank, callbacks of a fit that would fail or save another module's tensors (ConfigurationError).
+    ``run`` names the strategy and precision.
     """
     for callback in callbacks.callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning) and not engine.follows_freezing:
@@ -165,7 +164,7 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
             )
         if not isinstance(callback, ModelPruning):
             continue
-        # It looks for single elements of plain parameters.
+        # It selects single elements of plain parameters.
         if not engine.replicates:
             raise ConfigurationError(
                 f"ModelPruning works on full parameters, which {run} does not have. Use shard_ddp with precision "
@@ -173,22 +172,21 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
             )
         if trainer.checkpoint_callbacks:
             raise ConfigurationError(
-                "ModelPruning writes other tensors than the module's own into the checkpoint, which the portable "
-                "checkpoint has no place for. Set enable_checkpointing: false and save the result after the fit, or "
-                "remove the callback."
+                "ModelPruning saves other tensors than the module's own, but a portable checkpoint has no place for "
+                "them. Set enable_checkpointing: false and save the result after the fit, or remove the callback."
             )
 
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
-"""Hooks that Lightning calls between a backward pass and the step (`Precision.post_backward` and ``_after_closure``),
-and the module's ``configure_gradient_clipping``. It drops gradients ahead of backward (``on_before_zero_grad``), and
-``optimizer_step`` and ``backward`` have the pass itself inside of them.
+"""Hooks that Lightning calls between backward and the step (`Precision.post_backward` and ``_after_closure``). Of the
+module also ``configure_gradient_clipping``. Gradients are dropped before backward (``on_before_zero_grad``), and the
+pass runs inside of ``optimizer_step`` and ``backward``.
 """
 
 
 def refuse_gradient_hooks(trainer: Trainer, engine: Engine, settings: CommonSettings) -> None:
-    """Refuse hooks of users between backward and the step, under an engine whose parameters do not have their
-    gradients then: a ConfigurationError on every rank under ``aligned``, else a warning, as of a step by hand.
+    """Refuse the user's hooks between backward and the step if parameters do not have their gradients then. It is a
+    ConfigurationError on every rank under ``aligned``, else a warning, as for a step by hand.
     """
     if engine.shows_gradients or settings.hooks_use_accessor:
         return
@@ -214,14 +212,14 @@ def refuse_gradient_hooks(trainer: Trainer, engine: Engine, settings: CommonSett
 
 
 def _is_users(hook: str, owner: Any) -> bool:
-    """Whether ``owner``, a module or a callback, has its own ``hook``, neither Lightning's nor this package's."""
+    """Whether ``owner``, a module or a callback, overrides ``hook`` outside of Lightning and this package."""
     parent = LightningModule if isinstance(owner, LightningModule) else Callback
     where = str(getattr(getattr(owner, hook), "__module__", "")).partition(".")[0]
     return is_overridden(hook, owner, parent=parent) and where not in ("lightning", "lightning_shard")
 
 
 def refuse_sync_batchnorm(layer_sync: object | None, device: torch.device) -> None:
-    """Refuse ``Trainer(sync_batchnorm=True)``, which sets ``layer_sync``, on a CPU: ConfigurationError."""
+    """Refuse ``Trainer(sync_batchnorm=True)``, which sets ``layer_sync``, on a CPU (ConfigurationError)."""
     if layer_sync is not None and device.type == "cpu":
         raise ConfigurationError(
             "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
@@ -232,7 +230,7 @@ def refuse_sync_batchnorm(layer_sync: object | None, device: torch.device) -> No
 def warn_of_precision(
     precision: str, policy: PrecisionPolicy, upcast: Mapping[str, torch.dtype], optimizers: Iterable[Optimizer]
 ) -> None:
-    """Say which parameters are stepped in another dtype than they were loaded in, and what 16-bit steps lose."""
+    """Warn of parameters that are stepped in another dtype than the loaded one, and of updates that 16 bits lose."""
     if upcast:
         dtypes = ", ".join(sorted({str(d).removeprefix("torch.") for d in upcast.values()}))
         master = str(policy.master).removeprefix("torch.")
@@ -268,42 +266,46 @@ _MORE = {
         ),
         "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed with "
         'plain tensors. Use lightning_shard.full_parameters(trainer, ...), with the kind "gradient" for gradients '
-        "(examples/guides/contract.md, where average_teacher is the momentum update of a teacher), or use shard_ddp in "
-        "'32-true'.",
+        "(examples/guides/contract.md, in which average_teacher is the momentum update of a teacher), or use shard_ddp "
+        "in '32-true'.",
     ),
     **dict.fromkeys(RELEASED, f"Stage 3 keeps parameters empty but while their modules run: {BETWEEN_STEPS}."),
     "Inference tensor": "If a hook of validate, test or predict has run a forward pass of this module, it did so in "
-    "inference mode, and engines can't train on what they gathered for it: set inference_mode: false of that Trainer.",
+    "inference mode, and engines can't train on parameters that were gathered for it: set inference_mode: false of "
+    "that Trainer.",
     "Torch not compiled with CUDA enabled": "Batches, parameters and buffers come on the run's device: leave .cuda() "
     "out, and make further tensors with device=self.device.",
 }
-"""What torch says in a step, and what to do."""
+"""Part of torch's message to its explanation."""
 
 _SIXTEEN_BITS = re.compile(
     r"type.*(BFloat16|bfloat16|Half|\bfloat16)|(BFloat16|bfloat16|Half|\bfloat16).*type|'(BFloat16|Half)'"
 )
-"""What torch says where tensors of 16 bits meet others, or an operator that takes none."""
+"""torch's messages on 16-bit tensors that meet others, and on operators without 16 bits."""
 
 _CAST = (
     "Parameters and floating inputs of modules are cast to the precision's compute dtype, buffers and tensors that "
-    "forward makes are not, and some operators take no 16 bits. Cast these in forward to the dtype of what they meet "
+    "forward makes are not, and some operators take no 16 bits. Cast buffers in forward to the dtype of the input "
     "(self.buffer.to(x.dtype)), compute in .float(), set autocast: true, or use precision '32-true'."
 )
 
 
 def warn_of_unsaved(trainer: Trainer, path: Any) -> None:
-    """Say that after an error no checkpoint is saved at ``path``, since all ranks save together."""
+    """Warn that no checkpoint is saved at ``path`` after an error, because all ranks save together."""
     if trainer.global_step:
         rank_zero_warn(
-            f"{path} is not saved after the error: rank {trainer.global_rank} can't know where the others are. Resume "
-            "from the last checkpoint of a ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
+            f"{path} is not saved after the error: rank {trainer.global_rank} can't know how far the others are. "
+            "Resume from the last checkpoint of a ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
         )
 
 
-def explain(error: BaseException, memory: Memory | None, saved: Sequence[str] = (), *, all_frames: bool) -> None:
-    """Say in errors of used up memory, and of what torch can't compute, as hooks of users raise them, what to do; where
-    ranks part, which of the checkpoints ``saved`` by this fit is the newest. Leave the user's frames alone in the
-    traceback of this package's errors.
+def explain_error(
+    error: BaseException, memory: RunMemory | None, saved: Sequence[str] = (), *, all_frames: bool
+) -> None:
+    """Add an explanation to out-of-memory errors, and to torch's errors in users' hooks.
+
+    If ranks use different parameters, name the newest of the checkpoints ``saved`` by this fit. Cut the traceback of
+    this package's errors to the user's frames, unless ``all_frames``.
     """
     if isinstance(error, DifferentUse) and saved:
         append_to_message(error, f"The newest checkpoint of this fit is {saved[0]}.")

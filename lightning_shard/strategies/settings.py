@@ -27,7 +27,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 class CommonArguments(TypedDict, total=False):
-    """What `with_common_arguments` puts in the place of a constructor's ``**common``, for type checkers."""
+    """Arguments that `with_common_arguments` shows instead of ``**common``, for type checkers."""
 
     aligned: bool
     activation_checkpointing: Literal["units", "selective", "offload"] | int | ClassNames | None
@@ -53,56 +53,56 @@ class CommonArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """Their values, and the mesh, which not every strategy leaves to the user.
+    """Values of the common arguments, and the mesh, which only some strategies take.
 
     Args:
-        aligned: hold the precision contract: fp32 masters that begin as the unrounded loaded values, optimizer state,
-            reduction and accumulation whatever the Trainer's precision says.
+        aligned: hold the precision contract, whatever the Trainer's precision: fp32 masters that begin as the unrounded
+            loaded values, and optimizer state, reduction and accumulation in fp32.
         activation_checkpointing: recompute forward in backward: "units" for every shard unit (DDP and DeepSpeed have
-            none: every repeated block), n for every n-th, or a list of classes or their names; "selective" for
-            every one but its matrix products, convolutions and attention (without dropout), which are kept; "offload"
-            for every one, with its inputs in pinned host memory until backward comes near.
-        compile: compile the forward of every shard unit, or repeated block, with ``torch.compile``; what it can't
-            compile runs as it is. Not in ZeRO stage 3, which gathers inside of the blocks.
+            none: every repeated block), n for every n-th, or a list of classes or their names. "selective" for every
+            one but keeps its matrix products, convolutions and attention (without dropout). "offload" for every one,
+            with its inputs in pinned host memory until backward comes near.
+        compile: compile the forward of every shard unit, or repeated block, with ``torch.compile``. Code that it can't
+            compile runs eagerly. Not in ZeRO stage 3, which gathers inside of the blocks.
         accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch" (engines
             that shard keep sharded gradients only), or once at the "boundary" (less communication, full gradients on
-            every rank). "auto" is "micro_batch" for FSDP and for DDP under ``aligned``, "boundary" for DDP else; with
+            every rank). "auto" is "micro_batch" for FSDP and for DDP under ``aligned``, else "boundary" for DDP. With
             DeepSpeed the stage decides: "boundary" in 1, "micro_batch" in 2 and 3.
-        log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
+        log_grad_norm: log ``grad_norm`` also without ``gradient_clip_val``.
         error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
-        loss_weight_key: what of a batch is the weight of its loss, by which losses are averaged over ranks and
-            accumulated micro-batches: the sum of an entry, "attention_mask" (or "2", of a tuple), or the number of its
-            elements that differ from a number, "labels != -100". ``training_step`` may return the weight instead:
-            ``{"loss": loss, "weight": n}``, with ``"reduction": "sum"`` where the loss is a sum and no mean.
-        nonfinite: what to do at a loss or gradient of inf or NaN on any rank: "raise", "skip" the step, or "rollback"
-            to the newest checkpoint; a mapping sets more. null: nothing.
+        loss_weight_key: entry of a batch that weighs its loss in the average over ranks and accumulated micro-batches:
+            the entry's sum, "attention_mask" (or "2", of a tuple), or the number of its elements that differ from a
+            number, "labels != -100". ``training_step`` may return the weight instead:
+            ``{"loss": loss, "weight": n}``, with ``"reduction": "sum"`` if the loss is a sum and no mean.
+        nonfinite: action on a loss or gradient of inf or NaN on any rank: "raise", "skip" the step, or "rollback" to
+            the newest checkpoint. A mapping sets more. null: none.
         timeout_seconds: how long a collective waits before the run fails.
         init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
-        lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that names it;
+        lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that names it.
             null: they wait for ``timeout_seconds``.
-        stuck_seconds: how long all ranks may stand still before the one that the others wait for is named, with its
-            phase and line, and the run ends, unless it is saving or in a callback; half of it before a warning. null:
-            they wait for ``timeout_seconds``.
-        process_group_backend: "nccl", "gloo", ...; default: by device. With "cpu:gloo,cuda:nccl" torch's own functions,
-            such as ``clip_grad_norm_``, reduce what is offloaded to the host.
-        preemption: what a fit does when it is told to stop by a signal or a time limit.
+        stuck_seconds: how long all ranks may stand still before the run ends, unless it is saving or in a callback. The
+            message names the rank that the others wait for, its phase and its line. A warning comes after half of it.
+            null: they wait for ``timeout_seconds``.
+        process_group_backend: "nccl", "gloo", ... Default: by device. With "cpu:gloo,cuda:nccl" torch's own functions,
+            such as ``clip_grad_norm_``, reduce tensors that are offloaded to the host.
+        preemption: behaviour of a fit on a signal to stop or near a time limit.
         async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
-            which takes memory for that one copy. A write that fails is raised at the next batch. A save that is due
-            while another is written waits for it; under "continuous" training goes on, and it begins after the first
-            step at which that is complete: with ``every_n_train_steps: 1`` each save begins when the last one ends.
-        save_frozen: whether checkpoints have the parameters that are not trained, such as the base of adapters. false:
-            digests of those that were so when the fit began, with which those of the resumed run are compared.
+            which takes memory for that one copy. A failed write raises at the next batch. A save that is due while
+            another is written waits for it. Under "continuous" it begins after the first step at which the other is
+            complete: with ``every_n_train_steps: 1`` each save begins when the last one ends.
+        save_frozen: save frozen parameters too, such as the base of adapters. false: save digests of the parameters
+            that were frozen when the fit began. A resumed run compares its own with them.
         sample_seeds: seed the random numbers that a training dataset draws for a sample (augmentation) by epoch and
-            sample, so that neither resuming, the number of workers nor that of processes changes them; null: under
+            sample. Then they depend neither on resuming, nor on the number of workers or processes. null: under
             ``aligned``.
-        resume_hyperparameters: where those of optimizers and of torch's learning rate schedulers differ on resume,
-            whose win: the "checkpoint"'s, or the "configuration"'s, of which a schedule goes on from where it is.
-        hooks_use_accessor: say that the module's and callbacks' own hooks between backward and the step, and a
+        resume_hyperparameters: whose hyperparameters of optimizers and of torch's learning rate schedulers win if they
+            differ on resume: the "checkpoint"'s, or the "configuration"'s. A schedule keeps its position either way.
+        hooks_use_accessor: say that hooks of the module and of callbacks between backward and the step, and a
             ``training_step`` that steps by hand, read and write gradients with ``full_parameters`` or ``full_tensor``
-            alone, or not at all. Under ZeRO, where ``.grad`` of a parameter is not the reduced gradient, such hooks are
-            refused under ``aligned``, and all else is warned of.
-        unshard_after_fit: make a plain module with full parameters on the host, as `lightning_shard.unshard` does, when
-            a fit ends. The optimizers, which stepped the shards, go: the Trainer saves their state during the fit.
+            alone, or not at all. Under ZeRO ``.grad`` of a parameter is not the reduced gradient: there such hooks are
+            refused under ``aligned``, and else warned of.
+        unshard_after_fit: make a plain module with full parameters on the host when a fit ends, as
+            `lightning_shard.unshard` does. The optimizers of the shards are dropped. Save their state during the fit.
     """
 
     mesh: MeshConfig
@@ -172,8 +172,8 @@ def _stock_argument(name: str) -> str:
 
 
 def with_common_arguments(constructor: C) -> C:
-    """Show the common arguments in the place of ``**common`` in a constructor's signature and text, where ``help()``,
-    the command line and YAML read them.
+    """Show the common arguments instead of ``**common`` in a constructor's signature and docstring. ``help()``, the
+    command line and YAML read them there.
     """
     own = inspect.signature(constructor, eval_str=True)
     fields = inspect.signature(CommonSettings, eval_str=True).parameters.values()

@@ -1,4 +1,4 @@
-"""What the strategies of all engines share: Lightning's hooks, each a list of calls to the parts of a run in order."""
+"""Base of the strategies: Lightning's hooks, each a list of calls to the parts of a run in order."""
 
 import os
 from abc import abstractmethod
@@ -36,29 +36,29 @@ from lightning_shard.precision.ledger import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.strategies import refusals
-from lightning_shard.strategies.precision import ShardPrecision, settle, translate
+from lightning_shard.strategies.precision import ShardPrecision, raise_nonfinite, shard_precision_of
 from lightning_shard.strategies.settings import CommonSettings
 
 
 class ShardStrategy(ParallelStrategy):
-    """Base of the strategies: settings, the parts of a run, and the engine that a subclass names."""
+    """Settings, the parts of a run, and Lightning's hooks. A subclass makes the engine."""
 
     aligned: bool
     activation_checkpointing: Checkpointing
     compile: bool
     async_save: bool | str
     preemption: PreemptionConfig
-    all_frames = False  # of an error of this package, or the user's alone
+    all_frames = False  # in tracebacks of this package's errors, or only the user's
 
     def __init__(self, settings: CommonSettings) -> None:
-        """Build the parts; nothing is touched before the Trainer sets the strategy up."""
+        """Build the parts. Nothing else is touched before the Trainer sets the strategy up."""
         super().__init__()
         messages.leave_out_noise()
         self._settings, self.num_nodes = settings, 1
         vars(self).update(vars(settings))
         own = {"configured": settings.resume_hyperparameters == "configuration", "save_frozen": settings.save_frozen}
-        self.checkpoints = parts.Checkpoints(settle=partial(settle, self), **own)
-        self.memory: parts.Memory | None = None  # from a run's set-up on
+        self.checkpoints = parts.Checkpoints(raise_nonfinite=partial(raise_nonfinite, self), **own)
+        self.memory: parts.RunMemory | None = None  # from a run's set-up on
         waits = settings.timeout_seconds, settings.init_timeout_seconds
         self._processes = parts.Processes(settings.mesh, *waits, settings.process_group_backend)
         self.timeout = self._processes.timeout
@@ -66,7 +66,8 @@ class ShardStrategy(ParallelStrategy):
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
         self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)
         self._predictions, self._saves = parts.Predictions(), callbacks.HeldSaves()
-        self._replacements, self._ledger, self._identity = Replacements(), parts.RunLedger(), parts.RunIdentity()
+        self._replacements, self._identity = Replacements(), parts.RunIdentity()
+        self._ledger: parts.DtypeLedger | None = None  # of a fit
         self._engine: Engine | None = None
         self._trainer: Trainer | None = None  # of the run, from its set-up on
 
@@ -76,31 +77,29 @@ class ShardStrategy(ParallelStrategy):
 
     @abstractmethod
     def engine_for(self, module: nn.Module | None = None, *, plain: bool = False) -> Engine:
-        """A new engine with this strategy's settings; the frozen parameters of ``module`` may decide which it is.
-        ``plain``: without the options that depend on a user's module.
-        """
+        """Make an engine with this strategy's settings, ``plain`` without options for a user's ``module``."""
 
     @property  # type: ignore[explicit-override] # mypy sees none on one with a setter
     @override
     def precision_plugin(self) -> ShardPrecision:
-        """The precision plugin, always this package's own."""
+        """Precision plugin, always this package's own."""
         plugin = self._precision_plugin
         return plugin if isinstance(plugin, ShardPrecision) else ShardPrecision()
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = plugin = translate(precision_plugin)
+        self._precision_plugin = plugin = shard_precision_of(precision_plugin)
         if plugin is not None:
-            plugin.begin(self.policy)
+            plugin.begin_loss_scale(self.policy)
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """The dtypes of this run."""
+        """Dtypes of this run."""
         base = self.precision_plugin.policy(aligned=self.aligned, at_boundary=self._settings.at_boundary)
         return self.engine_for().policy(base, loss_scale_given=self.precision_plugin.sets_loss_scale)
 
     def planned_run(self, **given: Any) -> PlannedRun:
-        """A run of this strategy; ``given``: fields of `PlannedRun`, of which those of the Trainer may be left out."""
+        """A run of this strategy. ``given``: fields of `PlannedRun`. Fields that the Trainer has may be left out."""
         if "ranks" not in given:
             given |= {"ranks": self.num_nodes * self.num_processes, "per_node": self.num_processes}
             given["device_type"] = self.root_device.type
@@ -108,7 +107,7 @@ class ShardStrategy(ParallelStrategy):
         return PlannedRun(**{"policy": self.policy, "precision": precision, "aligned": aligned, **given})
 
     def check(self) -> None:
-        """Refuse, on every rank and before anything is touched, what can't work with a `ConfigurationError`."""
+        """Refuse settings that can't work, on every rank, before anything is touched (ConfigurationError)."""
         run = self.planned_run()
         resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
         refusals.refuse_sync_batchnorm(self._layer_sync, self.root_device)
@@ -116,27 +115,27 @@ class ShardStrategy(ParallelStrategy):
         self.engine_for().check(run)
 
     def check_arithmetic(self) -> str:
-        """`self_check.difference` of this engine, at the latest in a callback's ``setup``. All ranks call it."""
+        """Compare this engine with a plain loop (`self_check.difference`). All ranks call it, before training."""
         run = Run(planned=self.planned_run(), device=self.root_device, mesh=self.device_mesh, seed=0, fitting=True)
         return self_check.difference(self.engine_for(plain=True), run)
 
     @property
     def engine(self) -> Engine:
-        """The engine of the run, from its set-up on."""
+        """Engine of the run, after set-up."""
         return self._engine or refusals.refuse_early(type(self).__name__)
 
     @property
     def ledger(self) -> Ledger | None:
-        """The dtypes measured in this fit, complete after its first optimizer step; None where nothing was fitted."""
-        return self._ledger.measured()
+        """Measured dtypes of this fit, complete after its first optimizer step. None without a fit."""
+        return None if self._ledger is None else self._ledger.measured()
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The 2-D mesh with axes ``("replicate", "shard")``; it exists once the processes are connected."""
+        """2-D mesh with axes ``("replicate", "shard")``, after the processes are connected."""
         return self._processes.mesh
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is written in the background; raise if that failed. All ranks call it."""
+        """Wait for a background save. It raises if the save failed. All ranks call it."""
         self.checkpoints.saver.finish_background_save()
 
     @property
@@ -178,7 +177,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        # All that can be known is checked before any process is started.
+        # Everything that is known by now is checked before any process is started.
         gpu = self.root_device.type == "cuda"
         self.num_nodes = parts.nodes_started(self._environment, os.environ, self.num_nodes, self.num_processes)
         self._launch = parts.launch_of(self._environment, nodes=self.num_nodes, devices=self.num_processes, gpu=gpu)
@@ -193,17 +192,17 @@ class ShardStrategy(ParallelStrategy):
         self._trainer = trainer = self._module.trainer
         refusals.refuse_trainer(trainer)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, str(trainer.default_root_dir))
-        parts.fit.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
+        parts.fit.replace_defaults(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
         super().setup_environment()
         processes.share_cores(self.num_processes)
         reset_seed()
         self.set_world_ranks()
         own = {**plain_settings(self._settings), **self.engine_for().resolved_config()}
         compared, written = parts.fit.compared_settings(self, own, trainer), self._identity.root if self._fits else None
-        self._watch.record_into(self._identity.failure_folder)
+        self._watch.record_collectives_into(self._identity.failure_folder)
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
-        # Before anything else that a rank may fail in.
-        self._watch.start(parts.next_run(), self._identity.failure_folder, self._replacements, trainer)
+        # First, because a rank may fail in any later call.
+        self._watch.start_watch(parts.count_run(), self._identity.failure_folder, self._replacements, trainer)
         refusals.refuse_stores(trainer)
         processes.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
 
@@ -225,51 +224,52 @@ class ShardStrategy(ParallelStrategy):
         module, engine = self._module, self.engine_for(self._module)
         self.accelerator.setup(trainer)
         if self._fits and self.preemption.keep_batch and module.automatic_optimization:
-            parts.fit.keep_batch(trainer, self._identity)  # ahead of the engine, which is built for it
-        parts.fit.lay_out_tensors(module)  # ahead of the ledger, which notes their dtypes
-        run = self._begin(trainer, engine)
+            parts.fit.keep_batch(trainer, self._identity)  # before the engine, which is built for it
+        parts.fit.lay_out_tensors(module)  # before the ledger, which reads their dtypes
+        run = self._begin_run(trainer, engine)
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
         self.barrier("engine")
         self._buffers = parts.SharedBuffers(module)
         self.precision_plugin.connect_engine(engine, run, module, self._settings)
-        self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
+        self.checkpoints.attach_engine(module, engine, run.policy, self._ledger, root=self._identity.root)
         if self._fits:
             self.setup_optimizers(trainer)
-            self._engage(trainer, engine)
-        elif not parts.fit.keeps_optimizers(engine, module, self.optimizers):
+            self._attach_optimizers(trainer, engine)
+        elif not parts.fit.keep_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()
         frozen_too = engine.gathers_in_forward and not engine.follows_freezing
         self._freezing = parts.Freezing(module, frozen_too=frozen_too, named=not engine.replicates)
         self.setup_precision_plugin()
-        self.checkpoints.all_is_set_up()
+        self.checkpoints.note_optimizer_values()
 
-    def _begin(self, trainer: Trainer, engine: Engine) -> Run:
+    def _begin_run(self, trainer: Trainer, engine: Engine) -> Run:
         module, plan = self._module, self.planned_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
-        self._engine, self._ledger, forward = engine, parts.RunLedger(), self._settings.forward
+        self._engine, self._ledger, forward = engine, None, self._settings.forward
         check_float8(plan.policy.float8, self.root_device, launched=True)
-        self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
+        self.memory = parts.RunMemory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             checked = f"{type(self).__name__} in precision {plan.precision!r}"
             parts.check_untested_versions(checked, self.check_arithmetic, aligned=self.aligned)
             refusals.refuse_callbacks(trainer, engine, checked)
             refusals.refuse_gradient_hooks(trainer, engine, self._settings)
-            parts.fit.settle_fit(self._replacements, trainer, engine, self.checkpoints, self._saves, self.async_save)
+            parts.fit.hold_saves(self._replacements, trainer, engine, self.checkpoints, self._saves, self.async_save)
             parts.fit.before_sharding(trainer, module, self._layer_sync)
-            self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
+            self._ledger = parts.DtypeLedger(module, engine, plan.policy, aligned=self.aligned)
         results.log_of_full_module(self._replacements, trainer)
         return parts.fit.run_of(trainer, plan, self.root_device, self.device_mesh)
 
-    def _engage(self, trainer: Trainer, engine: Engine) -> None:
+    def _attach_optimizers(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.fit.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
         optimizers, schedule = engine.attach_optimizers(made)
         if optimizers != made:
             self.optimizers = optimizers
         if schedule is not None:
             self.lr_scheduler_configs.append(step_scheduler(schedule))
-        self.checkpoints.check(trainer)
-        parts.fit.begin_averaging(trainer, engine, self.checkpoints, self.memory)
-        self._ledger.start_of_fit(self.optimizers)
+        self.checkpoints.refuse_unsavable(trainer)
+        parts.fit.attach_averages(trainer, engine, self.checkpoints, self.memory)
+        if self._ledger is not None:
+            self._ledger.read_prepared(self.optimizers)
         refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast, self.optimizers)
         hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
 
@@ -294,22 +294,22 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        return self._data.process(dataloader, self._module.trainer, self._processes.data_parallel_coordinates)
+        return self._data.prepare_loader(dataloader, self._module.trainer, self._processes.data_parallel_coordinates)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         parts.fit.begin_batch(self._module.trainer, self.engine, self._buffers)
         plugin = self.precision_plugin
-        step = partial(plugin.call_in_autocast, self._module.training_step)  # inside of what an engine does around it
+        step = partial(plugin.call_in_autocast, self._module.training_step)
         with plugin.train_step_context():
             output = self.engine.forward(step, *args, **kwargs)
         self._freezing.after_forward()
-        return plugin.weighed(output, args)
+        return plugin.take_weight(output, args)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fits:
-            self._preemption.in_validation(self._module.trainer)
+            self._preemption.stop_in_validation(self._module.trainer)
         return self._evaluate(self._module.validation_step, *args, **kwargs)
 
     @override
@@ -318,58 +318,60 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._predictions.step(lambda: self._evaluate(self._module.predict_step, *args, **kwargs))
+        return self._predictions.run_step(lambda: self._evaluate(self._module.predict_step, *args, **kwargs))
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # No inference mode, whatever the loop entered; without gradients inside of it, as leaving it turns them on.
+        # No inference mode, even if the loop entered it. `no_grad` comes last, as leaving inference mode enables
+        # gradients.
         with self.precision_plugin.forward_context(), torch.inference_mode(mode=False), torch.no_grad():
             return self.engine.evaluate(partial(self.precision_plugin.call_in_autocast, step), *args, **kwargs)
 
     @override
     def block_backward_sync(self) -> Any:
-        """The backward passes inside end no accumulation; in manual optimization it is the user's to enter."""
+        """Inside, backward passes end no accumulation. In manual optimization the user enters it."""
         return parts.fit.without_reduction(self.engine)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        accumulates = self._module.automatic_optimization and loops.should_accumulate(self._module.trainer)
-        self._ledger.after_backward(closure_loss, accumulates=accumulates)
+        if self._ledger is not None:
+            accumulates = self._module.automatic_optimization and loops.should_accumulate(self._module.trainer)
+            self._ledger.read_backward(closure_loss, accumulates=accumulates)
         return loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        result = self._ledger.step(optimizer, closure, lambda closure: step(closure=closure))
-        self.engine.reshard_and_sync_masters()  # what a forward without a backward left gathered is old now
+        result = step(closure=closure) if self._ledger is None else self._ledger.run_step(optimizer, closure, step)
+        self.engine.reshard_and_sync_masters()  # reshards parameters that a forward without backward left gathered
         return result
 
     @override
     def on_train_start(self) -> None:
-        trainer, go_back = self._module.trainer, self.precision_plugin.after_batch
+        trainer = self._module.trainer
         self.checkpoints.start_of_training()
-        self._preemption.start(self._identity)
-        parts.fit.after_batches(self._replacements, trainer, self.checkpoints, self._saves, self._preemption, go_back)
-        self._data.start_of_training(trainer)  # after all that draws or resets
-        self._preemption.validation_follows(trainer)  # it may be the first that a resumed run does
+        self._preemption.start_checks(self._identity)
+        parts.fit.hook_batch_end(self._replacements, trainer, self.checkpoints, self._saves, self._preemption)
+        self._data.restore_resumed_state(trainer)  # after everything that draws or resets
+        self._preemption.note_validation(trainer)  # a resumed run may begin with it
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.saver.poll_background_save()
         if self._freezing.changed(batch_idx):
-            self.model = self.engine.follow_freezing()  # first, as DeepSpeed has all in 16 bits and masters elsewhere
+            self.model = self.engine.follow_freezing()  # first: DeepSpeed keeps 16-bit parameters and separate masters
             self._freezing.refuse_without_masters(self.policy.master)
 
     @override
     def on_train_end(self) -> None:
         self._saves.after_training()
-        self.checkpoints.end_of_training()  # everything is saved before the run forgets how to stop
-        self._preemption.finish()
+        self.checkpoints.end_of_training()  # saves end before the run stops listening to signals
+        self._preemption.end_checks()
         parts.warn_of_nonfinite(self.engine)
 
     @override
     def on_validation_start(self) -> None:
-        if self._fits:  # one that was interrupted runs again from its beginning
+        if self._fits:  # an interrupted validation runs again from its beginning
             self._freezing.refuse_new()
             loops.count_validation_anew(self._replacements, self._module.trainer)
         self.checkpoints.synchronize_buffers()
@@ -380,22 +382,21 @@ class ShardStrategy(ParallelStrategy):
     def on_predict_start(self) -> None:
         self.checkpoints.synchronize_buffers()
         own = loops.prediction_batches(self._module.trainer) if self.engine.gathers_in_forward else None
-        self._predictions = parts.Predictions(own)  # counted where forward passes of other ranks need this rank's
+        self._predictions = parts.Predictions(own)  # counted only if forward passes need all ranks
 
     @override
     def on_validation_end(self) -> None:
-        self.engine.reshard_and_sync_masters()  # frees what the last evaluation forward left gathered
+        self.engine.reshard_and_sync_masters()  # frees parameters of the last evaluation forward
         self._saves.after_validation()
 
     on_test_end = on_predict_end = on_validation_end
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = True  # nothing communicates: other ranks may be anywhere; told, they end, and a save with them
-        self.checkpoints.end()
-        refusals.explain(exception, self.memory, self.checkpoints.saved, all_frames=self.all_frames)
-        self._watch.failed(exception)
-        self._ledger.stop()
+        self._failed = True  # Nothing communicates: other ranks may be anywhere. They are told and end.
+        self.checkpoints.end_saving()
+        refusals.explain_error(exception, self.memory, self.checkpoints.saved, all_frames=self.all_frames)
+        self._watch.report_failure(exception)
         self.checkpoints.remove_converted()
         processes.end_behind(exception)
 
@@ -403,20 +404,21 @@ class ShardStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.accelerator is not None
         with loops.ending(self._replacements, self._trainer):
-            self._ledger.stop()
-            self.checkpoints.end()
+            if self._ledger is not None:
+                self._ledger.remove_hooks()
+            self.checkpoints.end_saving()
             self.model = self.lightning_module
             if self._engine is not None:
                 self._engine.release_module(failed=self._failed)
                 if self._settings.unshard_after_fit and self._fits and not self._failed:
                     make_plain(self._module, device=torch.device("cpu"))
                     self._reset_optimizers_and_schedulers()  # of the shards
-            self._environment.teardown()  # not the parents', which moves the module to the host: it may be sharded
+            self._environment.teardown()  # not super's: it moves the module, which may be sharded, to the host
             self.precision_plugin.teardown()
             self.accelerator.teardown()
             self._preemption.give_signals_back()
             self._data.end_of_run()
-            self._watch.end()  # after all that other ranks may wait for
+            self._watch.end_watch()  # last: other ranks may wait for the calls above
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -424,7 +426,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing yet: `save_checkpoint` writes the optimizers' state in place, by FQN."""
+        """Empty: `save_checkpoint` writes the optimizers' state in place, by FQN."""
         return {}
 
     @override
@@ -433,30 +435,30 @@ class ShardStrategy(ParallelStrategy):
         if self._is_interrupted:
             refusals.warn_of_unsaved(trainer, filepath)
             return
-        checkpoint, own = self._data.saved(trainer, checkpoint, self._preemption.before_validation)
+        checkpoint, own = self._data.checkpoint_state(trainer, checkpoint, self._preemption.before_validation)
         running = self._fits and trainer.state.status == TrainerStatus.RUNNING
         background = bool(self.async_save) and running and not self._preemption.is_stopping
         run = self._identity.facts(trainer.global_step, trainer.world_size * trainer.accumulate_grad_batches)
         self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, own=own, run=run, background=background)
-        self._preemption.saved()
+        self._preemption.note_save()
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = self.checkpoints.load_checkpoint(checkpoint_path, fits=self._fits)
         if self._fits:
-            self._data.loaded(checkpoint, self.global_rank)
+            self._data.give_loader_positions(checkpoint, self.global_rank)
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._fits:
-            self._data.resume(checkpoint, self._module.trainer)
+            self._data.keep_resumed_state(checkpoint, self._module.trainer)
         load, averaged = self.checkpoints.load_tensors, evaluates_average(self._module.trainer)
         load(checkpoint, self.lr_scheduler_configs, optimizers=self._fits, strict=strict, averaged=averaged)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._data.loops_loaded(self._replacements, self._module.trainer)  # slots were read with the parameters
+        self._data.after_loops_loaded(self._replacements, self._module.trainer)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

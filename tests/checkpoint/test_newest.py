@@ -17,7 +17,7 @@ from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint
 from lightning_shard.registry import build
-from lightning_shard.run.preemption import RunIdentity
+from lightning_shard.run.preemption_save import RunIdentity
 from tests.checkpoint.calls import save_tensors
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer

@@ -17,7 +17,7 @@ from lightning_shard import LossScaling, ShardDDPStrategy, ShardFSDPStrategy, Sh
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.policy import PrecisionPolicy, policy_from
 from lightning_shard.precision.words import PRECISIONS
-from lightning_shard.strategies.precision import translate
+from lightning_shard.strategies.precision import shard_precision_of
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -171,15 +171,15 @@ def test_it_needs_a_strategy_of_this_package() -> None:
     ],
 )
 def test_stock_plugins_are_translated(plugin: Precision, precision: str) -> None:
-    translated = translate(plugin)
+    translated = shard_precision_of(plugin)
     assert translated is not None
     assert translated.precision == precision
 
 
 def test_own_plugins_and_none_pass() -> None:
     own = ShardPrecision("bf16-mixed")
-    assert translate(own) is own
-    assert translate(None) is None
+    assert shard_precision_of(own) is own
+    assert shard_precision_of(None) is None
 
 
 class QuantizedPrecision(Precision):
@@ -202,13 +202,13 @@ class NamesakePrecision(MixedPrecision):
 )
 def test_plugins_that_do_more_are_refused_by_name(plugin: Precision, name: str) -> None:
     with pytest.raises(PrecisionError, match=rf"'{plugin.precision}', by the plugin {name},.*They run 32-true, bf16"):
-        translate(plugin)
+        shard_precision_of(plugin)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available.*")
 def test_the_scaler_that_lightning_makes_is_no_own_one(device: str) -> None:
-    translated = translate(MixedPrecision("16-mixed", device=device))
+    translated = shard_precision_of(MixedPrecision("16-mixed", device=device))
     assert translated is not None
     assert translated.policy(aligned=False) == policy_from("16-mixed", aligned=False)
 
@@ -229,7 +229,7 @@ class OwnScaler(torch.amp.GradScaler):
 def test_an_own_scaler_is_refused(scaler: torch.amp.GradScaler) -> None:
     name = type(scaler).__name__
     with pytest.raises(PrecisionError, match=rf"'16-mixed', by the plugin MixedPrecision with a {name} of its own"):
-        translate(MixedPrecision("16-mixed", device="cpu", scaler=scaler))
+        shard_precision_of(MixedPrecision("16-mixed", device="cpu", scaler=scaler))
 
 
 def trainer(**settings: Any) -> pl.Trainer:

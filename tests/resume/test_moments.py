@@ -320,4 +320,4 @@ def test_what_does_not_go_on_is_said() -> None:
     [(within, without)] = run_distributed(_said, 1)
     assert any("in the middle of a training batch" in message for message in within)
     [begin] = [message for message in without if "random number generators are in no checkpoint" in message]
-    assert "begin anew: Own.noise, Jitter.rng." in begin
+    assert "start from the beginning: Own.noise, Jitter.rng." in begin

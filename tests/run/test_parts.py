@@ -30,18 +30,17 @@ from lightning_shard.mesh import MeshConfig, build_mesh
 from lightning_shard.precision.policy import policy_from
 from lightning_shard.run import (
     Checkpoints,
-    FitLedger,
+    DtypeLedger,
     Freezing,
-    Memory,
     Predictions,
     Processes,
     RunIdentity,
-    RunLedger,
+    RunMemory,
     RunWatch,
 )
-from lightning_shard.run.data import checked
+from lightning_shard.run.data import check_loader
 from lightning_shard.run.full_tensors import read_full
-from lightning_shard.run.processes import launch_of, next_run
+from lightning_shard.run.process_group import count_run, launch_of
 from tests.harness import free_port, run_distributed
 
 CPU = torch.device("cpu")
@@ -87,7 +86,7 @@ def _saved_and_loaded(folder: str) -> tuple[list[bool], list[bool]]:
     full = []
     for engine, module in zip(engines, (first, second), strict=True):
         checkpoints = Checkpoints()
-        checkpoints.attach(module, engine, policy_from("32-true", aligned=True), RunLedger(), root=folder)
+        checkpoints.attach_engine(module, engine, policy_from("32-true", aligned=True), None, root=folder)
         full.append((checkpoints, partial(read_full, engine, checkpoints, device=CPU)))
     writer, reader = full
     names = [name for name, _ in net().named_parameters()]
@@ -176,7 +175,7 @@ def _met(kind: str) -> tuple[Any, ...]:
     launch = launch_of(environment, nodes=size, devices=1, gpu=False)
     dist.destroy_process_group()
     Processes(MeshConfig(), 60, 60, None).connect(environment, launch, CPU, settings={}, root=None)
-    met = next_run()
+    met = count_run()
     assert met is not None
     place, _ = met
     return place.rank, place.world_size, place.port == box[0], place.agent
@@ -194,9 +193,9 @@ def test_a_watch_has_torch_write_its_record_beside_the_traces(tmp_path: Path, mo
     name = "TORCH_FR_DUMP_TEMP_FILE"
     monkeypatch.setenv(name, "")  # put back at the end
     monkeypatch.delenv(name)
-    RunWatch(None, None, os._exit).record_into(tmp_path)
+    RunWatch(None, None, os._exit).record_collectives_into(tmp_path)
     assert name not in os.environ  # Nobody waits for lost ranks.
-    RunWatch(60.0, None, os._exit).record_into(tmp_path)
+    RunWatch(60.0, None, os._exit).record_collectives_into(tmp_path)
     assert Path(os.environ[name]).parent == tmp_path
 
 
@@ -208,25 +207,25 @@ def _ledger() -> str:
     ranks = dist.get_world_size()
     policy = policy_from("bf16-mixed", aligned=True)
     engine = FullyShard(FSDPOptions(), ForwardOptions(), at_boundary=False)
-    ledger = FitLedger(module, engine, policy, aligned=True)
+    ledger = DtypeLedger(module, engine, policy, aligned=True)
     planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy, aligned=True, device_type="cpu")
     mesh = build_mesh((1, ranks), device_type="cpu")
     run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True)
     engine.prepare(module, run)
     (optimizer,), _ = engine.attach_optimizers([torch.optim.AdamW(module.parameters(), lr=0.1)])
-    ledger.start_of_fit([optimizer])
+    ledger.read_prepared([optimizer])
 
     def closure() -> None:
         loss = engine.forward(lambda x: module(x).float().square().mean(), torch.ones(2, 4))
         engine.backward(loss, lambda value: value.backward(), overridden=False)
-        ledger.after_backward(loss, accumulates=False)
+        ledger.read_backward(loss, accumulates=False)
         engine.finish_gradients()
 
     def stepping(closure: Callable[[], Any]) -> None:
         closure()
         optimizer.step()
 
-    ledger.step(optimizer, closure, stepping)
+    ledger.run_step(optimizer, closure, stepping)
     found = ledger.measured()
     assert found.loss == found.reduced_in == {torch.float32}
     return ",".join(sorted(str(dtype) for dtype in found.dtypes("0.weight", "gradient")))
@@ -278,7 +277,7 @@ def test_new_names_are_refused_where_engines_go_by_names(named: bool) -> None:
 def _memory() -> tuple[int, int]:
     module = net()
     engine, run = prepared(module)
-    memory = Memory(module, engine, run.planned, device=CPU, recomputes=False)
+    memory = RunMemory(module, engine, run.planned, device=CPU, recomputes=False)
     before = memory.account().device
     step(engine, module, torch.ones(3, 4))
     return before.parameters, memory.account().device.optimizer
@@ -296,7 +295,7 @@ def _predictions(own: list[int]) -> int:
     ran: list[int] = []
     predictions = Predictions(own[dist.get_rank()])
     for index in range(own[dist.get_rank()]):
-        assert predictions.step(lambda index=index: ran.append(index) or index) == index
+        assert predictions.run_step(lambda index=index: ran.append(index) or index) == index
     return len(ran)
 
 
@@ -306,4 +305,4 @@ def test_ranks_with_fewer_predictions_go_on_with_the_others() -> None:
 
 def test_a_loader_of_one_process_is_taken_as_it_is() -> None:
     loader = [1, 2]
-    assert checked(loader, "training") is loader
+    assert check_loader(loader, "training") is loader

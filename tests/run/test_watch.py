@@ -200,12 +200,12 @@ import pytest
 
 from lightning_shard._lightning import processes
 from lightning_shard.mesh import build_mesh
-from lightning_shard.run.processes import remember
+from lightning_shard.run.process_group import remember_rendezvous
 
 atexit.register(processes.destroy_at_exit)  # as Lightning does for NCCL
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 build_mesh((1, 1), device_type="cpu")  # kept for later runs, with its group
-remember(Rendezvous(address="127.0.0.1", port=1, rank=0, world_size=1))
+remember_rendezvous(Rendezvous(address="127.0.0.1", port=1, rank=0, world_size=1))
 if sys.argv[1] == "fails":
     raise SyntaxError
 """

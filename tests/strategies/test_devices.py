@@ -30,7 +30,7 @@ from lightning_shard.engines.zero.values import ParameterValues
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh
 from lightning_shard.precision.policy import policy_from
-from lightning_shard.run import processes as run_processes
+from lightning_shard.run import process_group as run_processes
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import free_port, run_distributed

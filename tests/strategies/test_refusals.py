@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_shard import ConfigurationError, ShardPrecision
 from lightning_shard.cluster.traces import package_of
 from lightning_shard.registry import build
-from lightning_shard.strategies.refusals import explain, refuse_loss
+from lightning_shard.strategies.refusals import explain_error, refuse_loss
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 from tests.strategies.indexed import Indexed, data, refusal
@@ -76,7 +76,7 @@ def test_lazy_parameters_are_refused_in_a_sentence(name: str) -> None:
 def test_dtypes_that_do_not_meet_are_told_what_is_cast(compute: Any) -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         compute(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2))
-    explain(caught.value, None, all_frames=False)
+    explain_error(caught.value, None, all_frames=False)
     assert "buffers and tensors that forward makes are not" in str(caught.value)
 
 
@@ -148,7 +148,7 @@ BF16 = {"modules": ["Linear"], "compute": "bf16"}
 AUTOCAST = {"precision": "bf16-mixed", "autocast": True}
 REFUSED: list[tuple[type[Indexed], str, dict[str, Any], dict[str, Any], str]] = [
     (Lbfgs, "shard_ddp", {"nonfinite": "skip"}, {}, "nonfinite is set, which may skip steps, but LBFGS computes"),
-    (WeighsLbfgs, "shard_ddp", {}, {}, "LBFGS computes the loss again in its step, but where losses have weights"),
+    (WeighsLbfgs, "shard_ddp", {}, {}, "LBFGS computes the loss again in its step, but steps are taken after"),
     (ByHand, "shard_ddp", {"loss_weight_key": "0"}, {}, "loss_weight_key is '0', but ByHand runs backward and steps"),
     (Sharp, "shard_fsdp", {}, {}, "Sharpness needs full parameters and a closure that computes the loss again"),
     (Early, "shard_fsdp", {}, {}, "MadeEarly makes its state in its constructor, but is stepped on full"),

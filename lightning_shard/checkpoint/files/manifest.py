@@ -27,7 +27,7 @@ from lightning_shard.checkpoint.files.layout import Directory, open_directory
 from lightning_shard.checkpoint.files.location import AnyPath, Location, StorePath, location
 from lightning_shard.checkpoint.files.stores import open_store
 from lightning_shard.text import did_you_mean, listed
-from lightning_shard.versions import installed
+from lightning_shard.versions import installed_version
 
 FORMAT = "lightning_shard.checkpoint"
 FORMAT_VERSION = 8
@@ -203,7 +203,7 @@ def _slots_by_name(tensors: Collection[str], aliases: Collection[str]) -> Iterat
 
 def library_versions() -> dict[str, str]:
     """Return the versions of the libraries that take part in a checkpoint, without importing them."""
-    versions = {library: version for library in _LIBRARIES if (version := installed(library)) is not None}
+    versions = {library: version for library in _LIBRARIES if (version := installed_version(library)) is not None}
     return {**versions, "torch": str(torch.__version__)}  # the package's metadata may lack "+cu130"
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from lightning_shard.engines.zero.internals import require_internals
-from lightning_shard.versions import TESTED, numbers
+from lightning_shard.versions import TESTED, version_numbers
 
 
 def refuse_older_version() -> None:
@@ -24,7 +24,7 @@ def refuse_older_version() -> None:
     import deepspeed
 
     lowest = TESTED["deepspeed"][0]
-    if numbers(deepspeed.__version__) < numbers(lowest):
+    if version_numbers(deepspeed.__version__) < version_numbers(lowest):
         raise ImportError(
             f"DeepSpeed {deepspeed.__version__} is installed, but lightning_shard works on the engine's own objects "
             f"and needs DeepSpeed {lowest} or newer: pip install 'deepspeed>={lowest}'"

@@ -15,7 +15,7 @@ from lightning_shard.engines import _fsdp2
 from lightning_shard.errors import ConfigurationError, PrecisionContractError
 from lightning_shard.precision.ledger import Ledger, violations
 from lightning_shard.precision.policy import policy_from
-from lightning_shard.run.ledger import FitLedger
+from lightning_shard.run.dtype_ledger import DtypeLedger
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -187,16 +187,16 @@ class Steps:
 def _switched_off() -> set[str]:
     module = nn.Linear(2, 2, dtype=torch.bfloat16)
     policy = policy_from("bf16-mixed", aligned=True)
-    ledger = FitLedger(module, Steps(), policy, aligned=False)  # type: ignore[arg-type]
+    ledger = DtypeLedger(module, Steps(), policy, aligned=False)  # type: ignore[arg-type]
     module.float()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    ledger.start_of_fit([optimizer])
+    ledger.read_prepared([optimizer])
     module.requires_grad_(False)  # as toggle_optimizer in the turn of another optimizer
     ledger._read_module("step")
     assert violations(ledger.measured(), policy) == []
     module.bfloat16()
     ledger._read_module("step")
-    ledger.stop()
+    ledger.remove_hooks()
     return {found.name for found in violations(ledger.measured(), policy)}
 
 

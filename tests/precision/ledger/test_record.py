@@ -11,7 +11,6 @@ import torch
 from lightning_shard import run as parts
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.precision.ledger import Ledger
-from lightning_shard.run.ledger import RunLedger
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, whole_parameters
 from tests.precision.ledger.zoo import ENGINES, Zoo, batches, fit
@@ -123,7 +122,7 @@ def numbers(engine: str, model: str, precision: str, options: dict[str, Any], in
     module, data = (Zoo(), batches()) if model == "zoo" else (TinyLM(tie=True, dropout=0.1), loader())
     with pytest.MonkeyPatch.context() as patch:
         if not installed:
-            patch.setattr(parts, "FitLedger", lambda *args, **kwargs: RunLedger())
+            patch.setattr(parts, "DtypeLedger", lambda *args, **kwargs: None)
         trainer = fit(engine, module, data, precision, steps=4, **options)
     assert (trainer.strategy.ledger is not None) == installed
     return {"parameters": whole_parameters(module), "buffers": dict(module.named_buffers()), "seen": module.seen}

@@ -1,4 +1,4 @@
-"""Measuring a fit's dtypes in its first step, and holding the aligned contract against them, on every engine."""
+"""Measure a fit's dtypes in its first step, on every engine, and check the aligned contract."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -21,57 +21,36 @@ from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.names import named_parameters, parameter_names
 
 _COMPARED = 3
-"""Steps of each optimizer after which replicas are compared, which waits for the device; then saves do."""
+"""Steps of each optimizer after which replicas are compared, which waits for the device. Later only saves do."""
 
 _PARTED = (
-    "Ranks have other values of {}, of which each has a replica: what enters a step or is written to a parameter "
-    "(a loss, a learning rate, gradients that a hook changes, random numbers) must be the same on every rank. Reduce "
-    "it over ranks first, as self.all_gather(loss).mean() does, and run backward by self.manual_backward(loss)."
+    "Ranks have other values of {}, of which each has a replica: every value that enters a step or is written to a "
+    "parameter (a loss, a learning rate, gradients that a hook changes, random numbers) must be the same on every rank."
+    " Reduce it over ranks first, as self.all_gather(loss).mean() does, and run backward by self.manual_backward(loss)."
 )
 
 
-class RunLedger:
-    """What a strategy and its checkpoints ask of a ledger; this one, of a run that steps nothing, measures nothing."""
+class DtypeLedger:
+    """Reads the dtypes of a fit's tensors, and asks the engine for the dtype of the reduction.
 
-    def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Read what engine and optimizers hold; PrecisionContractError on all, if ``aligned``. All ranks call it."""
-
-    def after_backward(self, loss: Tensor, *, accumulates: bool) -> None:
-        """Note the dtypes of ``loss``, and of the gradients that wait for those of further micro-batches."""
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Step, and once complete the ledger and check it; PrecisionContractError if ``aligned``. All ranks call it."""
-        return step(closure)
-
-    def before_saving(self) -> None:
-        """Warn of replicas that are not equal any more. All ranks call it."""
-
-    def stop(self) -> None:
-        """Leave no hook behind."""
-
-    def measured(self) -> Ledger | None:
-        """What was measured, complete after the first optimizer step; None where nothing was fitted."""
-        return None
-
-
-class FitLedger(RunLedger):
-    """Reads dtypes of the module's tensors, of what its optimizers step, its gradients and their state, and asks the
-    engine for that of the reduction. It changes no number, and has hooks on the optimizers alone, in the first steps.
+    It changes no number. Its hooks are on the optimizers alone, in the first steps. In these steps and before saves it
+    also compares replicas. All ranks call each method.
     """
 
     def __init__(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, *, aligned: bool) -> None:
-        """Read what was loaded, before ``engine`` prepares ``module``; ``aligned``: the contract is held."""
+        """Read the loaded dtypes, before ``engine`` prepares ``module``. ``aligned``: check the contract."""
         self._module, self._engine, self._policy, self._aligned = module, engine, policy, aligned
-        self._steps: dict[int, int] = {}  # Of each optimizer, by its ``id``.
+        self._steps: dict[int, int] = {}  # By the ``id`` of an optimizer.
         self._entries: dict[str, Entry] = {}
         self._losses: set[torch.dtype] = set()
         self._reduced_in: frozenset[torch.dtype] = frozenset()
         self._optimizers: list[Optimizer] = []
-        self._stepped: list[Optimizer] = []  # In the first step; those that a loss scale skipped are not among them.
+        self._stepped: list[Optimizer] = []  # In the first step, without those that a loss scale skipped.
         self._undo: list[Callable[[], None]] = []
         self._read_module("loaded")
 
-    def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
+    def read_prepared(self, optimizers: Iterable[Optimizer]) -> None:
+        """Read the prepared module and its optimizers. PrecisionContractError on all ranks, if ``aligned``."""
         self._optimizers = list(optimizers)
         for optimizer in self._optimizers:
             for name, parameter in self._parameters(optimizer):
@@ -87,7 +66,7 @@ class FitLedger(RunLedger):
             entry = self._entries.setdefault(name, Entry(kind=kind))
             if stage != "loaded" and kind in ("trainable", "frozen") and steps_masters:
                 continue
-            # A step of several optimizers switches the parameters of the others off for a while.
+            # A step of several optimizers freezes the parameters of the others for a while.
             if stage != "step" or kind == "trainable":
                 entry.kind = kind
             entry.add(stage, tensor.dtype)
@@ -111,7 +90,7 @@ class FitLedger(RunLedger):
                 self._add(name, "gradient", parameter.grad)
 
     def _read_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note what ``optimizer`` has stepped; its gradients are still there."""
+        """Read the gradients, parameters and state of an optimizer after its step."""
         self._read_gradients(optimizer)
         for name, parameter in self._parameters(optimizer):
             self._add(name, "step", parameter)
@@ -130,27 +109,29 @@ class FitLedger(RunLedger):
         if not self._aligned:
             return
         own = violations(self.measured(), self._policy)
-        # A tensor may be wrong on one rank alone; all raise, so that none waits for another.
+        # A tensor may be wrong on one rank alone. All raise, so that none waits for another.
         found = list(dict.fromkeys(violation for rank in Ranks.of().gather(own) for violation in rank))
         if found:
-            self.stop()
+            self.remove_hooks()
             raise contract_error(found, when)
 
-    def after_backward(self, loss: Tensor, *, accumulates: bool) -> None:
+    def read_backward(self, loss: Tensor, *, accumulates: bool) -> None:
+        """Read the dtypes of ``loss`` and of accumulated gradients."""
         if self._undo:
             self._losses.add(loss.dtype)
             for name, gradient in self._engine.tensors.accumulated().items() if accumulates else ():
                 self._add(name, "accumulated", gradient)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        result = self._read_around(optimizer, closure, step) if self._undo else step(closure)
+    def run_step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
+        """Run ``step(closure=...)``, and read and check the first steps. PrecisionContractError if ``aligned``."""
+        result = self._run_read_step(optimizer, closure, step) if self._undo else step(closure=closure)
         steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if steps <= _COMPARED and (found := self._parted()):
             raise ConfigurationError(f"{_PARTED.format(found)} {type(optimizer).__name__} stepped them last.")
         return result
 
     def _parted(self) -> str | None:
-        """The first parameter that ranks do not have as replicas any more. All ranks call it."""
+        """First parameter whose replicas differ between ranks."""
         group = self._engine.replicas()
         if group is None:
             return None
@@ -159,13 +140,11 @@ class FitLedger(RunLedger):
         found = next((each for each in Ranks.of().gather(parted((p for _, p in trained), group)) if each), None)
         return None if found is None else trained[found[0]][0]
 
-    def before_saving(self) -> None:
+    def warn_of_parted_replicas(self) -> None:
         if found := self._parted():
             rank_zero_warn(_PARTED.format(found))
 
-    def _read_around(
-        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
-    ) -> Any:
+    def _run_read_step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
         has_gradients = False
 
         def noting_closure() -> Any:
@@ -175,10 +154,10 @@ class FitLedger(RunLedger):
             return result
 
         try:
-            result = step(noting_closure)
+            result = step(closure=noting_closure)
         except RuntimeError:
             if has_gradients:
-                # torch's own message of two dtypes that do not go together names no parameter.
+                # torch's own message on mixed dtypes names no parameter.
                 for each in self._optimizers:
                     self._read_gradients(each)
                 self._hold_contract("in the first optimizer step")
@@ -189,23 +168,24 @@ class FitLedger(RunLedger):
             self._hold_contract("in the first optimizer step")
             stepped = set(self._stepped)
             if len(stepped) == len(self._optimizers) or len(self._stepped) > len(stepped):
-                self.stop()
+                self.remove_hooks()
                 rank_zero_info(self._report(self.measured()))
         return result
 
     def _report(self, ledger: Ledger) -> str:
-        """One line where all is as asked; else, and under ``--verbose``, the table."""
+        """One line if all dtypes are as asked. Else, and under ``--verbose``, the table."""
         found = violations(ledger, self._policy)
         if found or logging.getLogger("lightning_shard").isEnabledFor(logging.DEBUG):
             return "\n".join([ledger.table(), *(f"not as asked: {violation.text()}" for violation in found[:3])])
         count, asked = len(ledger.entries), self._policy.text()
         return f"dtypes, measured on {count} tensors in the first step, are as asked: {asked}"
 
-    def stop(self) -> None:
+    def remove_hooks(self) -> None:
         while self._undo:
             self._undo.pop()()
 
     def measured(self) -> Ledger:
+        """The ledger so far. It is complete after the first optimizer step."""
         return Ledger(entries=self._entries, reduced_in=self._reduced_in, loss=frozenset(self._losses))
 
 

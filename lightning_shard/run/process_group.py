@@ -1,4 +1,4 @@
-"""The processes of a run: launch, meeting point, process group, mesh, and their watch over each other."""
+"""Launch of processes, their rendezvous, process group and mesh, and the watch for lost ranks."""
 
 import atexit
 import os
@@ -30,29 +30,29 @@ from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import RankWatch
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
-from lightning_shard.ranks import beside_default, forget_made_groups, set_timeout
+from lightning_shard.ranks import cached_on_group, forget_made_groups, set_timeout
 
 
 class Processes:
-    """Connects the processes, and lays the mesh over them."""
+    """Connects the processes and builds the mesh."""
 
     def __init__(
         self, mesh: MeshConfig, timeout_seconds: float, init_timeout_seconds: float, backend: str | None
     ) -> None:
         self._axes, self._init_timeout_seconds, self._backend = mesh, init_timeout_seconds, backend
-        self.timeout = timedelta(seconds=timeout_seconds)  # Of collectives.
+        self.timeout = timedelta(seconds=timeout_seconds)  # of collectives
         self._mesh: DeviceMesh | None = None
         self._device = torch.device("cpu")
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The 2-D mesh with axes ``("replicate", "shard")``; it exists once the processes are connected."""
+        """2-D mesh with axes ``("replicate", "shard")``, after the processes are connected."""
         assert self._mesh is not None, "the mesh exists once the processes are connected"
         return self._mesh
 
     @property
     def data_parallel_coordinates(self) -> tuple[int, int]:
-        """Number of data-parallel ranks, and this one's index: each reads its own part of the data."""
+        """Number of data-parallel ranks, and this one's index. Each reads its own part of the data."""
         return data_parallel_coordinates(self.mesh)
 
     def connect(
@@ -64,8 +64,8 @@ class Processes:
         settings: Mapping[str, str],
         root: str | None,
     ) -> None:
-        """Connect the processes; a ConfigurationError on every rank if some are missing or differ. All ranks call it.
-        ``settings`` must not differ between ranks; ``root``: where checkpoints go, if any.
+        """Connect the processes. ConfigurationError on every rank: some are missing, or ``settings`` or versions
+        differ. ``root``: folder of checkpoints, if any. All ranks call it.
         """
         self._device = device
         options: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
@@ -90,14 +90,14 @@ class Processes:
             prepare_gloo(at.address, os.environ, gpu=device.type != "cpu")
             store.set_timeout(self.timeout)
             processes.init_process_group(environment, backend, store=store, **options)
-            remember(at)
+            remember_rendezvous(at)
         else:
             processes.init_process_group(environment, backend, **options)
         set_timeout(self.timeout)
-        let_threads_finish_before_forks()  # workers of loaders, of evaluation too, are forked from here on
+        let_threads_finish_before_forks()  # worker processes of loaders are forked from here on, in evaluation too
 
     def lay_mesh(self, *, per_node: int) -> DeviceMesh:
-        """Build the mesh over all connected processes, of which there are ``per_node`` on a node. All ranks call it."""
+        """Build the mesh over all processes. ``per_node``: processes of a node. All ranks call it."""
         shape = resolve_mesh(self._axes, world_size=dist.get_world_size(), processes_per_node=per_node)
         self._mesh = build_mesh(shape, device_type=self._device.type, timeout=self.timeout)
         return self._mesh
@@ -108,7 +108,7 @@ class Processes:
 
 
 def nodes_started(environment: ClusterEnvironment, environ: Mapping[str, str], nodes: int, devices: int) -> int:
-    """``num_nodes``, or how many nodes torchrun has started: ``--nnodes 1:2`` goes on with those that there are."""
+    """Number of nodes: as torchrun started them (``--nnodes 1:2`` may start fewer), else ``num_nodes``."""
     size = environment.world_size()
     local = environ.get("LOCAL_WORLD_SIZE") == str(devices)
     if not (isinstance(environment, TorchElasticEnvironment) and local) or size == nodes * devices or size % devices:
@@ -118,7 +118,7 @@ def nodes_started(environment: ClusterEnvironment, environ: Mapping[str, str], n
 
 
 def device_of(devices: Sequence[torch.device], local_rank: int) -> torch.device:
-    """The device of a process; ConfigurationError: a launcher has started more on this node than the run has."""
+    """Device of a process. ConfigurationError: the launcher started more processes on this node than ``devices``."""
     if local_rank >= len(devices):
         raise ConfigurationError(
             f"a process with local rank {local_rank} was started, but devices is {len(devices)}. Set devices to the "
@@ -136,64 +136,63 @@ def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu:
 _LETTING_GO_SECONDS = 0.05
 
 
-def _met() -> list[Any] | None:
-    """Where the ranks of the process group met, and how many runs there were on it; None: not by this package."""
-    return beside_default("met", lambda: None) if dist.is_initialized() else None
+def _rendezvous() -> list[Any] | None:
+    """Rendezvous of the process group and number of runs on it. None: another library made the group."""
+    return cached_on_group("met", lambda: None) if dist.is_initialized() else None
 
 
-def remember(at: Rendezvous) -> None:
-    """Keep where the ranks of the process group met, for later Trainers in the same processes."""
-    beside_default("met", lambda: [at, 0])
-    # Lightning's own, for NCCL, would wait after an exception too.
+def remember_rendezvous(at: Rendezvous) -> None:
+    """Keep the rendezvous of the process group for later Trainers in the same processes."""
+    cached_on_group("met", lambda: [at, 0])
+    # Lightning's own hook, for NCCL, would wait after an exception too.
     atexit.unregister(processes.destroy_at_exit)
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    atexit.unregister(_destroy_group)
+    atexit.register(_destroy_group)
 
 
-def next_run() -> tuple[Rendezvous, int] | None:
-    """Where the ranks met, and the number of the run that begins; None: not by this package. All ranks call it."""
-    if (met := _met()) is None:
+def count_run() -> tuple[Rendezvous, int] | None:
+    """Rendezvous and number of the next run on this process group. None: not made here. All ranks call it."""
+    if (met := _rendezvous()) is None:
         return None
     met[1] += 1
     return met[0], met[1]
 
 
-def _leave() -> None:
-    """Destroy the process group that this package made, while there is an interpreter: a thread that lets go of a
-    tensor later aborts the process. After an exception it is left, since that would wait for other ranks.
+def _destroy_group() -> None:
+    """Destroy this package's process group at exit, because its thread aborts the process if it frees tensors after the
+    interpreter. After an exception the group is left, since destroying it would wait for other ranks.
     """
-    if _met() is not None and not hasattr(sys, "last_value"):
+    if _rendezvous() is not None and not hasattr(sys, "last_value"):
         forget_made_groups()
         dist.destroy_process_group()
-        # What is still there keeps the group, and its thread may be letting go of the last collective's tensors.
+        # The group's thread may still free the last collective's tensors.
         time.sleep(_LETTING_GO_SECONDS)
 
 
 class RunWatch:
-    """The watch of one run after the other."""
+    """Watches the ranks of one run after the other."""
 
     def __init__(
         self, lost_rank_seconds: float | None, stuck_seconds: float | None, exit_process: Callable[[int], None]
     ) -> None:
-        """Nobody watches yet; see `RankWatch` for the seconds, of which None means that nobody does."""
+        """See `RankWatch` for the seconds. None turns the watch off."""
         self._lost_rank_seconds, self._stuck_seconds = lost_rank_seconds, stuck_seconds
         self._exit_process = exit_process
         self._watch: RankWatch | None = None
-        self._failed: RankWatch | None = None  # has its last words to say
+        self._failed: RankWatch | None = None  # still tells other ranks of a failure
 
-    def record_into(self, folder: Path | None) -> None:
-        """Have torch write its own record of collectives there, should NCCL end this process, beside those of
-        `traces.write_traces`; ahead of the process group.
+    def record_collectives_into(self, folder: Path | None) -> None:
+        """Let torch write its record of collectives into ``folder`` if NCCL ends this process, next to the files of
+        `traces.write_traces`. It is called before the process group exists.
         """
         if folder is not None and self._lost_rank_seconds is not None:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / traces.PREFIX))
 
-    def start(
+    def start_watch(
         self, met: tuple[Rendezvous, int] | None, folder: Path | None, replacements: Replacements, trainer: Trainer
     ) -> None:
-        """Watch the other ranks until the run ends. All ranks call it. ``met``: where they met, and the number of the
-        run on their process group; None: elsewhere. ``folder``: for the traces of a rank that is stuck. ``trainer``:
-        its main thread is watched too.
+        """Watch the other ranks, and the main thread of ``trainer``, until the run ends. All ranks call it. ``met``:
+        result of `count_run`. ``folder``: for the traces of a stuck rank.
         """
         if self._failed is not None:
             self._failed.stop_threads()
@@ -213,16 +212,16 @@ class RunWatch:
         )
         self._watch.start_threads()
 
-    def failed(self, exception: BaseException) -> None:
-        """Tell the other ranks, or say in one line which rank's failure this is the outcome of."""
+    def report_failure(self, exception: BaseException) -> None:
+        """Tell the other ranks of a failure, or name the rank whose failure caused it."""
         watch = self._watch
         if watch is None or isinstance(exception, Preempted):
             return
         self._watch, self._failed = None, watch
         if watch.report_failure(exception) is not None:
-            exception.said = True  # type: ignore[attr-defined] # by the rank that owns the failure
+            exception.said = True  # type: ignore[attr-defined] # the rank that failed first prints it
 
-    def end(self) -> None:
+    def end_watch(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end_run()

@@ -1,6 +1,7 @@
-"""Which run this is, what it goes on from, and a fit that is told to stop. Its name, its job and its folders say which
-checkpoint it goes on from, never another job's. To stop, all ranks save together at a step's end, and the job goes back
-into the queue.
+"""Identity of a run, the checkpoint that it resumes from, and a fit that is told to stop.
+
+The run's name, its job and its folders select the checkpoint, never another job's. To stop, all ranks save together at
+a step's end, and the job is requeued.
 """
 
 import contextlib
@@ -34,14 +35,14 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.data import changed_by_validation
 
-AUTO = "auto"  # The ``ckpt_path`` that means: the newest intact checkpoint of this run, if there is one.
-FOLDER = "preempted"  # In the Trainer's ``default_root_dir``: where a stopped run saves, one checkpoint for each run.
+RESUME_AUTO = "auto"  # As ``ckpt_path``: this run's newest intact checkpoint, if any.
+STOPPED_FOLDER = "preempted"  # Below ``default_root_dir``: one checkpoint for each run that was stopped.
 FAILURES = "failures"
-"""In the Trainer's ``default_root_dir``: traces of ranks that ended while they were stuck, a folder for each run."""
+"""Below ``default_root_dir``: traces of ranks that ended while they were stuck, a folder for each run."""
 
 
 def checkpoint_folders(trainer: Trainer) -> list[Location]:
-    """Where the Trainer's ``ModelCheckpoint``s save, in every version of the logger's folder."""
+    """Folders of the Trainer's ``ModelCheckpoint``s, in every version of the logger's folder."""
     folders: list[Location] = []
     for callback in trainer.checkpoint_callbacks:
         directory = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
@@ -50,7 +51,7 @@ def checkpoint_folders(trainer: Trainer) -> list[Location]:
         folder = location(directory)
         folders.append(folder)
         if trainer.loggers and folder.name == "checkpoints":
-            # Without a fixed version a logger makes a new one each time that the run is started.
+            # Without a fixed version a logger makes a new folder at each start of the run.
             versions = [version / folder.name for version in checkpoint_names(folder.parent.parent)]
             folders += [each for each in versions if each.is_dir()]
     return folders
@@ -58,7 +59,7 @@ def checkpoint_folders(trainer: Trainer) -> list[Location]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """The name under which a run saves its checkpoints and finds them again."""
+    """Name of a run, under which its checkpoints are saved and found."""
 
     name: str = NAMELESS
     job: SlurmJob | None = None
@@ -69,45 +70,45 @@ class RunIdentity:
         return RunIdentity(name=run_name(config, environ), job=read_job(environ), root=root)
 
     def facts(self, step: int, micro_batches: int = 1) -> dict[str, Any]:
-        """What the manifest says of the run; ``micro_batches``: of a step, on all ranks together."""
+        """Facts for the manifest. ``micro_batches``: of a step, on all ranks together."""
         return {"name": self.name, "step": step, "time": time.time(), "micro_batches": micro_batches}
 
     def micro_batches(self, folders: list[Location]) -> int | None:
-        """Of a step of this run's newest checkpoint, on all ranks; None: there is none that says it. One rank calls."""
+        """Micro-batches of a step in this run's newest checkpoint, on all ranks. None: unknown. One rank calls it."""
         found = [] if self.name == NAMELESS else find_checkpoints([self.own_path.parent, *folders], self.name).own
         return found[0][1].get("micro_batches") if found else None
 
     @property
     def own_path(self) -> Location:
-        """Where this run saves when it is stopped."""
-        return location(self.root) / FOLDER / f"{self.name}.ckpt"
+        """Path of the checkpoint that a stopped run saves."""
+        return location(self.root) / STOPPED_FOLDER / f"{self.name}.ckpt"
 
     @property
     def failure_folder(self) -> Path | None:
-        """Where ranks that are stuck in a collective write what they can; None in a store."""
+        """Folder for traces of ranks that are stuck in a collective. None in an object store."""
         folder = location(self.root)
         return None if isinstance(folder, StorePath) else folder / FAILURES / self.name
 
     def choose_checkpoint(self, asked: Any, *, fitting: bool, folders: list[Location]) -> Any:
-        """The checkpoint to resume from where ``ckpt_path`` is ``asked``, from ``folders`` of callbacks. All ranks call
+        """Choose the checkpoint to resume from. ``asked``: the ``ckpt_path``. ``folders``: of callbacks. All ranks call
         it.
 
-        ``auto``: this run's newest intact one, opened. None, if ``fitting``: what this run left when it was stopped, if
-        it was. Anything else is returned as it is, but in a fit of a requeued job, which goes on from its own newest
-        one. ConfigurationError: ``auto`` in a run without a name. CheckpointNotFoundError: ``auto`` outside a fit, with
-        nothing to find. CheckpointError: a checkpoint of another job that Lightning found by itself.
+        ``auto``: this run's newest intact one, opened. None, if ``fitting``: the one that this run saved when it was
+        stopped, if any. Other values are returned, except in a fit of a requeued job, which resumes from its own newest
+        one. ConfigurationError: ``auto`` in a run without a name. CheckpointNotFoundError: ``auto`` outside of a fit,
+        with nothing to find. CheckpointError: a checkpoint of another job that Lightning found by itself.
         """
         own: list[Location] = [self.own_path.parent]
         if asked is None:
             return self._newest(own, speak=False) if fitting and self.name != NAMELESS else None
-        if asked != AUTO:
+        if asked != RESUME_AUTO:
             self._refuse_stock_checkpoint(Path(asked))
             again = fitting and self.job is not None and self.job.restarts > 0
             return (self._newest(own + folders, speak=False) if again else None) or asked
         if self.name == NAMELESS:
             raise ConfigurationError(
-                "ckpt_path is auto, but this run has no name, by which its checkpoints are told from those of other "
-                "runs in these folders: set preemption: {run: NAME} of the strategy, or give a checkpoint's path."
+                "ckpt_path is auto, but this run has no name, which tells its checkpoints from other runs' in these "
+                "folders: set preemption: {run: NAME} of the strategy, or give a checkpoint's path."
             )
         looked_in = own + folders
         found = self._newest(looked_in, speak=fitting)
@@ -119,7 +120,7 @@ class RunIdentity:
         return found
 
     def _newest(self, folders: list[Location], *, speak: bool) -> OpenCheckpoint | None:
-        """The newest checkpoint of this run whose files all have their checksums. All ranks call it."""
+        """Newest checkpoint of this run with valid checksums. All ranks call it."""
         found = open_newest(folders, self.name)
         for reason in found.broken:
             rank_zero_warn(f"Run {self.name} passes over a broken checkpoint: {reason}")
@@ -143,7 +144,7 @@ class RunIdentity:
 
 
 class Preemption:
-    """Notes signals and the time limit, and saves and ends the run once all ranks know of one."""
+    """Notes signals and the time limit. Once all ranks know of one, the run is saved and ends."""
 
     def __init__(self, config: preemption.PreemptionConfig, checkpoints: Checkpoints) -> None:
         self._config, self._checkpoints, self.signals = config, checkpoints, config.signals
@@ -153,10 +154,10 @@ class Preemption:
         self._limit: preemption.TimeLimit | None = None
         self._stop_number: preemption.DelayedMax | None = None
         self._agreed, self._stoppable = 0, False
-        self._folders: list[Location] = []  # of this run's checkpoints, during the save before it stops
+        self._folders: list[Location] = []  # of this run's checkpoints, during the last save
         self._killed_after: float | None = None
         self.before_validation: dict[str, Any] = {}
-        """Parts of the run's state as they were then, to which a save in a validation goes back."""
+        """State of the run before the last validation. A save during a validation keeps this one."""
 
     # Beginning and end
 
@@ -165,24 +166,24 @@ class Preemption:
         self._flag.install_handlers(self.signals)
         preemption.release_signals()
 
-    def start(self, identity: RunIdentity) -> None:
-        """Begin to look after every batch whether to stop. All ranks call it when training starts."""
+    def start_checks(self, identity: RunIdentity) -> None:
+        """Check after every batch from now on. All ranks call it when training starts."""
         self._identity = identity
-        self._agreed = self._looks = 0
-        # Of the last looks: the first steps compile, and are no measure of those to come.
+        self._agreed = self._checks = 0
+        # Seconds between the last checks. The first steps compile, and say nothing of later ones.
         self._gaps: deque[float] = deque([0.0], maxlen=50)
-        self._last_look: float | None = None
+        self._last_check: float | None = None
         self._stoppable = False
         ranks = Ranks.of()
         self._stop_number = preemption.DelayedMax(ranks.group)
-        # It is asked how much time the job has.
-        self._limit = self._read_limit() if ranks.is_first else None
-        # How long torchrun leaves its processes after SIGTERM (torch/distributed/launcher/api.py).
+        # Only rank 0 asks for the job's remaining time.
+        self._limit = self._read_time_limit() if ranks.is_first else None
+        # Seconds from SIGTERM until torchrun kills its processes (torch/distributed/launcher/api.py).
         seconds = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
         self._killed_after = seconds if "TORCHELASTIC_RUN_ID" in os.environ else None
 
-    def finish(self) -> None:
-        """At the end of training: leave no reduction running, and no checkpoint of a run that has ended."""
+    def end_checks(self) -> None:
+        """At the end of training: end the pending reduction, and remove the checkpoint of a stopped run."""
         if self._stop_number is not None:
             self._stop_number.wait_for_largest()
             self._stop_number = None
@@ -190,7 +191,7 @@ class Preemption:
         if Ranks.of().is_first and path.exists():
             commit.remove_checkpoint(path)
 
-    def _read_limit(self) -> preemption.TimeLimit | None:
+    def _read_time_limit(self) -> preemption.TimeLimit | None:
         job, before = self._identity.job, self._config.seconds_before_limit
         if job is None or before is None or shutil.which("squeue") is None:
             return None
@@ -202,45 +203,47 @@ class Preemption:
             )
         return limit
 
-    # Looking whether to stop
+    # Check whether to stop
 
     @property
     def is_stopping(self) -> bool:
         return bool(self._agreed)
 
-    def after_batch(self, trainer: Trainer) -> None:
-        """Between a training batch and a validation. All ranks call it. Preempted: the run was saved and ends."""
+    def stop_after_batch(self, trainer: Trainer) -> None:
+        """Stop between a training batch and a validation, if all ranks know of a reason. All ranks call it. Preempted:
+        the run was saved and ends.
+        """
         validates = loops.validation_follows(trainer)
-        # In the middle of an accumulation the gradients so far would have to be saved too.
+        # Within an accumulation the gradients would have to be saved too.
         self._stoppable = not loops.should_accumulate(trainer)
         if self._stoppable and self._should_stop() and (validates or not loops.nothing_follows(trainer)):
             loops.mark_after_batch(trainer)
             self._save_and_leave(trainer)
         if validates:
-            self.validation_follows(trainer)
+            self.note_validation(trainer)
 
-    def validation_follows(self, trainer: Trainer) -> None:
-        """Keep what a validation may change, ahead of the first thing that it does."""
+    def note_validation(self, trainer: Trainer) -> None:
+        """Keep the state that a validation may change, before it begins."""
         self.before_validation = changed_by_validation(trainer)
 
-    def in_validation(self, trainer: Trainer) -> None:
-        """Ahead of each batch of a validation inside a fit, of which all ranks have equally many; raises Preempted."""
+    def stop_in_validation(self, trainer: Trainer) -> None:
+        """Before each batch of a validation in a fit. All ranks call it. Preempted: as in `stop_after_batch`."""
         if self._stop_number is not None and self._stoppable and self._should_stop():
             self._save_and_leave(trainer)
 
     def _should_stop(self) -> bool:
         assert self._stop_number is not None
         now = time.monotonic()
-        if self._last_look is not None:
-            self._gaps.append(now - self._last_look)
-        self._last_look = now
-        self._looks += 1
+        if self._last_check is not None:
+            self._gaps.append(now - self._last_check)
+        self._last_check = now
+        self._checks += 1
         if not self._agreed:
             own = self._flag.received
-            # Two looks: the one at which all ranks know is the one after.
+            # Time of two checks: all ranks learn of a stop one check after the rank that notes it.
             reserve = 2 * max(self._gaps) + self._checkpoints.saver.reserve_seconds
-            # By then the first steps, which compile, are no longer among those that count.
-            if self._killed_after is not None and reserve > self._killed_after and self._looks > 50:
+            # After 50 checks the first steps, which compile, do not count any more.
+            if self._killed_after is not None and reserve > self._killed_after and self._checks > 50:
                 rank_zero_warn(
                     f"torchrun kills processes {self._killed_after:g} s after SIGTERM, but two steps and a save take "
                     f"{reserve:.0f} s here, so that nothing would be saved: set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to "
@@ -252,25 +255,25 @@ class Preemption:
             self._agreed = self._stop_number(own)
         return bool(self._agreed)
 
-    def saved(self) -> None:
-        """A checkpoint was saved: a step is not the longer for it."""
-        self._last_look = time.monotonic()
+    def note_save(self) -> None:
+        """Leave a save out of the time of a step."""
+        self._last_check = time.monotonic()
 
-    # Saving and leaving
+    # Save and leave
 
     def _save_and_leave(self, trainer: Trainer) -> None:
         """Save, requeue and end the process. All ranks call it after the same step."""
-        processes.take_children(trainer)  # which may end with their exit code
-        watchdog = threading.Timer(self._config.save_seconds, self._give_up)
+        processes.take_children(trainer)  # children may end with their exit code
+        watchdog = threading.Timer(self._config.save_seconds, self._abandon_save)
         watchdog.daemon = True
         watchdog.start()
         try:
-            self._save(trainer)
+            self._save_and_requeue(trainer)
         finally:
-            watchdog.cancel()  # after an error too, which whoever called fit may go on from
+            watchdog.cancel()  # after an error too: the caller of fit may handle it
         raise preemption.Preempted(self._config.exit_code)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save_and_requeue(self, trainer: Trainer) -> None:
         path, reason = self._identity.own_path, preemption.describe_reason(self._agreed)
         try:
             self._checkpoints.saver.finish_background_save()
@@ -292,9 +295,9 @@ class Preemption:
             self._requeue()
 
     def _save_failed(self) -> None:
-        """Where the save before a stop has failed: the job is requeued all the same, if it has a whole checkpoint."""
+        """Requeue the job after a failed save, if it has a whole checkpoint."""
         folders, self._folders = self._folders, []
-        # Rank 1 does too: it may be rank 0 that has died.
+        # Rank 1 does too, because rank 0 may have died.
         if folders and Ranks.of().rank < 2 and find_checkpoints(folders, self._identity.name).own:
             self._requeue()
 
@@ -311,13 +314,13 @@ class Preemption:
         if self._config.requeue == "auto" and slurm_job.is_cancelled(self._identity.job):
             print(f"{job} is being ended by SLURM, and is not put back into the queue", file=sys.stderr, flush=True)
             return
-        # Said before: SLURM may end this process faster than the command returns.
+        # Printed first: SLURM may end this process before the command returns.
         print(f"{job} goes back into the queue", file=sys.stderr, flush=True)
         if (refused := slurm_job.requeue(self._identity.job)) is not None:
             print(f"{job} could not be requeued: {refused}", file=sys.stderr, flush=True)
 
-    def _give_up(self) -> None:
-        """In a thread of its own: the save hangs, most likely since a rank is lost."""
+    def _abandon_save(self) -> None:
+        """End the process because the save hangs, probably on a lost rank. It runs in its own thread."""
         ranks = Ranks.of()
         print(f"[rank {ranks.rank}] the save took over {self._config.save_seconds:g} s", file=sys.stderr)
         dump_stacks()

@@ -1,4 +1,4 @@
-"""What a run's meters ask of its engine: the tensors that are resident on this rank, and what they are to be."""
+"""Memory of a run: tensors resident on this rank, predicted bytes, and advice."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from lightning_shard.run.averaging import Averaging
 from lightning_shard.tensors.fake import fake_mode, make_fake
 
 
-class Memory:
+class RunMemory:
     def __init__(
         self, module: nn.Module, engine: Engine, run: PlannedRun, *, device: torch.device, recomputes: bool
     ) -> None:
@@ -33,15 +33,15 @@ class Memory:
         self.advised = False
 
     def resident(self) -> Iterable[Resident]:
-        """All live tensors of the run on this rank but activations, by kind and memory. No communication."""
+        """Live tensors of the run on this rank except activations, by kind and memory. No communication."""
         found = list(self._engine.tensors.memory_breakdown())
         if self.averaging is not None:
-            beside = next((r.memory for kind in ("masters", "parameters") for r in found if r.kind == kind), "device")
-            found += self.averaging.resident("host" if beside == "nvme" else beside)
+            memory = next((r.memory for kind in ("masters", "parameters") for r in found if r.kind == kind), "device")
+            found += self.averaging.resident("host" if memory == "nvme" else memory)
         return found
 
     def account(self) -> MemoryAccount:
-        """The bytes that are resident on this rank now, without activations. No communication."""
+        """Resident bytes on this rank now, without activations. No communication."""
         return account(self.resident())
 
     def step_meter(self) -> StepMeter:
@@ -51,8 +51,8 @@ class Memory:
         self._facts = None if any(map(is_sharded, self._module.parameters())) else facts_of(self._module, self._engine)
 
     def predicted(self, optimizers: Sequence[Optimizer]) -> MemoryAccount | None:
-        """What the fullest rank will hold in a step, without activations, by arithmetic; after set-up. None: without
-        `note_module`, and where the module was sharded before the run. Unknown optimizer state is 0.
+        """Predicted bytes of the fullest rank in a step, without activations, after set-up. None: `note_module` was not
+        called, or the module was sharded before the run. Unknown optimizer state counts 0.
         """
         if self._facts is None:
             return None
@@ -67,10 +67,10 @@ class Memory:
         return Training(model=model, policy=self._run.policy, optimizer=optimizer, micro_batches=count)
 
     def largest_batch(self, module: Any, step: Step, optimizers: Sequence[Optimizer], limit: int) -> int | None:
-        """The largest batch that fits into ``limit`` bytes, by arithmetic, or None. ``module``: a `meta_copy`."""
+        """Largest batch that is predicted to fit into ``limit`` bytes, or None. ``module``: a `meta_copy`."""
         mode = fake_mode()
         make_fake(module, mode)
-        processes.set_device(module, torch.device("cpu"))  # where the fake tensors are
+        processes.set_device(module, torch.device("cpu"))  # as the fake tensors
         step = replace(step, units=self._engine.units(module))
         size, policy = batch_size_of(step.batch), self._run.policy
         traces = [trace_step(module, step, policy, mode, batch_size=each) for each in (size, 2 * size)]
@@ -82,19 +82,19 @@ class Memory:
         return found and found[0]
 
     def advice(self, account: MemoryAccount) -> str:
-        """What would need less of a device than ``account``, in lines to read. No communication."""
+        """Settings that would need less of a device than ``account``, as lines of text. No communication."""
         self.advised = True
         facts = self._engine.memory_model(self._module, self._run)
         return advice(account, facts, aligned=self._run.aligned, checkpointing=self._recomputes)
 
 
-def explain_out_of_memory(exception: BaseException, memory: Memory | None) -> None:
-    """Say in an error of used up memory what would need less, where no `MemoryCallback` has. No communication."""
+def explain_out_of_memory(exception: BaseException, memory: RunMemory | None) -> None:
+    """Add advice to an out-of-memory error, unless a `MemoryCallback` has. No communication."""
     if memory is None or memory.advised or not is_out_of_memory(exception):
         return
     try:
         text = memory.advice(memory.account())
-    except Exception as error:  # What the run died of is raised, not that the account broke.
+    except Exception as error:  # The out-of-memory error is raised, not a failure of its account.
         text = f"(no account of the memory: {type(error).__name__}: {error})"
-    more = "MemoryCallback says where the memory went, `lightning-shard plan --compare` what fits."
+    more = "MemoryCallback shows the memory by kind, `lightning-shard plan --compare` shows engines that fit."
     append_to_message(exception, f"{text}\n{more}")
