@@ -238,9 +238,10 @@ def gradient_parts(zero: Any, index: int) -> list[Tensor]:
     """This rank's reduced gradients of a group, complete from the accumulation boundary to the step. The tensors follow
     one another as in the flat master, with zeros as padding. Empty: no parameter of the group has a gradient.
     """
-    if optimizer_kind(zero) == BF16:
+    kind = optimizer_kind(zero)
+    if kind == BF16:
         return [zero.fp32_groups_gradient_flat_partition[index]]
-    if swapping.is_swapped(zero, index):
+    if kind == STAGE_3 and swapping.is_swapped(zero, index):
         return [swapping.host_gradient(zero, index)]
     if steps_on_host(zero):
         wait_for_offloaded_gradients(zero)
@@ -248,7 +249,7 @@ def gradient_parts(zero: Any, index: int) -> list[Tensor]:
         return [] if gradient is None else [gradient]
     averaged = zero.averaged_gradients.get(index) or []
     # Stage 3 has zeros there for parameters that accumulated gradients and were frozen in the last pass.
-    return [swapping.host_gradient(zero, index)] if averaged and optimizer_kind(zero) == STAGE_3 else list(averaged)
+    return [swapping.host_gradient(zero, index)] if averaged and kind == STAGE_3 else list(averaged)
 
 
 def gradient_of(zero: Any, groups: Sequence[FlatGroup], fqn: str) -> FlatTensor | None:

@@ -35,7 +35,7 @@ class RunningEngine:
     optimizer: Optimizer | None = None
     groups: list[FlatGroup] = field(default_factory=list)  # This rank's masters. Empty without an optimizer.
     saved_weights: SavedWeights | None = None  # In stage 3.
-    scalars: ScalarLeaves | None = None
+    scalars: ScalarLeaves | None = None  # If there are 0-d parameters in 16 bits.
     scheduler: Any = None  # The schedule of the configuration's section, which the caller steps.
     pending: bool = False  # Whether a backward pass ran since the last step.
     inside: bool = False  # Whether a step is in the engine's forward.

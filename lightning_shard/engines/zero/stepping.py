@@ -115,7 +115,7 @@ class FlatTensors:
         zero, parameters, device = self.running.zero, self._parameters, self._device
         stage_3 = self.running.stage == 3
         for parameter in parameters:
-            yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
+            yield from _parameter_memory(parameter, device=device, offloaded=stage_3 and zero.offload_param)
         stepping = "host" if flat_layout.steps_on_host(zero) else "device"
         flats = list(flat_layout.flat_masters(zero))
         memories = {id(flat): "nvme" if swapping.is_swapped(zero, i) else stepping for i, flat in enumerate(flats)}
@@ -129,7 +129,7 @@ class FlatTensors:
         yield from (Resident("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
         yield from optimizer_tensors([zero.optimizer], lambda stepped, _: memories.get(id(stepped), stepping))
         yield from buffers(self._module, device=device)
-        yield from _staging(zero, parameters, device=device)
+        yield from _staging_memory(zero, parameters, device=device)
 
     def unsharded(self) -> Iterable[Resident]:
         return (Resident("gathered", "device", p.data) for p in self._parameters if flat_layout.is_partitioned(p))
@@ -275,7 +275,7 @@ class SeveralOptimizers(FlatTensors):
         self.running.refresh_parameters()
 
 
-def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Resident]:
+def _parameter_memory(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Resident]:
     if not flat_layout.is_partitioned(parameter):
         yield Resident("parameters", memory_of(parameter, device), parameter)
         return
@@ -289,7 +289,7 @@ def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iter
     yield Resident("gathered", "device", parameter.data)
 
 
-def _staging(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Resident]:
+def _staging_memory(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Resident]:
     """All other tensors of DeepSpeed's optimizer: buckets, and buffers between host, device and files."""
     swappers = {id(s): s for p in parameters if (s := getattr(p, "nvme_swapper", None)) is not None}
     for swapper in swappers.values():

@@ -99,7 +99,7 @@ class ParameterValues:
         """The module's tensors in which a user's writes would be lost: under stage 3 all, or those in the shard unit
         ``unit``. In other stages stepped parameters, and frozen ones that were cast.
         """
-        leaves: Mapping[str, Tensor] = {} if running.scalars is None else running.scalars.leaves
+        leaves: Mapping[str, Tensor] = running.scalars.leaves if running.scalars else {}
         for fqn, leaf in leaves.items():
             parts = running.scalars.parts(fqn) if running.scalars else []
             yield Seen(fqn, leaf, leaf.detach().view(-1)[: len(parts)], parts[0] if parts else leaf.new_empty(0))

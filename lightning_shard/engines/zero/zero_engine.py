@@ -261,7 +261,8 @@ class ZeroEngine(Engine):
         self._closing.callback(self._use.close)
         self._values.write_masters(running, ranks=Ranks.of())
         lasting, run = self._values.live_tensors(running), self._run
-        running.scalars = ScalarLeaves(self._module, lasting, running.groups, policy=run.policy, device=run.device)
+        scalars = ScalarLeaves(self._module, lasting, running.groups, policy=run.policy, device=run.device)
+        running.scalars = scalars if scalars.leaves else None
         return running
 
     @property
