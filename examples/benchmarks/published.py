@@ -110,7 +110,7 @@ def predict(run: Published) -> Predicted:
     largest = None if run.largest is None else largest_batches(run, model, training)
     step = None if device is None else seconds(run, training, trace, device)
     needs = device_memory(points, training, run.engine, trace)
-    ends = needs.ends[0] / GIB, needs.ends[1] / GIB
+    ends = needs.bounds[0] / GIB, needs.bounds[1] / GIB
     return Predicted(tensors=tensors, expandable=expandable, default=default, ends=ends, largest=largest, step=step)
 
 
@@ -148,7 +148,7 @@ def row_of(run: Published) -> report.Row:
         # "Fits" is said of what fits at most.
         row |= {"published": run.largest, "low": safe, "predicted": safe, "high": least, "unit": "samples"}
     elif run.memory is not None:
-        low, high = found.ends
+        low, high = found.bounds
         row |= {"low": low, "high": high, "fits": verdict((low, high), run.memory)}
     if run.tensors is not None:
         row |= {"tensors": run.tensors, "tensors_predicted": found.tensors}

@@ -1,4 +1,4 @@
-"""What users add to a Trainer's callbacks."""
+"""Callbacks for users to add to a Trainer."""
 
 from lightning_shard.callbacks.batch_size import BatchSizeCallback
 from lightning_shard.callbacks.ema import EMACallback

@@ -1,4 +1,4 @@
-"""The largest batch that fits, by what steps with small ones were measured to take."""
+"""Find the largest batch that fits, from the memory that steps with small batches take."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard._lightning.loaders import first_batch, forget_loaders, makes_loaders, trials
 from lightning_shard.arguments import checked
-from lightning_shard.callbacks.memory_report import MetersStep
+from lightning_shard.callbacks.memory_report import StepMeterCallback
 from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.throughput_windows import gather_rows, peak_bytes, size_text
@@ -19,22 +19,22 @@ from lightning_shard.planning.memory_trace import Step
 from lightning_shard.tensors.fake import meta_copy
 from lightning_shard.text import first_line
 
-_STEPS = 2  # Of a trial: the first makes the optimizer's state, which lies beside the activations of the second.
+_STEPS = 2  # Per trial. The first makes the optimizer's state, which the second holds together with activations.
 
 
 class BatchSizeCallback(Callback):
     """Sets the largest batch size that fits at the start of a fit, on every engine and the same on all ranks.
 
-    Two steps of a first batch size and two of twice as much (half, where that would not fit) are measured, and then two
-    with half of what the line through both says. Where a step can be traced without data, as ``lightning-shard plan``
-    does, the first is a quarter of the largest batch that the plan finds. No trial but the first comes near the limit,
-    because memory that runs out on one rank leaves the others in a collective. Model, optimizers, random numbers and
-    the order of the data are afterwards as they were. A resumed fit measures too, and goes on with what its checkpoint
-    says.
+    Two steps of a first batch size and two of twice that size (half, if twice would not fit) are measured. A line
+    through both predicts the largest batch, and two steps with half of that are measured as well. If a step can be
+    traced without data, as ``lightning-shard plan`` does, the first size is a quarter of the plan's largest batch. Only
+    the first trial may come near the limit, because a rank that runs out of memory leaves the others in a collective.
+    Afterwards model, optimizers, random numbers and the order of the data are as before. A resumed fit measures too,
+    but uses the batch size in its checkpoint.
 
     Attributes:
-        found: the batch size; None before a fit.
-        measured: batch size to the bytes of the fullest rank, of each trial.
+        found: the batch size, None before a fit.
+        measured: the fullest rank's bytes by batch size, for each trial.
     """
 
     @checked("BatchSizeCallback")
@@ -47,20 +47,20 @@ class BatchSizeCallback(Callback):
         keep_global_batch: bool = False,
         attribute: str = "batch_size",
     ) -> None:
-        """Say what is set, and up to where.
+        """Choose the attribute to set and its limits.
 
         Args:
-            limit: bytes per rank. Default: what the device has and others have not taken. Needed on a CPU, where the
-                bytes of tensors are counted.
-            margin: share of the limit to leave, for what is no tensor and for batches that take more.
-            largest: batch size that is not exceeded.
-            keep_global_batch: set ``accumulate_grad_batches`` so that a step takes as many samples as before, and of
-                the batch sizes that allow it the largest.
-            attribute: where the LightningModule, its hyperparameters or the datamodule have the batch size that their
-                ``train_dataloader`` reads. Its value is the first trial where there is no plan.
+            limit: bytes per rank. Default: the device's memory that other processes have not taken. Required on a CPU,
+                for which the bytes of tensors are counted.
+            margin: share of the limit to leave free, for memory outside of tensors and for larger batches.
+            largest: greatest batch size to set.
+            keep_global_batch: set ``accumulate_grad_batches`` so that a step takes as many samples as before, with the
+                largest batch size that allows it.
+            attribute: name of the batch size that ``train_dataloader`` reads from the LightningModule, its
+                hyperparameters or the datamodule. Its value is the first trial if the step can't be planned.
 
         Raises:
-            ConfigurationError: a value that can't be.
+            ConfigurationError: a value is out of range.
         """
         if not 0 <= margin < 1 or largest < 1 or (limit is not None and limit < 1):
             shown = f"limit is {limit}, margin {margin} and largest {largest}"
@@ -73,7 +73,7 @@ class BatchSizeCallback(Callback):
         self._copy: LightningModule | None = None
 
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the module without its memory, to plan a step on. This package's strategies call it."""
+        """Copy the module without its memory, to plan a step. This package's strategies call it."""
         with suppress(Exception):
             self._copy = without_side_effects(meta_copy(pl_module))
 
@@ -81,14 +81,18 @@ class BatchSizeCallback(Callback):
         return {"found": self.found, "accumulate": self._accumulate}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Go on with what the resumed run found."""
+        """Use the batch size that the resumed run found."""
         if (state := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
             self.found, self._accumulate = state["found"], state["accumulate"]
             self._apply(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search; what is resumed from is known later. All ranks call it. ConfigurationError: not possible here."""
-        self._check(trainer, pl_module)
+        """Search for the batch size. All ranks call it. Lightning loads a checkpoint to resume from later.
+
+        Raises:
+            ConfigurationError: the run has no batch size that can be set or measured.
+        """
+        self._check_run(trainer, pl_module)
         self._search(trainer, pl_module)
         self._apply(trainer, pl_module)
 
@@ -97,7 +101,7 @@ class BatchSizeCallback(Callback):
         trainer.accumulate_grad_batches = self._accumulate
         forget_loaders(trainer)
 
-    def _check(self, trainer: Trainer, module: LightningModule) -> None:
+    def _check_run(self, trainer: Trainer, module: LightningModule) -> None:
         if getattr(trainer.strategy, "memory", None) is None:
             raise ConfigurationError("BatchSizeCallback needs a strategy of lightning_shard, such as shard_fsdp.")
         if not makes_loaders(trainer) or not lightning_hasattr(module, self.attribute):
@@ -115,37 +119,33 @@ class BatchSizeCallback(Callback):
         given: Any = lightning_getattr(module, self.attribute)
         start = int(given)
         device, samples = trainer.strategy.root_device, start * trainer.accumulate_grad_batches
-        if (limit := self.limit) is None:  # what is free, or torch's own already
+        if (limit := self.limit) is None:  # free memory, and memory that torch has reserved already
             limit = torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
         limit, self.measured = int((1 - self.margin) * limit), {}
         with trials(trainer) as run:
             batch, most = first_batch(trainer)
-            size: int | None = self._first(trainer, batch, limit, min(most, self.largest)) or start
+            size: int | None = self._first_trial(trainer, batch, limit, min(most, self.largest)) or start
             while size is not None:
                 lightning_setattr(module, self.attribute, size)
-                watch = _Watch()
-                run(watch, _STEPS)
-                rows = gather_rows([watch.bytes, limit], dtype=torch.int64, device=device)
+                meter = _TrialMeter()
+                run(meter, _STEPS)
+                rows = gather_rows([meter.bytes, limit], dtype=torch.int64, device=device)
                 self.measured[size], limit = max(row[0] for row in rows), min(row[1] for row in rows)
                 found = min(largest_that_fits(self.measured, limit), most, self.largest)
                 size = next_trial(self.measured, found)
         if found < 1:
             raise ConfigurationError(
                 f"Not a batch of 1 fits: one of {min(self.measured)} takes {size_text(min(self.measured.values()))} of "
-                f"{size_text(limit)} per rank. `lightning-shard plan --compare` says what takes less."
+                f"{size_text(limit)} per rank. `lightning-shard plan --compare` shows settings that take less."
             )
-        self.found, self._accumulate = self._settled(found, samples, trainer.accumulate_grad_batches)
+        self.found, self._accumulate = found, trainer.accumulate_grad_batches
+        if self.keep_global_batch:
+            self.found, self._accumulate = split_samples(samples, found)
         taken = f"{size_text(largest_line(self.measured, self.found))} of {size_text(limit)} per rank"
         rank_zero_info(f"{self.attribute}: {self.found} with accumulate_grad_batches {self._accumulate}, {taken}")
 
-    def _settled(self, found: int, samples: int, accumulate: int) -> tuple[int, int]:
-        if not self.keep_global_batch:
-            return found, accumulate
-        size = next(size for size in range(min(found, samples), 0, -1) if samples % size == 0)
-        return size, samples // size
-
-    def _first(self, trainer: Trainer, batch: Any, limit: int, most: int) -> int:
-        """What is tried first: a quarter of the plan's largest batch, of the rank with the least; 0: not planned."""
+    def _first_trial(self, trainer: Trainer, batch: Any, limit: int, most: int) -> int:
+        """A quarter of the plan's largest batch, the least of all ranks. 0: the step can't be planned."""
         planned, copy, strategy = 0, self._copy, cast(Any, trainer.strategy)
         self._copy = None
         try:
@@ -160,8 +160,14 @@ class BatchSizeCallback(Callback):
         return int(min(row[0] for row in rows))
 
 
+def split_samples(samples: int, largest: int) -> tuple[int, int]:
+    """The largest batch size up to ``largest`` that divides ``samples``, and the number of its batches."""
+    size = next(size for size in range(min(largest, samples), 0, -1) if samples % size == 0)
+    return size, samples // size
+
+
 def next_trial(measured: Mapping[int, int], found: int) -> int | None:
-    """The batch size to measure next, where ``found`` fits by those that were; None: enough is known."""
+    """The batch size to measure next, or None after the last trial. ``found`` fits according to ``measured``."""
     first = next(iter(measured))
     size = found // 2
     if len(measured) == 1:
@@ -170,20 +176,20 @@ def next_trial(measured: Mapping[int, int], found: int) -> int | None:
 
 
 def largest_line(measured: Mapping[int, int], size: int) -> float:
-    """Bytes at a batch ``size`` on the line through the last two of ``measured``; a single one has no fixed part."""
+    """Bytes at a batch ``size`` on the line through the two largest sizes of ``measured``, or through one and 0."""
     (a, one), (b, two) = [(0, 0), *sorted(measured.items())][-2:]
     return one + max(0, two - one) / (b - a) * (size - a)
 
 
 def largest_that_fits(measured: Mapping[int, int], limit: int) -> int:
-    """The largest batch size on that line within ``limit``."""
+    """The largest batch size whose bytes on `largest_line` are within ``limit``."""
     fixed = largest_line(measured, 0)
     slope = largest_line(measured, 1) - fixed
     return int((limit - fixed) // slope) if slope > 0 else max(measured) * 2**20
 
 
-class _Watch(MetersStep):
-    """Measures the last step of a trial: torch's peak on a GPU, on a CPU what the memory account counts."""
+class _TrialMeter(StepMeterCallback):
+    """Measures the last step of a trial, by torch's peak on a GPU and by the memory account on a CPU."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -195,9 +201,9 @@ class _Watch(MetersStep):
             torch.accelerator.reset_peak_memory_stats(device)
         else:
             self._meter = trainer.strategy.memory.step_meter()  # type: ignore[attr-defined]
-            self._meter.start()
+            self._meter.watch_forward()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == trainer.fit_loop.epoch_loop.max_steps:
-            counted = 0 if self._meter is None else self._meter.stepped().device.total
+            counted = 0 if self._meter is None else self._meter.count_resident().device.total
             self.bytes = counted or peak_bytes(trainer.strategy.root_device)[0]

@@ -1,4 +1,4 @@
-"""An average of the weights of a fit, over each rank's shards of the masters."""
+"""Average the master weights of a fit over each rank's shards."""
 
 from typing import Any, Literal, Protocol
 
@@ -14,21 +14,21 @@ class Average(Protocol):
     """The shards of an average, which a strategy of this package keeps during a fit. All ranks call each method."""
 
     def update(self) -> None:
-        """Take the present weights into the average."""
+        """Update the average with the current weights."""
 
     def swap_into_module(self, average: bool) -> None:
-        """Let the module have the average, or its own weights again. Nothing happens before the first update."""
+        """Put the average into the module, or restore its own weights. Before the first update, do nothing."""
 
     def copy_into_module(self) -> None:
-        """Give the module the average for good. Nothing happens before the first update."""
+        """Copy the average over the module's weights. Before the first update, do nothing."""
 
 
 class EMACallback(Callback):
     """Averages the weights after optimizer steps, evaluates the average and leaves it in the module after a fit.
 
-    The average is taken of the master weights, elementwise and in shards, so that nothing is gathered and the numbers
-    are the same on every engine. Checkpoints have it beside the weights, and a fit goes on with it on any engine.
-    ``lightning-shard checkpoint export --ema`` writes it in the place of the weights. It takes the place of Lightning's
+    The master weights are averaged elementwise in shards, so nothing is gathered and the numbers are the same on every
+    engine. Checkpoints contain the average next to the weights, and a fit resumes it on any engine.
+    ``lightning-shard checkpoint export --ema`` writes it in place of the weights. This callback replaces Lightning's
     ``EMAWeightAveraging``, ``WeightAveraging`` and ``StochasticWeightAveraging``, which copy the whole module.
     """
 
@@ -43,19 +43,19 @@ class EMACallback(Callback):
         use_buffers: bool = True,
         device: Literal["cpu"] | None = None,
     ) -> None:
-        """Say how the average is taken, and where it is used.
+        """Set up the average and its uses.
 
         Args:
-            decay: share of the average that each update keeps, from 0 to 1; ``equal``: the mean of all updates, as
-                ``StochasticWeightAveraging`` takes it. The first update copies the weights.
+            decay: share of the average that each update keeps, from 0 to 1. ``equal``: the mean of all updates, as in
+                ``StochasticWeightAveraging``. The first update copies the weights.
             update_every_n_steps: optimizer steps from one update to the next.
             update_starting_at_step: index of the first optimizer step that is followed by an update, from 0.
             update_starting_at_epoch: index of the first epoch with updates, from 0.
-            evaluate: ``average``: validation, and ``validate``, ``test`` and ``predict`` from a checkpoint, run with
-                the average once it has an update, and the module has it after the fit; ``weights``: the average is in
-                checkpoints alone.
-            use_buffers: average buffers too; without it they stay the module's own.
-            device: ``cpu`` keeps the average in host memory; null keeps it where the masters are.
+            evaluate: ``average``: validation uses the average once it has an update, and so do ``validate``, ``test``
+                and ``predict`` from a checkpoint. The module has it after the fit. ``weights``: only checkpoints
+                contain the average.
+            use_buffers: average buffers too. Otherwise the module keeps its own.
+            device: ``cpu`` keeps the average in host memory. null keeps it in the memory of the masters.
         """
         if not isinstance(decay, str) and not 0 <= decay <= 1:
             raise ConfigurationError(f"decay of EMACallback is {decay}, but must be from 0 to 1, or equal.")
@@ -71,19 +71,19 @@ class EMACallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """That of Lightning's callback, whose checkpoints are read and written."""
+        """The key of Lightning's callback, because checkpoints are exchanged with it."""
         return "EMAWeightAveraging"
 
     def should_update(self, step: int, epoch: int) -> bool:
-        """Whether the optimizer step of index ``step`` is followed by an update. A subclass may say otherwise."""
+        """Whether an update follows the optimizer step of index ``step``. Subclasses may override it."""
         starts = step >= self.update_starting_at_step and epoch >= self.update_starting_at_epoch
         return starts and step % self.update_every_n_steps == 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._average = None  # of an earlier run
+        self._average = None  # Drop the shards of an earlier run.
 
-    def begin(self, average: Average) -> None:
-        """Average into these shards. The strategy calls it at the beginning of a fit."""
+    def use_average(self, average: Average) -> None:
+        """Set the shards to update. The strategy calls this when a fit begins."""
         self._average = average
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,7 +94,7 @@ class EMACallback(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_step = min(self._last_step, trainer.global_step)  # an earlier fit may have had more
+        self._last_step = min(self._last_step, trainer.global_step)  # An earlier fit may have had more steps.
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         steps = trainer.global_step
@@ -123,13 +123,13 @@ class EMACallback(Callback):
 
 
 def memory_of_averages(callbacks: Any) -> str | None:
-    """Where an `EMACallback` among a Trainer's callbacks keeps the average: "beside" the masters or on the "host"."""
+    """The memory of the average of an `EMACallback` among a Trainer's callbacks: the "masters" or "host" one."""
     given = callbacks if isinstance(callbacks, list) else [callbacks]
     devices = [callback.device for callback in given if isinstance(callback, EMACallback)]
-    return ("host" if devices[0] == "cpu" else "beside") if devices else None
+    return ("host" if devices[0] == "cpu" else "masters") if devices else None
 
 
 def evaluates_average(trainer: Trainer) -> bool:
-    """Whether a run that is no fit evaluates the average of its checkpoint."""
+    """Whether ``validate``, ``test`` or ``predict`` evaluates the average in its checkpoint."""
     evaluated = [callback for callback in callbacks_of(trainer, EMACallback) if callback.evaluate == "average"]
     return trainer.state.fn != TrainerFn.FITTING and bool(evaluated)

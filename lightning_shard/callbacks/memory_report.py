@@ -1,4 +1,4 @@
-"""Where each rank's memory goes: a table at the start of a fit, one after its first step, one in the error."""
+"""Print a rank's memory: predicted when a fit starts, counted after its first step, and in out-of-memory errors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,41 +19,42 @@ from lightning_shard.meters.throughput_windows import peak_bytes, size_text
 from lightning_shard.ranks import Ranks
 
 
-class MetersStep(Callback):
-    """Tells a `StepMeter` that has begun when forward has ended, and when the optimizer is to step."""
+class StepMeterCallback(Callback):
+    """Calls a `StepMeter` that watches a forward pass before backward and before the optimizer's step."""
 
     _meter: StepMeter | None = None
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._meter is not None:
-            self._meter.forward_ended()
+            self._meter.count_saved()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._meter is not None:
-            self._meter.ready_to_step()
+            self._meter.count_resident()
 
 
-class MemoryCallback(MetersStep):
+class MemoryCallback(StepMeterCallback):
     """Prints the bytes per rank of parameters, masters, gradients, optimizer state, activations and buffers.
 
-    At the start of a fit by arithmetic, without activations; after the first optimizer step as counted on live tensors
-    in it, the same on every engine, of the rank with the most, which the table names. Later steps cost nothing. When
-    memory runs out in the fit, the table and what would hold less go into the error's message.
+    The table after the first optimizer step shows the rank with the most bytes, counted on live tensors during that
+    step, next to the bytes that were predicted by arithmetic, without activations, when the fit started. Counting is
+    the same on every engine, and later steps cost nothing. When memory runs out in the fit, the error's message gets
+    the table and settings that would hold less.
 
     Attributes:
-        predicted: the fullest rank's account of a step, by arithmetic at the start; None under other strategies and
-            for modules that were sharded before the run.
-        measured: this rank's account of the first step; None before it.
+        predicted: predicted account of a step on the fullest rank, None under other strategies and for modules that
+            were sharded before the run.
+        measured: this rank's account of the first step, None before it.
         ranks: all ranks' measured accounts, on every rank.
     """
 
     @checked("MemoryCallback")
     def __init__(self, activations: bool = True) -> None:
-        """Say what is measured.
+        """Set up the measurement.
 
         Args:
-            activations: count what autograd keeps in the first step. Turn it off where hooks on saved tensors get in
-                the way of something else.
+            activations: count the tensors that autograd saves in the first step. Turn it off if other code needs hooks
+                on saved tensors.
         """
         self.activations = activations
         self.predicted: MemoryAccount | None = None
@@ -62,11 +63,11 @@ class MemoryCallback(MetersStep):
         self._started = False
 
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the module's parameters while they are full. This package's strategies call it."""
+        """Record the module's parameters while they are full. This package's strategies call it."""
         self._predicting(trainer, lambda memory: memory.note_module())
 
     def _predicting(self, trainer: Trainer, ask: Callable[[Any], Any]) -> Any:
-        """Ask this package's strategies; what is not in the arithmetic is no reason to end a run."""
+        """Ask the memory of this package's strategies. A failed prediction does not end the run."""
         try:
             return None if (memory := _memory(trainer)) is None else ask(memory)
         except Exception as error:
@@ -85,22 +86,22 @@ class MemoryCallback(MetersStep):
         self._forward_is_next = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # In manual optimization backward runs inside of the step, and hooks on saved tensors can't be taken off there.
+        # Manual optimization runs backward inside training_step, too early to remove the hooks on saved tensors.
         watches = self.activations and pl_module.automatic_optimization
         if self._meter is not None and self._forward_is_next and watches:
-            self._meter.start()
+            self._meter.watch_forward()
         self._forward_is_next = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """After the first optimizer step, count its state, meet the other ranks and print."""
+        """Print the fullest rank's table after the first optimizer step. All ranks exchange their accounts."""
         if self._meter is None or trainer.global_step == self._steps:
             return
-        meter, self._meter = self._meter, None
-        self.measured = meter.stepped()
+        self.measured = self._meter.count_resident()
+        self.on_train_end(trainer, pl_module)
         device = trainer.strategy.root_device
         found = Ranks.of().gather((self.measured, peak_bytes(device)))
         self.ranks = [account for account, _ in found]
-        rank = tables.largest(self.ranks)
+        rank = tables.fullest_rank(self.ranks)
         allocated, reserved = map(size_text, found[rank][1])
         on_cpu = f"{allocated} resident in the process"
         taken = on_cpu if device.type == "cpu" else f"{allocated} allocated, {reserved} reserved by torch"
@@ -110,17 +111,15 @@ class MemoryCallback(MetersStep):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is not None:
-            self._meter.stop()
+            self._meter.stop_watching()
             self._meter = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say in an error of used up memory where it went, and what would hold less."""
-        meter, self._meter = self._meter, None
+        """Append the table and advice to an out-of-memory error, without communication: other ranks may hang."""
         try:
             if tables.is_out_of_memory(exception) and self._started:
-                # No communication: other ranks may be anywhere.
                 memory = _memory(trainer)
-                now = meter.failed() if meter else memory.account() if memory else MemoryAccount()
+                now = self._meter.count_saved() if self._meter else memory.account() if memory else MemoryAccount()
                 found = most(self.measured or self.predicted or MemoryAccount(), now)
                 title = f"Memory of rank {trainer.global_rank}, as far as it was counted"
                 advice = f"\n{memory.advice(found)}" if memory else ""
@@ -128,8 +127,7 @@ class MemoryCallback(MetersStep):
         except Exception as error:
             tables.append_to_message(exception, f"(MemoryCallback has no account: {type(error).__name__}: {error})")
         finally:
-            if meter is not None:
-                meter.stop()
+            self.on_train_end(trainer, pl_module)
 
 
 def _memory(trainer: Trainer) -> Any:

@@ -1,4 +1,4 @@
-"""Pretrained weights for a module that knows nothing of them, from YAML."""
+"""Load pretrained weights into a module from YAML, without code in the module."""
 
 from weakref import WeakSet
 
@@ -12,29 +12,29 @@ from lightning_shard.tensors.names import class_name
 
 
 class PretrainedWeights(Callback):
-    """Fills a module, or a submodule, from safetensors files once it was sharded, before the first step."""
+    """Fills a module or a submodule from safetensors files, after it is sharded and before the first step."""
 
     @checked("PretrainedWeights")
     def __init__(
         self, path: str, module: str = "", rename: dict[str, str | None] | None = None, strict: bool = True
     ) -> None:
-        """Say what is loaded where; see `lightning_shard.load_pretrained`.
+        """Choose files and module as for `lightning_shard.load_pretrained`.
 
         Args:
-            path: a safetensors file, an index of many, or a directory with one of them.
-            module: name of the submodule that is filled, such as ``encoder``; default: the LightningModule itself.
-            rename: beginnings of the files' names to what stands there in the module; null leaves tensors out.
+            path: a safetensors file, an index of several files, or a directory with either.
+            module: name of the submodule to fill, such as ``encoder``. Default: the LightningModule itself.
+            rename: prefixes of the files' names, mapped to prefixes of the module's names. null leaves tensors out.
             strict: refuse tensors of the module that the files lack and tensors of the files that the module lacks.
         """
         self.path, self.module, self.rename, self.strict = path, module, rename, strict
         self._filled: WeakSet[LightningModule] = WeakSet()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load, once for a module: a second fit goes on from what the first left. A resumed checkpoint comes later."""
+        """Load once for each module, so that a second fit continues the first. A checkpoint to resume loads later."""
         self._load(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load for an evaluation on its own, unless a checkpoint was loaded for it."""
+        """Load for an evaluation outside of a fit, unless it has a checkpoint."""
         if trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is None:
             self._load(pl_module)
 

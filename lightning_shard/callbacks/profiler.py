@@ -1,4 +1,4 @@
-"""The profiler of torch on chosen steps, a trace for each rank, switched on in YAML."""
+"""Profile chosen steps with torch's profiler and write a trace for each rank, configured in YAML."""
 
 import math
 import re
@@ -17,26 +17,25 @@ from lightning_shard.arguments import checked
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 
-# Documented under these names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+# Documented with these names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 require(torch.cuda.memory, "_record_memory_history _dump_snapshot")
 _record_memory = torch.cuda.memory._record_memory_history
 
-_SNAPSHOT_ENTRIES = 100_000  # Allocations and frees that a snapshot goes back; torch's own examples take this number.
+_SNAPSHOT_ENTRIES = 100_000  # The last allocations and frees in a snapshot, as many as in torch's own examples.
 
 
 class ProfilerCallback(Callback):
-    """Writes what CPU and GPU do in chosen optimizer steps to ``rank{N}-steps{A}-{B}.json.gz``, for each rank.
+    """Writes a trace of CPU and GPU in chosen optimizer steps to ``rank{N}-steps{A}-{B}.json.gz``, for each rank.
 
-    Open them at https://ui.perfetto.dev or in ``chrome://tracing``. Steps that follow on one another are one trace; the
-    step before the first one is run under the profiler too, and dropped, where there is one, because the profiler's
-    own start is slow. Other steps cost nothing.
+    Open the files at https://ui.perfetto.dev or in ``chrome://tracing``. Consecutive steps are one trace. The profiler
+    also runs, and drops, the step before the first one, because it is slow to start. Other steps cost nothing.
 
-    ``Trainer(profiler="pytorch")`` takes its steps from a Python function and names files by the rank on the node, so
-    that it can't be set up from YAML nor used on several nodes; for a table of operators use that one.
+    ``Trainer(profiler="pytorch")`` takes its steps from a Python function and names files by the local rank, so it
+    can't be configured in YAML or used on several nodes. Use it for a table of operators.
 
     Attributes:
         files: the traces and snapshots that this rank wrote.
-        communication: what part of the last trace was communication on this rank.
+        communication: the shares of communication in this rank's last trace.
     """
 
     @checked("ProfilerCallback")
@@ -50,20 +49,20 @@ class ProfilerCallback(Callback):
         memory: bool = False,
         snapshots: bool = False,
     ) -> None:
-        """Say what is traced.
+        """Choose steps, ranks and contents of the traces.
 
         Args:
-            steps: numbers of optimizer steps, the run's first is 1; default: 10, 11 and 12.
-            ranks: ranks that write; default: all.
-            folder: where; default: ``profile`` in the logger's folder, or in ``default_root_dir`` without one.
+            steps: numbers of optimizer steps, from 1. Default: 10, 11 and 12.
+            ranks: ranks that write. Default: all.
+            folder: folder of the files. Default: ``profile`` in the logger's folder or else in ``default_root_dir``.
             shapes: record the operators' input shapes.
-            stacks: record Python's stacks; slow.
+            stacks: record Python's stacks. This is slow.
             memory: record allocations in the trace.
             snapshots: also write ``rank{N}-steps{A}-{B}.pickle``, every allocation on the GPU with its stack, for
                 https://docs.pytorch.org/memory_viz. CUDA only.
 
         Raises:
-            ConfigurationError: no steps, or numbers below 1.
+            ConfigurationError: there are no steps, or a number is below 1.
         """
         chosen = [10, 11, 12] if steps is None else steps
         if not chosen or min(chosen) < 1:
@@ -78,8 +77,8 @@ class ProfilerCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._folder = Path(self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
         device = trainer.strategy.root_device.type
-        self._on_cuda, self._begun = device == "cuda", trainer.global_step
-        self._stride = max(1, len(trainer.optimizers))  # Optimizer steps of a batch; several in manual optimization.
+        self._on_cuda, self._last_step = device == "cuda", trainer.global_step
+        self._stride = max(1, len(trainer.optimizers))  # Optimizer steps per batch, in manual optimization several.
         if self.snapshots and not self._on_cuda:
             why = f"snapshots is true, but memory snapshots are CUDA's, and this run is on {device}"
             rank_zero_info(f"ProfilerCallback: {why}. The traces are written.")
@@ -87,11 +86,11 @@ class ProfilerCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._profile is None and (self.ranks is None or trainer.global_rank in self.ranks):
             first = next((step for step in self.steps if step > trainer.global_step), math.inf)
-            ahead = (first - trainer.global_step - 1) // self._stride  # Batches that end before it.
+            ahead = (first - trainer.global_step - 1) // self._stride  # Batches before it.
             if ahead < 2:
-                self._start(int(first), int(ahead))
+                self._start_profile(int(first), int(ahead))
 
-    def _start(self, first: int, warmup: int) -> None:
+    def _start_profile(self, first: int, warmup: int) -> None:
         last = first
         while last + 1 in self.steps:
             last += 1
@@ -99,7 +98,7 @@ class ProfilerCallback(Callback):
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._on_cuda],
             schedule=schedule(wait=0, warmup=warmup, active=last - first + 1, repeat=1),
-            on_trace_ready=self._write,
+            on_trace_ready=self._write_trace,
             record_shapes=self.shapes,
             with_stack=self.stacks,
             profile_memory=self.memory,
@@ -109,14 +108,14 @@ class ProfilerCallback(Callback):
             _record_memory(max_entries=_SNAPSHOT_ENTRIES)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        stepped, self._begun = trainer.global_step - self._begun, trainer.global_step
+        stepped, self._last_step = trainer.global_step - self._last_step, trainer.global_step
         self._stride = stepped or self._stride
         if stepped and self._profile is not None:
             self._profile.step()
             if trainer.global_step >= self._span[1]:
-                self._stop()
+                self._stop_profile()
 
-    def _write(self, done: profile) -> None:
+    def _write_trace(self, done: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         first, last = self._span
         name = f"rank{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}-steps{first}-{last}"
@@ -131,7 +130,7 @@ class ProfilerCallback(Callback):
         text = "" if self.communication is None else f" ({self.communication.text()})"
         rank_zero_info(f"ProfilerCallback: {trace}{text}")
 
-    def _stop(self) -> None:
+    def _stop_profile(self) -> None:
         running, self._profile = self._profile, None
         if running is not None:
             running.stop()
@@ -139,16 +138,16 @@ class ProfilerCallback(Callback):
                 _record_memory(enabled=None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what there is of steps that the run did not finish."""
-        self._stop()
+        """Write the trace of steps that the run did not finish."""
+        self._stop_profile()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what there is: a snapshot of when memory ran out is what one looks for."""
-        self._stop()
+        """Write the trace up to the error. The snapshot shows how memory ran out."""
+        self._stop_profile()
 
 
-# Kernels of NCCL and RCCL on devices ("ncclDevKernel_AllGather_RING_LL"); on the host the spans of gloo's collectives
-# ("gloo:all_reduce"), from when they are started to when they are done.
+# On devices, kernels of NCCL and RCCL ("ncclDevKernel_AllGather_RING_LL"). On the host, spans of gloo's collectives
+# ("gloo:all_reduce") from start to end.
 _COMMUNICATION = re.compile(r"^(nccl|rccl|gloo:)", re.IGNORECASE)
 
 
@@ -156,17 +155,16 @@ _COMMUNICATION = re.compile(r"^(nccl|rccl|gloo:)", re.IGNORECASE)
 class Communication:
     """Shares of the traced time on one rank, between 0 and 1."""
 
-    share: float  # In which some collective ran.
-    # In which a collective ran and no other kernel; None on a CPU, where spans tell of no waiting.
-    exposed: float | None
+    share: float  # In which a collective ran.
+    exposed: float | None  # In which a collective ran and no other kernel. None on a CPU: spans do not show waiting.
 
     def text(self) -> str:
-        exposed = "" if self.exposed is None else f", {self.exposed:.1%} with no other kernel beside them"
+        exposed = "" if self.exposed is None else f", {self.exposed:.1%} with no other kernel at the same time"
         return f"collectives ran in {self.share:.1%} of the traced time{exposed}"
 
 
 def communication(events: Iterable[Any]) -> Communication | None:
-    """What part of the time of ``torch.profiler.profile.events()`` is communication; None: nothing was traced."""
+    """The shares of communication in the time of ``torch.profiler.profile.events()``. None: nothing was traced."""
     found = list(events)
     kernels = [event for event in found if event.device_type != DeviceType.CPU]
     talking = _covered(e for e in kernels or found if _COMMUNICATION.match(e.name))

@@ -1,4 +1,4 @@
-"""One page that shows a run: its metrics over the steps, its memory, its checkpoints and restarts."""
+"""Write one page about a run: its metrics over the steps, its memory, its checkpoints and restarts."""
 
 import html
 import itertools
@@ -19,30 +19,30 @@ from lightning_shard.text import first_line, show_seconds
 
 Points = list[tuple[int, float]]  # step and value
 
-MOST_POINTS = 2000  # of a metric; then every second one goes
+MOST_POINTS = 2000  # Per metric. Beyond it every second point is dropped.
 COLORS = ("#1f6feb", "#d1730a", "#2e8b57", "#b1359b", "#777777")
-LOG_FROM = 10  # times the least loss is the greatest: then the axis is logarithmic
-WIDTH, HEIGHT, LEFT = 440, 190, 70  # two beside each other in 1000 pixels
-# Said by another metric already, or no curve.
+LOG_FROM = 10  # The axis of losses is logarithmic if max / min is at least this.
+WIDTH, HEIGHT, LEFT = 440, 190, 70  # Two panels fit into 1000 pixels.
+# Redundant metrics, and metrics that are no curves.
 LEFT_OUT = ("tokens/s_per_device", "samples/s_per_device", "memory/rank", "slowest/rank", "checkpoint_seconds", "epoch")
 
 
 class RunPageCallback(Callback):
-    """Writes one HTML file without scripts when a fit ends or fails: what was logged, over the optimizer steps.
+    """Writes one HTML file without scripts when a fit ends or fails, with all logged values over the optimizer steps.
 
-    It shows whatever the module and other callbacks log: losses in one picture, and gradient norm, tokens per second,
-    MFU and memory (of :class:`ThroughputCallback`) and each other metric in its own, with a tick for each checkpoint
-    and a line where the run was resumed. What was seen goes into checkpoints, so that a resumed run, on whichever
-    engine, shows the whole. Rank 0 writes; values are read from the device once in ``every_n_steps``.
+    It shows all metrics of the module and of other callbacks: losses in one panel, and gradient norm, tokens per
+    second, MFU and memory (of :class:`ThroughputCallback`) and each other metric in panels of their own. Checkpoints
+    are ticks and restarts are lines. Checkpoints contain the values, so the page of a resumed run, on any engine, shows
+    the whole run. Rank 0 writes the page. Values are read from the device every ``every_n_steps``.
     """
 
     @checked("RunPageCallback")
     def __init__(self, path: str | None = None, every_n_steps: int | None = None) -> None:
-        """Say where the page is written and how often values are read.
+        """Set the page's path and interval.
 
         Args:
-            path: the HTML file; default: ``run.html`` in the logger's folder, without one in ``default_root_dir``.
-            every_n_steps: optimizer steps between two points; default: the Trainer's ``log_every_n_steps``.
+            path: the HTML file. Default: ``run.html`` in the logger's folder or else in ``default_root_dir``.
+            every_n_steps: optimizer steps between two points. Default: the Trainer's ``log_every_n_steps``.
 
         Raises:
             ConfigurationError: ``every_n_steps`` is less than 1.
@@ -53,7 +53,7 @@ class RunPageCallback(Callback):
         self.metrics: dict[str, Points] = {}
         self.marks: list[tuple[str, int]] = []
         self._seconds = 0.0
-        self._evaluated: set[str] = set()  # metrics that validations log, and no training step does
+        self._evaluated: set[str] = set()  # Metrics that only validations log.
         self._file: Path | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class RunPageCallback(Callback):
         return self._seconds + (time.monotonic() - self._started if self._file else 0.0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = trainer.log_dir or trainer.default_root_dir  # all ranks ask: it is broadcast
+        folder = trainer.log_dir or trainer.default_root_dir  # Read on all ranks, because Lightning broadcasts it.
         self._file = Path(self.path or Path(folder) / "run.html")
         self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
         self._started, self._last = time.monotonic(), trainer.global_step
@@ -86,7 +86,7 @@ class RunPageCallback(Callback):
             self._read(trainer, evaluated=True)
 
     def _read(self, trainer: Trainer, *, evaluated: bool = False) -> None:
-        """Add a point to each curve. Metrics of validations stay among the Trainer's and are read at their end only."""
+        """Add a point to each curve. Metrics of a validation are read at its end only, though they stay there."""
         self._last = trainer.global_step
         if not trainer.is_global_zero:
             return
@@ -134,7 +134,7 @@ class RunPageCallback(Callback):
 
 
 def page(title: str, facts: str, metrics: dict[str, Points], marks: list[tuple[str, int]], tables: list[str]) -> str:
-    """The HTML of a run; losses share a panel, and so do bytes."""
+    """The HTML of a run. Losses share a panel, and bytes share one."""
     panels: dict[str, dict[str, Points]] = {}
     for name, points in metrics.items():
         group = "loss" if "loss" in name else "memory, GiB" if name.endswith("_gib") else name
@@ -165,7 +165,7 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """At most nine of 1, 2 and 5 times powers of ten, or the powers alone, from ``low`` to ``high``."""
+    """At most nine ticks from ``low`` to ``high``: 1, 2 and 5 times powers of ten, or powers alone."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(powers) // 6)
     factors = (1, 2, 5) if len(powers) < 5 else (1,)
@@ -176,7 +176,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 def _panel(title: str, curves: dict[str, Points], marks: list[tuple[str, int]], ends: tuple[int, int]) -> str:
     values = [value for points in curves.values() for _, value in points if math.isfinite(value)]
     (first, last), low, high = ends, min(values), max(values)
-    # A loss falls fast and then slowly, and both are to be seen.
+    # A loss falls fast at first and slowly later. A logarithmic axis shows both.
     logarithmic = title == "loss" and low > 0 and high / low >= LOG_FROM
     scale = math.log if logarithmic else float
     top, bottom = 28 + 12 * (len(curves) - 1), HEIGHT - 22 + 12 * (len(curves) - 1)
@@ -203,7 +203,7 @@ def _panel(title: str, curves: dict[str, Points], marks: list[tuple[str, int]], 
             parts.append(f"<line {line} {saved if kind == 'saved' else resumed}/>")
     for number, (name, points) in enumerate(sorted(curves.items())):
         color = COLORS[number % len(COLORS)]
-        # What is not finite ends a line.
+        # A value that is not finite ends a line.
         for is_finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
             drawn = [(x(step), y(value)) for step, value in run if is_finite]
             line = " ".join(f"{across:.1f},{down:.1f}" for across, down in drawn)

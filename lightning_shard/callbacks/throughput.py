@@ -1,4 +1,4 @@
-"""How fast a run is, over all ranks: in the progress bar, in the loggers, as a table at the end and as a CSV."""
+"""Measure a run's throughput over all ranks, for the progress bar, loggers, a table at the end and a CSV file."""
 
 import socket
 import sys
@@ -23,7 +23,7 @@ from lightning_shard.arguments import checked
 from lightning_shard.devices import name_of
 from lightning_shard.engines.memory_breakdown import is_sharded
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters import throughput_windows as windows
+from lightning_shard.meters import throughput_windows as meters
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.precision.policy import BITS
@@ -34,27 +34,27 @@ from lightning_shard.text import first_line
 
 
 class ThroughputCallback(Callback):
-    """Logs ``tokens/s``, ``samples/s``, both also per device, ``step_seconds``, ``mfu`` and where time and memory go.
+    """Logs ``tokens/s``, ``samples/s``, both also per device, ``step_seconds``, ``mfu``, waiting times and peak memory.
 
-    Values are those of a window of optimizer steps. The work of all ranks is added up; the time is up to where the
-    slowest rank ends. Waiting for data is part of it, and is logged as ``data_share``; validation and saving
-    checkpoints are not. The ranks meet once in a window, so a step costs no collective and no wait for the device.
+    Each value covers a window of optimizer steps. The work of all ranks is summed, and the time is the slowest rank's.
+    Waiting for data is part of the time and is logged as ``data_share``. Validation and saving checkpoints are not part
+    of it. Ranks exchange numbers once per window, so a step costs no collective and no wait for the device.
 
-    The slowest rank is named with its node, in the log and the table, where it stands out: where its own time, in which
-    it computes or waits for data and not for other ranks, is above the median of the other ranks' by more than a fifth
-    of the step. On GPUs that is the time of the host alone, and nothing is seen of a device that is slow by itself.
+    The log and the table name the slowest rank and its node if it stands out. A rank's own time is the time in which it
+    computes or waits for data, without waiting for other ranks. It stands out if it exceeds the median of the other
+    ranks' by more than a fifth of the step. On GPUs this is the host's time, so a device that is slow by itself is not
+    seen.
 
-    Where stderr is no terminal, as in a batch job, rank 0 prints a line for each window, with the loss of its own last
-    batch.
+    If stderr is no terminal, as in a batch job, rank 0 prints a line for each window with the loss of its last batch.
 
-    ``mfu`` is the share of the devices' peak FLOP/s that the model's own FLOPs make up: forward and backward as torch
-    counts them on the module before it is sharded, causal attention half, nothing that is recomputed
-    (`lightning_shard.meters.flops.count_flops`), at the first batch, and for others in proportion to their tokens or
-    samples; divided by time and by the dense peak of the compute dtype. It is left out, with a line that says why,
-    where the step can't be counted or the peak is not known.
+    ``mfu`` is the model's FLOPs divided by the time and by the devices' dense peak FLOP/s in the compute dtype. torch
+    counts the FLOPs of forward and backward on the module before it is sharded. Causal attention counts half, and
+    recomputation does not count (`lightning_shard.meters.flops.count_flops`). The first batch is counted, and others in
+    proportion to their tokens or samples. If the step can't be counted or the peak is unknown, ``mfu`` is left out and
+    a line gives the reason.
 
     Attributes:
-        windows: all that was measured, on every rank.
+        windows: all windows, on every rank.
     """
 
     @checked("ThroughputCallback")
@@ -71,19 +71,19 @@ class ThroughputCallback(Callback):
         """Set up the window.
 
         Args:
-            every_n_steps: optimizer steps in a window; default: the Trainer's ``log_every_n_steps``.
-            tokens_key: the batch's entry that holds tokens, a name or a place; default: ``input_ids``, or the first
-                integer tensor of two or more dims.
-            mask_key: the batch's entry that is zero, or -100, where a token only fills up; default:
-                ``attention_mask``, else ``labels`` or another integer tensor of the tokens' shape where it is -100.
-            peak_tflops: dense peak of one device in TFLOP/s, where the table does not have it or you know better.
+            every_n_steps: optimizer steps in a window. Default: the Trainer's ``log_every_n_steps``.
+            tokens_key: name or index of the batch's entry with the tokens. Default: ``input_ids``, or the first integer
+                tensor of two or more dims.
+            mask_key: name or index of the batch's entry that marks padding by 0 or -100. Default: ``attention_mask``
+                (0), else ``labels`` or another integer tensor of the tokens' shape (-100).
+            peak_tflops: dense peak of one device in TFLOP/s, to add to the table or to override it.
             mfu: count the model's FLOPs.
             summary: print a table at the end.
-            csv: where the windows are written at the end, one line each; default: ``throughput.csv`` in the logger's
-                folder, and nowhere without a logger.
+            csv: file that gets a line for each window at the end. Default: ``throughput.csv`` in the logger's folder,
+                or no file without a logger.
 
         Raises:
-            ConfigurationError: a window of less than one step, a peak of nothing.
+            ConfigurationError: the window is less than one step, or the peak is not positive.
         """
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(f"every_n_steps is {every_n_steps}, but must be 1 or more.")
@@ -91,21 +91,21 @@ class ThroughputCallback(Callback):
             raise ConfigurationError(f"peak_tflops is {peak_tflops}, but must be greater than 0.")
         self.every_n_steps, self.tokens_key, self.mask_key = every_n_steps, tokens_key, mask_key
         self.peak_tflops, self.mfu, self.summary, self.csv = peak_tflops, mfu, summary, csv
-        self.windows: list[windows.Window] = []
+        self.windows: list[meters.Window] = []
         self.flops, self._actions = StepFlops(), ActionClock()
         self._peak: float | None = None
 
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the module without its memory, to count a step on. This package's strategies call it."""
+        """Copy the module without its memory, to count a step. This package's strategies call it."""
         if self.mfu:
-            self.flops.copy(pl_module)
+            self.flops.copy_module(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Under another strategy, copy what it left."""
+        """Copy the module under strategies that do not call `before_sharding`."""
         if self.mfu and not hasattr(trainer.strategy, "memory"):
-            self.flops.copy(pl_module)
+            self.flops.copy_module(pl_module)
 
-    def _count(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    def _count_flops(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         device = trainer.strategy.root_device
         dtype, name = compute_dtype(trainer), name_of(device)
         self._peak = peak_flops(name, dtype) if self.peak_tflops is None else self.peak_tflops * 1e12
@@ -113,85 +113,85 @@ class ThroughputCallback(Callback):
             bits = str(dtype).removeprefix("torch.")
             self.flops.why_not = f"the peak of {name!r} in {bits} is not known; give it as peak_tflops"
         elif self.flops.copied is not None:
-            self.flops.measure(batch, batch_idx, device=device)
+            self.flops.count_step(batch, batch_idx, device=device)
         if self.flops.count is None:
             whose = class_name(trainer.lightning_module)
             rank_zero_info(f"ThroughputCallback: no MFU for {whose}: {self.flops.why_not}.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The attribute is set by Lightning's logger connector; 0 is `fast_dev_run`.
+        # Lightning's logger connector sets this attribute. It is 0 under `fast_dev_run`.
         self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
-        self._actions.detach()
+        self._actions.leave_trainer()
         self._actions = ActionClock()
-        self._actions.start(trainer)
+        self._actions.follow_trainer(trainer)
         self._nodes: dict[int, str] = {}
         self.windows = []
         self._peak = None
         self._first: float | None = None
         self._counted = False
-        # The clocks at the end of the batch before; None where something else than training lies in between.
+        # The clocks at the end of the last batch. None: something other than training follows it.
         self._mark: tuple[float, float, float] | None = None
-        self._begin(trainer)
+        self._begin_window(trainer)
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin_window(self, trainer: Trainer) -> None:
         self._first_step = trainer.global_step
-        self._window = windows.RankWindow()
+        self._window = meters.RankWindow()
         self._padding: list[Tensor] = []
         self._blocked = self._actions.seconds[CHECKPOINT]
 
     def _clocks(self) -> tuple[float, float, float]:
-        """Seconds: now, waited for data without waiting for other ranks there, waited for other ranks."""
+        """Seconds now, seconds spent waiting for data, and seconds spent waiting for other ranks."""
         return time.perf_counter(), self._actions.seconds[DATA], self._actions.waiting.seconds
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._counted:
             self._counted = True
             if self.mfu:
-                self._count(trainer, batch, batch_idx)
+                self._count_flops(trainer, batch, batch_idx)
             self._mark = None
         if self._mark is None:
             self._mark = self._clocks()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if isinstance(trainer.strategy.model, DistributedDataParallel):
-            self._actions.waiting.before_backward(loss)
+            self._actions.waiting.mark_backward_end(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._actions.waiting.after_backward()
+        self._actions.waiting.count_backward_tail()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; at the end of a window meet the other ranks and log."""
-        self._add(batch)
+        """Count the batch. At the end of a window, exchange it with all ranks and log it."""
+        self._add_batch(batch)
         if trainer.global_step - self._first_step < self._every:
-            self._tick()
+            self._add_time()
             return
-        window = self._finish(trainer)
+        window = self._end_window(trainer)
         if window is not None:
             log_window(pl_module, window, on_cpu=trainer.strategy.root_device.type == "cpu")
             if trainer.is_global_zero and not (sys.stderr.isatty() or hasattr(sys, "ps1")):
-                # A batch job's log, which has no use for a bar that is drawn again and again.
+                # A batch job's log gets lines in place of a progress bar.
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
                 # A loss with a weight may be a sum.
                 loss = trainer.callback_metrics.get("weighted_loss", loss)
-                rank_zero_info(windows.window_line(window, None if loss is None else float(loss)))
+                rank_zero_info(meters.window_line(window, None if loss is None else float(loss)))
 
-    def _add(self, batch: Any) -> None:
-        samples, tokens, real = windows.batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
+    def _add_batch(self, batch: Any) -> None:
+        samples, tokens, real = meters.batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
         items = samples if tokens is None else tokens
         self._window.samples += samples
         self._window.tokens += tokens or 0
         if real is None:
             self._window.real_tokens += tokens or 0
         else:
-            # Read at the window's end: it may not be there yet.
+            # Read at the window's end, because the device may not have computed it yet.
             self._padding.append(real)
         if self.flops.count is not None:
             self._first = self._first or items
             self._window.flops += self.flops.count.total * (items / self._first if self._first else 1)
 
-    def _tick(self) -> None:
+    def _add_time(self) -> None:
         now = self._clocks()
         if self._mark is not None:
             seconds, data, peers = (end - start for end, start in zip(now, self._mark, strict=True))
@@ -200,31 +200,31 @@ class ThroughputCallback(Callback):
             self._window.peer_seconds += peers
         self._mark = now
 
-    def _finish(self, trainer: Trainer) -> windows.Window | None:
-        """Exchange the window over all ranks, which all call it, and begin the next one."""
+    def _end_window(self, trainer: Trainer) -> meters.Window | None:
+        """Combine the window over all ranks, which all call this, and begin the next one."""
         device = trainer.strategy.root_device
         if device.type != "cpu":
-            # So that the clock sees the work and not its launches.
-            with self._actions.waiting.also():
+            # Include the device's work in the time, not its launches alone.
+            with self._actions.waiting.counted():
                 torch.accelerator.synchronize(device)
         if self._padding:
             self._window.real_tokens += float(torch.stack(self._padding).sum())
-        self._tick()
+        self._add_time()
         self._window.checkpoint_seconds = self._actions.seconds[CHECKPOINT] - self._blocked
-        self._window.allocated, self._window.reserved = windows.peak_bytes(device)
-        rows = windows.gather_rows(astuple(self._window), dtype=torch.float64, device=device)
+        self._window.allocated, self._window.reserved = meters.peak_bytes(device)
+        rows = meters.gather_rows(astuple(self._window), dtype=torch.float64, device=device)
         found, step = trainer.callback_metrics.get("grad_norm"), trainer.global_step
-        ranks, norm = [windows.RankWindow(*row) for row in rows], None if found is None else float(found)
-        window = windows.combine(ranks, step=step, steps=step - self._first_step, peak=self._peak, grad_norm=norm)
-        self._begin(trainer)
+        ranks, norm = [meters.RankWindow(*row) for row in rows], None if found is None else float(found)
+        window = meters.combine(ranks, step=step, steps=step - self._first_step, peak=self._peak, grad_norm=norm)
+        self._begin_window(trainer)
         if window is not None:
-            if window.stands_out:  # on all ranks, which have the same numbers
+            if window.stands_out:  # The same on all ranks, so all enter the broadcast.
                 rank = window.slowest_rank
                 if first := rank not in self._nodes:
                     self._nodes[rank] = Ranks.of().broadcast(socket.gethostname(), rank)
                 window = replace(window, slowest_node=self._nodes[rank])
                 if first:
-                    say(trainer, f"Slowest: {windows.slowest_line(window)}.")
+                    say(trainer, f"Slowest: {meters.slowest_line(window)}.")
             self.windows.append(window)
         return window
 
@@ -236,61 +236,61 @@ class ThroughputCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > self._first_step:
-            self._finish(trainer)
+            self._end_window(trainer)
         folder = trainer.log_dir if trainer.loggers else None
         self._path = Path(self.csv) if self.csv is not None else Path(folder) / "throughput.csv" if folder else None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         blocked = self._actions.seconds[CHECKPOINT]
-        self._actions.detach()
+        self._actions.leave_trainer()
         if not self.windows or not trainer.is_global_zero:
             return
         if self._path is not None:
-            windows.write_csv(self.windows, self._path)
+            meters.write_csv(self.windows, self._path)
         if self.summary:
             on_cpu = trainer.strategy.root_device.type == "cpu"
             where = f"\nwindows: {self._path}" if self._path is not None else ""
-            rank_zero_info(windows.summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
+            rank_zero_info(meters.summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._actions.detach()
+        self._actions.leave_trainer()
 
 
-DATA = ".train_dataloader_next"  # Waiting for the next training batch; the name begins with the loop's.
+DATA = ".train_dataloader_next"  # Waiting for the next training batch. The name begins with the loop's.
 
 CHECKPOINT = "save_checkpoint"
 
 
 class ActionClock:
-    """Sums up seconds of `DATA` and `CHECKPOINT`, whichever profiler the run has."""
+    """Sums up the seconds of the profiled actions `DATA` and `CHECKPOINT`, with any profiler."""
 
     def __init__(self) -> None:
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
-        self.waiting = windows.Waiting()
+        self.waiting = meters.WaitClock()
         self._replacements = Replacements()
         self._leave: Callable[[], None] = lambda: None
 
-    def start(self, trainer: Trainer) -> None:
-        """Listen to the profiler of ``trainer``, until `detach`; what `DATA` waits for other ranks is left out."""
-        self.waiting.start()
+    def follow_trainer(self, trainer: Trainer) -> None:
+        """Time the actions of ``trainer`` until `leave_trainer`. `DATA` excludes waiting for other ranks."""
+        self.waiting.start_timing()
         self._leave = follow_actions(self._replacements, trainer, (partial(self._add, -1), partial(self._add, 1)))
 
     def _add(self, sign: int, name: str) -> None:
-        # Hooks that run in a save have names that end in its own.
+        # The names of hooks inside a save also end in `save_checkpoint`, so that one is compared whole.
         action = DATA if name.endswith(DATA) else name
         if action in self.seconds:
             waited = self.waiting.seconds if action == DATA else 0.0
             self.seconds[action] += sign * (time.perf_counter() - waited)
 
-    def detach(self) -> None:
+    def leave_trainer(self) -> None:
         self._leave()
         self._leave = lambda: None
         self._replacements.restore()
-        self.waiting.detach()
+        self.waiting.stop_timing()
 
 
-def log_window(module: LightningModule, window: windows.Window, *, on_cpu: bool) -> None:
-    """Log a window's values; on all ranks, which have the same."""
+def log_window(module: LightningModule, window: meters.Window, *, on_cpu: bool) -> None:
+    """Log a window's values. All ranks call it with equal values."""
     tokens, each = window.tokens_per_second, window.tokens_per_second_per_device
     values = {
         "tokens/s": None if tokens is None else round(tokens),
@@ -311,14 +311,14 @@ def log_window(module: LightningModule, window: windows.Window, *, on_cpu: bool)
 
 
 class StepFlops:
-    """Counts what one training step takes, on a copy without memory of the module as it was before sharding."""
+    """Counts the FLOPs of one training step on a copy, without memory, of the unsharded module."""
 
     def __init__(self) -> None:
         self.count: FlopCount | None = None
         self.why_not: str | None = "the module was sharded before it could be copied"
-        self.copied: LightningModule | None = None  # not counted yet
+        self.copied: LightningModule | None = None  # Until it is counted.
 
-    def copy(self, module: LightningModule) -> None:
+    def copy_module(self, module: LightningModule) -> None:
         self.count, self.copied, self.why_not = None, None, None
         if not module.automatic_optimization:
             self.why_not = "its training_step optimizes manually"
@@ -330,11 +330,10 @@ class StepFlops:
             except Exception as error:
                 self.why_not = f"it can't be copied ({first_line(error)})"
 
-    def measure(self, batch: Any, batch_idx: int, *, device: torch.device) -> None:
-        """Count a step on ``batch``; afterwards either ``count`` or ``why_not`` is set."""
+    def count_step(self, batch: Any, batch_idx: int, *, device: torch.device) -> None:
+        """Count a step on ``batch``. Set ``count``, or ``why_not`` if that fails."""
         module, self.copied = self.copied, None
         assert module is not None
-
         processes.set_device(module, device)
         try:
             self.count = count_flops(lambda m, inputs: m.training_step(inputs, batch_idx), module, batch, device=device)
@@ -343,7 +342,7 @@ class StepFlops:
 
 
 def without_side_effects(module: LightningModule) -> LightningModule:
-    """Let a module whose tensors have no values log nothing and update no metric."""
+    """Stop a module without values in its tensors from logging and from updating metrics."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -359,7 +358,7 @@ def without_side_effects(module: LightningModule) -> LightningModule:
 
 
 def compute_dtype(trainer: Trainer) -> torch.dtype:
-    """What products are computed in: by this package's policy, or by the Trainer's precision under another strategy."""
+    """The dtype of products, by this package's policy or by the Trainer's precision under another strategy."""
     policy = getattr(trainer.strategy, "policy", None)
     if policy is not None:
         return policy.products

@@ -166,7 +166,7 @@ def _plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -
     configured = inputs.row(replace(own, checkpointing=strategy.activation_checkpointing), confirm=True)
     if configured.refused:
         raise ConfigurationError(configured.refused)
-    parts = [_title(inputs, configured), report.by_kind(configured.points), report.fit(configured, memory)]
+    parts = [_title(inputs, configured), report.by_kind(configured.points), report.describe_fit(configured, memory)]
     if nodes.ranks > 1 and not own.engine.replicates:
         count, units = sum(p.numel() for p in inputs.module.parameters()), len(own.engine.units(inputs.module)) + 1
         parts += filter(None, [report.advice(count, units, memory)])

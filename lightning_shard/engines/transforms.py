@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from lightning_shard.engines.activation_offload import HostInputs
+from lightning_shard.engines.activation_offload import SAVED_OBSERVERS, HostInputs
 from lightning_shard.engines.units import Unit, of_classes
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import inside_modules, replace_forward
@@ -123,10 +123,6 @@ def checkpoint_forward(module: nn.Module, spec: Checkpointing, inputs: HostInput
 def _selectively(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # torch.compile needs torch's own contexts to mark the operators of its graph.
     return run(*args, context_fn=_torchs if torch.compiler.is_compiling() else selective_contexts, **kwargs)
-
-
-SAVED_OBSERVERS: list[Callable[[Any], None]] = []
-"""Called with each saved operator's result outside compiled code. Empty except in a measured step."""
 
 
 def selective_contexts() -> tuple[Any, Any]:

@@ -1,1 +1,1 @@
-"""What a run achieves: floating point operations, peaks, bytes and times. Nothing here imports Lightning."""
+"""Measurements of a run: floating point operations, peaks, bytes and times. Nothing here imports Lightning."""

@@ -1,7 +1,7 @@
-"""Model FLOPs of a training step, counted by torch's formulas on tensors without memory.
+"""Count the model FLOPs of a training step by torch's formulas, on tensors without memory.
 
-They are what the mathematics of a step asks for (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311),
-a multiply and an add being two, and not what checkpointing or a fused kernel computes again.
+Model FLOPs follow from the step's mathematics (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311).
+A multiply and an add are two. Recomputation by checkpointing or by a fused kernel does not count.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,22 +40,22 @@ class FlopCount:
 def count_flops(
     step: Callable[[M, Any], object], module: M, batch: Any, *, device: torch.device | None = None
 ) -> FlopCount:
-    """The model FLOPs of ``step(module, batch)`` and of a backward pass from what it returns, as on ``device`` (the
+    """Count the model FLOPs of ``step(module, batch)`` and of backward from its result, as on ``device`` (default: the
     CPU). Any rank may call it alone.
 
-    Matrix products, convolutions and attention count, as torch's formulas have them. Scaled dot product attention of
-    queries (..., L, E), keys (..., S, E) and values (..., S, V) counts as ``2 * numel(queries) / E * S * (E + V)`` in
-    forward, half of that where a fused kernel is told ``is_causal``, and twice its forward in backward, though fused
+    Matrix products, convolutions and attention count, by torch's formulas. Scaled dot product attention of queries
+    (..., L, E), keys (..., S, E) and values (..., S, V) counts as ``2 * numel(queries) / E * S * (E + V)`` in forward,
+    and as half of that if a fused kernel gets ``is_causal``. Its backward counts as twice its forward, although fused
     kernels compute the scores again there. A mask that is given as a tensor takes nothing off.
 
-    The step runs on fake tensors in the place of the module's and the batch's, inside of a ``FakeTensorMode`` where
-    some exist already: it costs no memory and changes no parameter, buffer, gradient or state of a random generator;
-    Python's own side effects do happen. Modules that FSDP or ZeRO-3 has sharded can't be counted: count before, or on a
+    The step runs on fake tensors in place of the module's and the batch's, inside the ``FakeTensorMode`` of those that
+    are fake already. It costs no memory and changes no parameter, buffer, gradient or random generator. Python's own
+    side effects do happen. Modules that FSDP or ZeRO-3 has sharded can't be counted: count before sharding, or on a
     copy (`fake.meta_copy`). A number read from a floating tensor (``loss.item()``) is 1.0.
 
-    ``step`` runs forward alone and returns a tensor, or tensors in mappings and sequences; backward begins at the one
-    under ``"loss"`` where a mapping has it, else at all that need gradients. What it raises is raised, such as torch's
-    DataDependentOutputException where it reads an integer or a mask off a tensor.
+    ``step`` runs forward alone and returns a tensor, or tensors in mappings and sequences. Backward begins at the entry
+    ``"loss"`` of a mapping, else at all tensors that need gradients. Errors of the step are raised, such as torch's
+    DataDependentOutputException if it reads an integer or a mask from a tensor.
     """
     counted, place = _ModelFlops(), device or torch.device("cpu")
     with ExitStack() as stack:
@@ -80,18 +80,18 @@ def count_flops(
 
 
 class _ModelFlops:
-    """Counts all of forward, and of backward what is not a forward of checkpointing."""
+    """Counts all of forward, and backward without the forward passes that checkpointing runs again."""
 
     def __init__(self) -> None:
         self.in_backward = False
         formulas = {operation: self._counted(formula) for operation, formula in FORMULAS.items()}
         self.operations = FlopCounterMode(display=False)
-        self.operations.flop_registry |= formulas  # which are given the tensors, and not their shapes alone
+        self.operations.flop_registry |= formulas  # called with tensors, not with shapes alone
         self.operations.mod_tracker = _NoModules()  # type: ignore[assignment]
 
     def _counted(self, formula: Callable[..., int]) -> Callable[..., int]:
         def count(*args: Any, **kwargs: Any) -> int:
-            # Backward runs without gradients; a checkpointed forward runs again inside of it with them.
+            # Backward runs with gradients disabled. A checkpointed forward runs again inside of it with them enabled.
             recomputed = self.in_backward and torch.is_grad_enabled()
             return 0 if recomputed else formula(*args, **kwargs)
 
@@ -99,8 +99,8 @@ class _ModelFlops:
 
 
 class NoAttentionDropout(TorchFunctionMode):
-    """Runs attention without dropout, for which fused kernels keep nothing, while the CPU falls back on products, whose
-    scores would count as activations, and which know no causality.
+    """Runs attention without dropout. With dropout the CPU falls back on products, whose scores would count as
+    activations and which ignore causality. Fused kernels on devices save nothing for dropout.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,12 +117,12 @@ _DROPOUT: Mapping[Any, int] = {
     functional.scaled_dot_product_attention: 4,
     functional.multi_head_attention_forward: 10,
 }
-"""Functions of attention, with the place of their dropout's probability among the arguments."""
+"""Functions of attention, with the index of the dropout probability among their arguments."""
 
 
 class NumbersReadAsOne(tracing.TorchDispatchMode):
-    """A number that is read off a floating tensor is 1.0: it is only logged or added up, and decides no shape. Products
-    of experts run in bf16, of which alone there is a fake implementation.
+    """Returns 1.0 for a number that is read from a floating tensor. Such a number is logged or summed and decides no
+    shape. Grouped products of experts run in bf16, because torch has a fake implementation for no other dtype.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,25 +135,33 @@ class NumbersReadAsOne(tracing.TorchDispatchMode):
 
 
 class _NoModules(nullcontext[None]):
-    """No FLOPs by submodule: its hooks do not go with `torch.autograd.grad`, and keep what is computed again alive."""
+    """Replaces the counter's module tracker, whose hooks fail under `torch.autograd.grad` and keep recomputed tensors
+    alive.
+    """
 
     parents = frozenset({"Global"})
 
 
 def _attention(packet: Any, times: int) -> Callable[..., int]:
-    """The FLOPs of a fused kernel, ``times`` those of its forward."""
+    """A formula for a fused kernel that takes ``times`` the FLOPs of its forward: of scores and weighted sums, for half
+    of the pairs with ``is_causal``.
+    """
     names = [argument.name for argument in tracing.schema_of(packet.default).arguments]
 
     def formula(*args: Any, **kwargs: Any) -> int:
         given = dict(zip(names, args, strict=False)) | kwargs
-        shapes = (given[name].shape for name in ("query", "key", "value"))
-        return times * attention_flops(*shapes, is_causal=given.get("is_causal", False))
+        query, key, value = (given[name].shape for name in ("query", "key", "value"))
+        # The leading dims are the queries', because keys may have fewer heads.
+        flops = 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        return times * (flops // 2 if given.get("is_causal", False) else flops)
 
     return formula
 
 
 def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
-    """Products with both weights at each of ``steps`` (..., inputs); cuDNN has a list of all layers' weights."""
+    """FLOPs of the products with both weights at each of ``steps`` (..., inputs). cuDNN passes all layers' weights in a
+    list.
+    """
     weights = weight if isinstance(weight, list | tuple) else (weight, others[0])
     return 2 * prod(steps.shape[:-1]) * sum(w.numel() for w in weights if w.ndim == 2)
 
@@ -165,13 +173,4 @@ FORMULAS: Mapping[Any, Callable[..., int]] = {
     **dict.fromkeys(tracing.RECURRENT, _recurrent),
     **dict.fromkeys(tracing.RECURRENT_BACKWARD, lambda *args, **more: 2 * _recurrent(*args, **more)),
 }
-"""Operators to what counts their FLOPs, called with their arguments and ``out_val``."""
-
-
-def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, is_causal: bool) -> int:
-    """Forward FLOPs of attention of queries (..., L, E), whose leading dims count (keys may have fewer heads), keys
-    (..., S, E) and values (..., S, V): of scores and weighted sums, half of the pairs with ``is_causal``.
-    """
-    pairs = prod(query[:-1]) * key[-2]
-    flops = 2 * pairs * (query[-1] + value[-1])
-    return flops // 2 if is_causal else flops
+"""Operators, with functions that count their FLOPs from their arguments and ``out_val``."""

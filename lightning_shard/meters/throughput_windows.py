@@ -1,5 +1,6 @@
-"""What a batch holds, and what all ranks did in a window of steps: counted on each rank, added up once for all; and how
-long a rank's main thread waits for others, measured where it waits.
+"""Measure windows of steps on each rank and combine them over ranks: batches, times and memory, as tables and lines.
+
+`WaitClock` measures how long a rank's main thread waits for other ranks.
 """
 
 import csv
@@ -27,21 +28,22 @@ from lightning_shard.text import columns, show_seconds
 require(dist, "_broadcast_coalesced")
 require(Variable, "_execution_engine")
 
-STANDS_OUT = 0.2  # Of a step's time, by which the slowest rank's own time is above the median of the others'.
-IGNORED = -100  # The label that torch's cross entropy leaves out.
+STANDS_OUT = 0.2  # A rank stands out if its lag is a larger share of a step.
+IGNORED = -100  # The label that torch's cross entropy ignores.
 
 
 def batch_size(
     batch: Any, *, tokens_key: str | int | None = None, mask_key: str | int | None = None
 ) -> tuple[int, int | None, Tensor | None]:
-    """Samples and tokens of one rank's batch; tensors are looked for in mappings and sequences, in their order.
+    """Count samples, tokens, and tokens without padding in one rank's batch.
 
-    Samples: the size of the first dim of the tokens, else of the first tensor that has one; or 0. How many tokens there
-    are, and how many of them fill nothing up, a 0-d integer tensor on the batch's device; None: there are none, or it
-    is not known. ``tokens_key``: the entry that holds tokens; default: ``input_ids``, else the first integer tensor of
-    two or more dims, such as (batch, time). Padding is where the entry ``mask_key`` is zero, or -100; without it where
-    an entry ``attention_mask`` of the tokens' shape is zero, else where ``labels``, or another such integer tensor, is
-    -100.
+    Tensors are searched in mappings and sequences, in their order. Samples are the size of the tokens' first dim, else
+    of the first tensor with dims, else 0. Without tokens their count is None. Tokens without padding are a 0-d integer
+    tensor on the batch's device, or None if padding is unknown.
+
+    ``tokens_key`` is the entry with the tokens, by default ``input_ids``, else the first integer tensor of two or more
+    dims, such as (batch, time). Padding is 0 or -100 in the entry ``mask_key``. By default it is 0 in an
+    ``attention_mask`` of the tokens' shape, else -100 in ``labels`` or in another integer tensor of that shape.
     """
     tensors = list(tensors_in(batch))
     named = _entry(batch, "input_ids" if tokens_key is None else tokens_key)
@@ -60,7 +62,7 @@ def batch_size(
 
 
 def _entry(batch: Any, key: str | int | None) -> Tensor | None:
-    """The tensor under a key of a mapping or at a place of a sequence, if there is one."""
+    """The tensor under a key of a mapping or an index of a sequence, if any."""
     found = None
     if isinstance(batch, Mapping):
         found = batch.get(key)
@@ -72,69 +74,70 @@ def _entry(batch: Any, key: str | int | None) -> Tensor | None:
 def _is_tokens(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return False
-    # Of more dims, bytes are pictures.
+    # Bytes with more dims are images.
     return tensor.ndim == 2 if tensor.dtype == torch.uint8 else tensor.ndim > 1
 
 
 @dataclass
 class RankWindow:
-    """One rank's window, as numbers that ranks exchange in one collective."""
+    """One rank's window, in numbers that ranks exchange in one collective."""
 
-    seconds: float = 0.0  # Time in training, from batch to batch; without validation and checkpoints.
+    seconds: float = 0.0  # Training time from batch to batch, without validation and checkpoints.
     samples: float = 0.0
-    tokens: float = 0.0  # Padding too.
-    real_tokens: float = 0.0  # Tokens that are no padding; all, where padding can't be told.
-    flops: float = 0.0  # Model FLOPs; 0: unknown.
-    data_seconds: float = 0.0  # Of ``seconds``, time that the rank waited for the dataloader.
-    peer_seconds: float = 0.0  # Of ``seconds``, time that the rank waited for other ranks.
-    checkpoint_seconds: float = 0.0  # Time blocked in saving checkpoints; no part of ``seconds``.
-    allocated: float = 0.0  # Peak bytes in tensors since the fit began; on a CPU the process's greatest resident set.
-    reserved: float = 0.0  # Peak bytes that torch's allocator took from the device; 0 on a CPU.
+    tokens: float = 0.0  # Including padding.
+    real_tokens: float = 0.0  # Without padding. All tokens, if padding is unknown.
+    flops: float = 0.0  # Model FLOPs. 0: unknown.
+    data_seconds: float = 0.0  # Part of ``seconds`` in which the rank waited for the dataloader.
+    peer_seconds: float = 0.0  # Part of ``seconds`` in which the rank waited for other ranks.
+    checkpoint_seconds: float = 0.0  # Time blocked in saving checkpoints, not in ``seconds``.
+    allocated: float = 0.0  # Peak bytes of tensors since the fit began, on a CPU the process's peak resident set.
+    reserved: float = 0.0  # Peak bytes that torch's allocator reserved on the device, 0 on a CPU.
 
     @property
     def own_seconds(self) -> float:
-        """Time that the rank computed or waited for data, and that others may have waited for it."""
+        """Time in which the rank computed or waited for data."""
         return max(0.0, self.seconds - self.peer_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """All ranks' window of ``steps`` optimizer steps that ended with ``step``; fields are the CSV's columns."""
+    """All ranks' window of ``steps`` optimizer steps, up to ``step``. The fields are the CSV's columns."""
 
     step: int
     steps: int
     devices: int
     step_seconds: float  # Of the slowest rank.
-    samples_per_second: float  # Over all ranks, as are tokens.
+    samples_per_second: float  # Over all ranks.
     samples_per_second_per_device: float
-    tokens_per_second: float | None  # Without padding; None: the batches have no tokens.
+    tokens_per_second: float | None  # Over all ranks, without padding. None: the batches have no tokens.
     tokens_per_second_per_device: float | None
     padding_share: float | None  # Of all tokens.
-    # Model FLOPs utilisation (`lightning_shard.meters.peaks.mfu`); what is computed for padding is part of it.
-    mfu: float | None
+    mfu: (
+        float | None
+    )  # Model FLOPs utilisation (`lightning_shard.meters.peaks.mfu`). Padding is computed, so it counts.
     data_share: float  # Share of the time in which ranks waited for data.
-    checkpoint_seconds: float  # Of the rank that it blocked longest.
-    grad_norm: float | None  # As the run logged it last.
-    allocated: int  # Of the rank with the most; see `RankWindow`.
+    checkpoint_seconds: float  # Of the rank that saving blocked longest.
+    grad_norm: float | None  # The value that the run logged last.
+    allocated: int  # Of the rank with the most, see `RankWindow`.
     reserved: int
-    largest_rank: int  # The rank with the most allocated.
-    slowest_rank: int  # The rank with the most time of its own, which is its compute and data time.
-    slowest_node: str | None = None  # Of ``slowest_rank``, where that stands out.
-    compute_seconds: float  # Of that rank in a step, without what it waited for other ranks.
-    data_seconds: float  # Of that rank in a step.
-    lag_seconds: float  # That rank's own time in a step, less the median of the other ranks'; 0 for one rank.
+    largest_rank: int  # The rank with the most allocated bytes.
+    slowest_rank: int  # The rank with the most own time, for compute and data.
+    slowest_node: str | None = None  # The host of ``slowest_rank`` if it stands out.
+    compute_seconds: float  # Of the slowest rank per step, without waiting for other ranks.
+    data_seconds: float  # Of the slowest rank per step.
+    lag_seconds: float  # The slowest rank's own time per step minus the median of the other ranks'. 0 for one rank.
 
     @property
     def stands_out(self) -> bool:
-        """Whether a step would take a fifth less time if the slowest rank were like the median of the others."""
+        """Whether a step would be a fifth shorter if the slowest rank took the median time of the others."""
         return self.lag_seconds > STANDS_OUT * self.step_seconds
 
 
 def combine(
     ranks: Sequence[RankWindow], *, step: int, steps: int, peak: float | None, grad_norm: float | None = None
 ) -> Window | None:
-    """All ranks' window, from each rank's in their order; None: no time passed. ``step`` counts optimizer steps of the
-    run, ``steps`` those of the window; ``peak`` is FLOP/s of one device.
+    """Combine the windows of all ranks, in rank order. None: no time passed. ``step`` counts the run's optimizer steps,
+    ``steps`` the window's. ``peak`` is FLOP/s of one device.
     """
     seconds = max(rank.seconds for rank in ranks)
     if seconds <= 0:
@@ -170,7 +173,7 @@ def combine(
 
 
 def gather_rows(numbers: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
-    """Every rank's numbers by rank; this rank's alone without a process group. All ranks call it, and wait."""
+    """Gather a row of numbers from every rank. All ranks call it and wait. Without a process group it has one row."""
     own = torch.tensor(numbers, dtype=dtype, device=device)
     if not (dist.is_available() and dist.is_initialized()):
         return [own.tolist()]
@@ -180,7 +183,7 @@ def gather_rows(numbers: Sequence[float], *, dtype: torch.dtype, device: torch.d
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """Peak bytes allocated and reserved on ``device``; on a CPU the process's greatest resident set, and 0."""
+    """Peak bytes allocated and reserved on ``device``. On a CPU, the process's peak resident set and 0."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(device)
     # In KiB on Linux, in bytes on macOS (getrusage(2)).
@@ -188,15 +191,15 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def write_csv(windows: Iterable[Window], path: Path) -> None:
-    """A line for each window; a value that is not known is empty."""
+    """Write a line for each window. Unknown values are empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([[f.name for f in fields(Window)], *map(astuple, windows)])
 
 
 def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) -> str:
-    """Medians over windows and their spread, without the first where there are more. ``blocked``: seconds that rank 0
-    spent in saves; ``on_cpu``: memory is the process's.
+    """Medians and deciles over windows, without the first of several. ``blocked``: seconds that rank 0 spent in saves.
+    ``on_cpu``: memory is the process's.
     """
     counted = windows[1:] or windows
     rows: list[tuple[str, ...]] = [("", "median", "10 %", "90 %")]
@@ -251,18 +254,18 @@ def window_line(window: Window, loss: float | None) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes as GiB, or in a smaller unit where they are few."""
+    """Bytes in the largest binary unit, up to GiB."""
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next((f"{size / factor:.2f} {unit}" for unit, factor in units if size >= factor), f"{size:.0f} B")
 
 
-# Work.wait is what every collective that is called from Python ends in; the other is DDP's of buffers.
+# Every collective that Python calls ends in Work.wait, except DDP's broadcast of buffers.
 _WAITS: tuple[tuple[Any, str], ...] = ((dist.Work, "wait"), (dist, "_broadcast_coalesced"))
 
 
-class Waiting:
-    """Sums up ``seconds`` that a thread waits in collectives, from its `start` to `detach`; none with a GPU's backend,
-    where `torch.distributed.Work.wait` does not stop the host.
+class WaitClock:
+    """Sums up the ``seconds`` in which the thread that called `start_timing` waits in collectives. With a GPU's backend
+    these are 0, because `torch.distributed.Work.wait` does not block the host.
     """
 
     def __init__(self) -> None:
@@ -270,15 +273,15 @@ class Waiting:
         self._before: list[tuple[Any, str, Any]] = []
         self._tail: tuple[float, float] | None = None
 
-    def start(self) -> None:
+    def start_timing(self) -> None:
         self._thread = threading.get_ident()
-        # Held for the whole process, but counted in this thread alone.
+        # Replaced for the whole process, but counted in this thread alone.
         self._before = [(owner, name, getattr(owner, name)) for owner, name in _WAITS]
         for owner, name, wait in self._before:
             setattr(owner, name, self._timed(wait))
 
     @contextmanager
-    def also(self) -> Generator[None, None, None]:
+    def counted(self) -> Generator[None, None, None]:
         start = time.perf_counter()
         try:
             yield
@@ -289,28 +292,28 @@ class Waiting:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return wait(*args, **kwargs)
-            with self.also():
+            with self.counted():
                 return wait(*args, **kwargs)
 
         return timed
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Note when this rank's own backward pass is over: DDP then waits for its buckets, out of Python's sight."""
+    def mark_backward_end(self, loss: Tensor) -> None:
+        """Record when this rank's own backward pass ends. DDP then waits for its buckets in C++."""
 
         def over() -> None:
             self._tail = time.perf_counter(), self.seconds
 
         if loss.requires_grad:
-            # Called ahead of DDP's own callback, which is queued later.
+            # Runs before DDP's own callback, which is queued later.
             loss.register_hook(lambda _: Variable._execution_engine.queue_callback(over))
 
-    def after_backward(self) -> None:
-        """Count what came after the rank's own backward pass."""
+    def count_backward_tail(self) -> None:
+        """Count the time since the rank's own backward pass ended."""
         if self._tail is not None:
             start, seconds = self._tail
             self.seconds = seconds + time.perf_counter() - start
         self._tail = None
 
-    def detach(self) -> None:
+    def stop_timing(self) -> None:
         while self._before:
             setattr(*self._before.pop())

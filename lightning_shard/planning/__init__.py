@@ -1,1 +1,1 @@
-"""What a run will need, before it runs: bytes per rank, bytes over the network and time, without Lightning."""
+"""Predict the bytes per rank, network traffic and time of a run before it starts. Nothing here imports Lightning."""

@@ -1,4 +1,4 @@
-"""Bytes of a rank under torch's DistributedDataParallel, and what it sends (``nn/parallel/distributed.py``)."""
+"""Compute the memory and traffic of a rank under torch's DistributedDataParallel (``nn/parallel/distributed.py``)."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ def step_memory(training: Training, engine: TorchDDPFacts) -> StepMemory:
         parameters=sum(p.numel * p.stepped_in(policy.master).itemsize for p in model.parameters),
         optimizer=training.optimizer.state_bytes([p.numel for p in model.stepped], policy.master),
         buffers=model.buffer_bytes,
-        # The buckets, which DDP makes when it is built, and copies gradients into and back unless these are its views.
+        # DDP allocates its buckets when it is built. It copies gradients to and from them unless these are views.
         communication=0 if in_buckets else gradients,
     )
     waiting = gradients if training.micro_batches > 1 else 0
@@ -27,22 +27,22 @@ def step_memory(training: Training, engine: TorchDDPFacts) -> StepMemory:
 
 
 def start_of_fit(training: Training, engine: TorchDDPFacts) -> list[Point]:
-    return []  # all that is there at the start is there in a step
+    return []  # A step holds all tensors that the start holds.
 
 
 def step_points(training: Training, engine: TorchDDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
-    """See `lightning_shard.planning.predict.step_points`: backward makes gradients in full, and they stay."""
+    """See `predict.step_points`. Backward makes full gradients, which stay."""
     elements = gradient_elements(training.model, lambda p: p.numel)
     total = memory.step.device.gradients
     kept = sum(p.numel for p in training.model.outside) * training.policy.master.itemsize
     base = MemoryAccount(device=replace(memory.step.device, gradients=0))
     done: tuple[str, ...] = ()
     in_buckets = engine.gradient_as_bucket_view
-    # Gradients that lie in buckets, and those that are added to sums, take no memory of their own.
+    # Gradients in buckets, and gradients that are added to sums, take no memory of their own.
     in_place = in_buckets or (engine.reduce_at_boundary and memory.waiting > 0)
     for segment in trace.segments:
-        # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket; sums of
-        # micro-batches are in none.
+        # The strategy drops the last step's gradients before forward, which frees those outside of buckets. Sums of
+        # micro-batches are outside of buckets.
         gradients = total + memory.waiting if in_buckets else memory.waiting or kept
         if segment.phase == "backward" and not in_place:
             reduced = sum(elements[name] for name in done) * training.policy.master.itemsize

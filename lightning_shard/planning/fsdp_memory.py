@@ -1,7 +1,7 @@
-"""Bytes of a rank under FSDP2, and what it sends.
+"""Compute the memory and traffic of a rank under FSDP2.
 
-Sources: torch's ``distributed/fsdp/_fully_shard/_fsdp_param.py`` (a shard is padded to the first rank's),
-``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` (which buffers live how long).
+Sources: torch's ``distributed/fsdp/_fully_shard/_fsdp_param.py`` (shards are padded to the first rank's size),
+``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` (lifetimes of buffers).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,25 +22,25 @@ from lightning_shard.text import show_bytes
 
 
 def _shard_elements(p: ParameterFacts, shards: int) -> int:
-    """Elements of a rank's shard, padding included: along its first dim, or the full parameter if it is not sharded."""
+    """Elements of a rank's shard along dim 0 with padding, or of the full parameter if it is not sharded."""
     return p.numel if p.unsharded else -(-p.shape[0] // shards) * prod(p.shape[1:])
 
 
 def _gathered_bytes(parameters: Iterable[ParameterFacts], shards: int, compute: torch.dtype) -> int:
-    """Bytes of a unit's unsharded parameters, each padded to a multiple of the shards, as forward sees them."""
+    """Bytes of a unit's gathered parameters in their compute dtype, each padded to a multiple of the shards."""
     sharded = (p for p in parameters if not p.unsharded)
     return sum(shards * _shard_elements(p, shards) * p.seen_in(compute).itemsize for p in sharded)
 
 
 def _reduced_bytes(parameters: Iterable[ParameterFacts], shards: int, dtype: torch.dtype) -> int:
-    """Bytes of the buffer that a unit's gradients are reduced from; with one shard of unsharded gradients."""
+    """Bytes of the buffer from which a unit's gradients are reduced. With one shard: of its unsharded gradients."""
     reduced = (p for p in parameters if p.trainable and p.dtype.is_floating_point and not p.unsharded)
     return sum(shards * _shard_elements(p, shards) * dtype.itemsize for p in reduced)
 
 
 def _cast_bytes(parameters: Iterable[ParameterFacts], policy: PrecisionPolicy) -> int:
-    """Bytes that casts need at most beside a unit that is gathered from one shard: each parameter is cast and copied,
-    and its cast is there until the next one's is (``FSDPParamGroup.wait_for_unshard``).
+    """Peak bytes of casts, in addition to a unit that is gathered from one shard. Each parameter is cast and copied.
+    Its cast lives until the next one is made (``FSDPParamGroup.wait_for_unshard``).
     """
     copied = last = most = 0
     for p in (p for p in parameters if not p.unsharded):
@@ -52,7 +52,7 @@ def _cast_bytes(parameters: Iterable[ParameterFacts], policy: PrecisionPolicy) -
 
 
 def _kept_of(members: Sequence[ParameterFacts], engine: FSDPFacts) -> tuple[bool, float]:
-    """Whether a unit stays gathered after forward, and what part of it does."""
+    """Whether a unit stays gathered after forward, and the share of it that does."""
     own = members[0].reshard if members else None
     again = engine.reshard_after_forward if own is None else own
     return again is False, 1 if again is False else 0 if again is True else 1 / again
@@ -62,7 +62,7 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
     model, policy, shards = training.model, training.policy, engine.shard
     master = policy.master
     gradients = sum(_shard_elements(p, shards) for p in model.trainable) * master.itemsize
-    # What FSDP does not shard stays on the device under offload too.
+    # Parameters that FSDP leaves full stay on the device under offload too.
     unsharded = sum(p.numel * p.stepped_in(master).itemsize for p in model.parameters if p.unsharded)
     kinds = KindBytes(
         parameters=sum(_shard_elements(p, shards) * p.stepped_in(master).itemsize for p in model.parameters),
@@ -80,7 +80,7 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
 
 
 def start_of_fit(training: Training, engine: FSDPFacts) -> list[Point]:
-    """Units are sharded one by one: a rank has its shards and one full unit (`lightning_shard.engines.sharding`)."""
+    """Memory while units are sharded one by one: all shards and one full unit (`lightning_shard.engines.sharding`)."""
     resident = step_memory(training, engine).step
     full = max(sum(p.numel * p.dtype.itemsize for p in members) for members in training.model.units.values())
     kinds = KindBytes(parameters=resident.device.parameters, buffers=resident.device.buffers, gathered=full)
@@ -89,8 +89,8 @@ def start_of_fit(training: Training, engine: FSDPFacts) -> list[Point]:
 
 
 def padding_note(training: Training, engine: EngineFacts) -> str:
-    """What padding, which FSDP2 alone has, costs, and the mesh that avoids it; "": less than a tenth. Dim 0 is split
-    into one chunk for each rank, all as large as the first (``FSDPParam._init_sharded_param``).
+    """The cost of FSDP2's padding and a mesh that avoids it, or "" if it is less than a tenth. Dim 0 is split into one
+    chunk for each rank, all as large as the first (``FSDPParam._init_sharded_param``).
     """
     if not isinstance(engine, FSDPFacts):
         return ""
@@ -106,18 +106,18 @@ def padding_note(training: Training, engine: EngineFacts) -> str:
 
 
 def step_points(training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
-    """See `predict.step_points`. A unit's all-gather buffer lives until the next unit's in forward; in backward one
-    unit is gathered ahead, and the buffer that gradients are reduced from lives until the next unit's.
+    """See `predict.step_points`. In forward a unit's all-gather buffer lives until the next unit's is allocated. In
+    backward one unit is gathered ahead, and a reduction's buffer lives until the next unit's is allocated.
     """
     steps = _TracedUnits(training, engine, memory, trace)
     if training.micro_batches > 2 and engine.reduce_at_boundary:
-        # Micro-batches between the first and the last, after which no gradient is freed.
+        # Micro-batches between the first and the last free no gradients.
         yield from steps.points(reduces=False)
     yield from steps.points(reduces=True)
 
 
 class _TracedUnits:
-    """Units are gathered, freed and reduced one after the other, in the order of the trace. Numbers are bytes."""
+    """Gathers, frees and reduces units one by one in the order of the trace. Numbers are bytes."""
 
     def __init__(self, training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> None:
         shards, units, policy = engine.shard, training.model.units, training.policy
@@ -127,7 +127,7 @@ class _TracedUnits:
         self.waiting = {name: _reduced_bytes(members, 1, policy.reduce) for name, members in units.items()}
         kept = {name: _kept_of(members, engine) for name, members in units.items()}
         self.kept = {name: round(self.unsharded[name] * part) for name, (_, part) in kept.items()}
-        # What is gathered again in backward.
+        # Bytes that backward gathers again.
         self.again = {name: 0 if stays else self.unsharded[name] for name, (stays, _) in kept.items()}
         self.elements = gradient_elements(training.model, lambda p: _shard_elements(p, shards))
         self.casts = {name: _cast_bytes(members, policy) for name, members in units.items()}
@@ -138,7 +138,7 @@ class _TracedUnits:
         self.base = MemoryAccount(device=replace(own.device, gradients=device), host=replace(own.host, gradients=host))
 
     def points(self, *, reduces: bool) -> Iterator[Point]:
-        """In the order of the step; ``reduces``: gradients are reduced, and not added to unsharded ones that wait."""
+        """Points in the order of the step. ``reduces``: gradients are reduced, not added to unsharded ones."""
         done: tuple[str, ...] = ()
         passed: dict[str, None] = {}
         last_reduced = before = 0
@@ -152,21 +152,22 @@ class _TracedUnits:
             in_flight = self._all_gather_buffers(segment, last, done)
             reducing = last_reduced * backward
             if computes:
-                # The unit is copied out of its all-gather buffer; from a single shard out of casts.
+                # The unit is copied out of its all-gather buffer, or with a single shard out of casts.
                 own = (self.again if backward else self.unsharded).get(unit, 0)
                 buffers = own
                 if not backward and unit != last:
                     # Forward keeps the last unit's buffer until then (``FSDPParamGroup.wait_for_unshard``).
                     buffers += self.unsharded[last]
-                apart = 0 if self.engine.shard == 1 else buffers
-                cast = apart or (self.casts[unit] if own else 0)
+                if self.engine.shard == 1:
+                    buffers = 0
+                cast = buffers or (self.casts[unit] if own else 0)
                 kinds = KindBytes(gathered=full, activations=before, communication=cast + reducing)
-                yield self._point(f"{segment.phase} of {unit}, gathering", base, kinds, apart)
+                yield self._point(f"{segment.phase} of {unit}, gathering", base, kinds, buffers)
             before = segment.end_activations + segment.end_gradients
             kinds = KindBytes(gathered=full, activations=segment.peak - made, communication=in_flight + reducing)
             yield self._point(segment.name, base, replace(kinds, gradients=made), in_flight)
             for name in [name for name in segment.complete if name not in done and reduces]:
-                # The unit is resharded, then its gradients are copied into the buffer that they are reduced from.
+                # The unit is resharded, then its gradients are copied into the reduction's buffer.
                 rest = full - (self.unsharded[name] if name and name == unit else 0)
                 activations, last_reduced = segment.at_reduction or segment.end_activations, self.reduced[name]
                 kinds = KindBytes(gathered=rest, activations=activations, communication=in_flight + last_reduced)
@@ -177,26 +178,26 @@ class _TracedUnits:
                 passed[unit] = None
 
     def _point(self, name: str, base: MemoryAccount, kinds: KindBytes, all_gather: int, reduced: int = 0) -> Point:
-        """``base``, and the device's ``kinds`` beside it with what is ``reduced``."""
+        """A point with ``base``, the device's ``kinds`` and ``reduced`` gradients."""
         account = base + MemoryAccount(device=kinds + KindBytes(gradients=reduced))
-        # Buffers of all-gathers and what reduce-scatters give have streams of their own (``FSDPCommContext``).
+        # Buffers of all-gathers and outputs of reduce-scatters have streams of their own (``FSDPCommContext``).
         summed = 0 if self.engine.reduce_at_boundary and self.memory.waiting else base.device.gradients
-        apart = KindBytes(communication=all_gather, gradients=summed + reduced)
-        return Point(name=name, account=account, apart=apart)
+        own_stream = KindBytes(communication=all_gather, gradients=summed + reduced)
+        return Point(name=name, account=account, own_stream=own_stream)
 
     def _all_gather_buffers(self, segment: Segment, last: str, done: Sequence[str]) -> int:
-        """In forward the unit's own buffer or the last one's; in backward the next one's, begun by the root."""
+        """In forward the unit's own buffer or the last unit's. In backward the next unit's, which the root starts."""
         if self.engine.shard == 1:
             return 0
         if segment.phase == "forward":
             return self.unsharded.get(segment.unit or last, 0)
         left = [name for name in self.trace.order if name not in done]
-        # Where backward is run inside of forward, the root has no backward hook yet.
+        # In manual optimization backward runs inside of the root's forward, before the root has a backward hook.
         first = left[-1] if left and self.unsharded[""] and not self.manual else "-"
         return self.again.get(self.before.get(segment.unit, "-") if segment.unit else first, 0)
 
     def _gradients(self, done: Sequence[str]) -> MemoryAccount:
-        """Reduced gradients, summed over micro-batches, and unsharded ones that wait on the device."""
+        """Reduced gradients, summed over micro-batches, and unsharded ones on the device that are not reduced yet."""
         reduced = sum(self.elements[name] for name in done) * self.policy.master.itemsize
         unsharded = 0
         if self.engine.reduce_at_boundary and self.memory.waiting:

@@ -1,7 +1,7 @@
-"""One training step of a module on tensors without data: activations by shard unit, and the time of its operators.
+"""Trace one training step on tensors without data, for activations by shard unit and the time of operators.
 
-The step runs once, for all engines and numbers of ranks: the full module, with the casts and checkpointing that every
-engine here installs. What an engine holds beside it is arithmetic (`lightning_shard.planning.step_memory`).
+The full module runs one step for all engines and numbers of ranks, with the casts and checkpointing that every engine
+installs. The bytes that an engine adds are computed in `lightning_shard.planning.step_memory`.
 """
 
 import weakref
@@ -32,42 +32,46 @@ from lightning_shard.text import first_line
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The activations of one training step, of one micro-batch."""
+    """The activations of one training step with one micro-batch."""
 
     segments: "tuple[Segment, ...]"  # In the order of the step.
     batch_size: int  # Samples per rank and micro-batch.
-    # In order: the segment's index, a storage's key, and its bytes, or 0 where it is freed or a gradient that an engine
-    # takes. Empty where the trace is computed from others.
+    # In order: the segment's index, a storage's key, and its bytes. Bytes are 0 if it is freed, or becomes a gradient
+    # that an engine takes. Empty for a trace that is interpolated from others.
     events: tuple[tuple[int, int, int], ...] = ()
-    work: tuple[Work, ...] = ()  # Of each segment, on the device of the `Step`; empty without one.
+    work: tuple[Work, ...] = ()  # The operators of each segment on the device of `Step`, empty without a device.
 
     @property
     def parts(self) -> list[tuple[str, str, bool]]:
-        """What two traces have in common between which every part is a line."""
+        """The structure of the trace. Traces of one structure can be interpolated part by part."""
         return [(s.phase, s.unit, s.has_gradients) for s in self.segments]
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The units in the order in which forward first reaches them, the root's "" left out."""
+        """The units in the order in which forward first reaches them, without the root's ""."""
         return tuple(dict.fromkeys(s.unit for s in self.segments if s.phase == "forward" and s.unit))
 
 
 class TraceError(ConfigurationError):
-    """A step that can't be traced; the message names the operation, and where in the user's code it is."""
+    """A step can't be traced. The message names the operation and its line in the user's code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    training_step: Callable[[Any], Any]  # ``(batch) -> loss``, or to a mapping with ``loss``.
+    """A training step to trace."""
+
+    training_step: Callable[[Any], Any]  # ``(batch) -> loss``, or a mapping with ``loss``.
     batch: Any  # The first batch of the user's data: tensors on the CPU in any nesting.
     units: Sequence[Unit] = ()
     checkpointing: Checkpointing = None
-    device: Device | None = None  # Whose time for the operators is counted; None: no time is.
+    device: Device | None = None  # The device for the time of operators. None: time is not counted.
 
 
 def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, batch_size: int | None = None) -> Trace:
-    """Run one step of a module whose tensors `fake.make_fake` has made fake, on the batch or on so many samples of it.
-    TraceError: it depends on data, has an operation without a fake implementation, or fails.
+    """Run one step of a module whose tensors are fake (`fake.make_fake`), on the batch or on ``batch_size`` samples.
+
+    Raises:
+        TraceError: the step depends on data, has an operation without a fake implementation, or fails.
     """
     size = batch_size or batch_size_of(step.batch)
     with ExitStack() as stack:
@@ -76,7 +80,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         if {policy.compute, *dtypes.values()} != {torch.float32}:
             stack.callback(install_casts(root, policy.compute, inside=dtypes, output=policy.output))
         live = LiveBytes([*root.parameters(), *root.buffers()])
-        inputs = _PlannedInputs(live)
+        inputs = _FakeHostInputs(live)
         for module in checkpointed_modules(root, list(step.units), step.checkpointing):
             stack.callback(checkpoint_forward(module, step.checkpointing, inputs))
         times = None if step.device is None else OperatorTimes(step.device, lambda: len(live.segments) - 1)
@@ -87,17 +91,17 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         try:
             with mode:
                 batch = resized(tree_map_only(Tensor, lambda t: fake.as_fake(t, mode), step.batch), size)
-                live.track(batch)
+                live.track_tensors(batch)
                 with NoAttentionDropout(), live, times or nullcontext():
-                    live.begin("forward", "")
+                    live.begin_segment("forward", "")
                     with autocasting(policy, "cpu", cache=True):
                         loss = _loss(step.training_step(batch))
                     hooks.backward = True
-                    live.begin("backward", "")
+                    live.begin_segment("backward", "")
                     loss.backward()
-                    live.finish()
+                    live.end_segment()
         except Exception as error:
-            raise TraceError(explained(error, live.last_operation)) from error
+            raise TraceError(explain_failure(error, live.last_operation)) from error
         finally:
             root.zero_grad(set_to_none=True)
     work = () if times is None else tuple(times.parts[i] for i in range(len(live.segments)))
@@ -112,18 +116,18 @@ def _loss(output: Any) -> Tensor:
 
 
 class _OnHost:
-    """In the place of a copy, which would count as a tensor of the device."""
+    """Stands in for a host copy, because a fake one would count as a tensor of the device."""
 
     def __init__(self, tensor: Tensor, live: "LiveBytes") -> None:
         size, stride = tensor.shape, tensor.stride()
         self.new = partial(torch.empty_strided, size, stride, dtype=tensor.dtype)
         self.stride = lambda: stride
         live.offloaded += tensor.nbytes
-        weakref.finalize(self, live.take_back, tensor.nbytes)
+        weakref.finalize(self, live.free_host_bytes, tensor.nbytes)
 
 
-class _PlannedInputs(HostInputs):
-    """Counts what is copied to the host, of tensors without data."""
+class _FakeHostInputs(HostInputs):
+    """Counts the bytes of inputs that are offloaded to the host, without copies."""
 
     def __init__(self, live: "LiveBytes") -> None:
         super().__init__()
@@ -137,11 +141,11 @@ class _PlannedInputs(HostInputs):
         return made
 
     def copy(self, to: Any, source: Any) -> None:
-        """Nothing."""
+        """Do nothing: fake tensors have no data."""
 
 
 class _UnitHooks:
-    """Tells where in a step each operation is, and frees the gradients of a unit once it has all of them."""
+    """Begins a segment for each unit, and frees the gradients of a unit once it has all of them."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], live: "LiveBytes") -> None:
         self.live, self.backward = live, False
@@ -163,45 +167,45 @@ class _UnitHooks:
     def _enter(self, unit: str, module: nn.Module, args: Any) -> None:
         if not self.backward:
             self.inside.append(unit)
-            self.live.begin("forward", unit)
+            self.live.begin_segment("forward", unit)
 
     def _leave(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
         if self.backward or not self.inside:
             return
         self.inside.pop()
-        self.live.begin("forward", self.inside[-1] if self.inside else "")
+        self.live.begin_segment("forward", self.inside[-1] if self.inside else "")
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self.live.begin("backward", unit))
+                tensor.register_hook(lambda gradient: self.live.begin_segment("backward", unit))
 
     def _accumulated(self, unit: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self.live.gradient(parameter.grad)
+        self.live.count_gradient(parameter.grad)
         self.missing[unit].discard(id(parameter))
         if self.missing[unit] or unit in self.complete:
             return
-        self.live.note()
+        self.live.update_peak()
         segment = self.live.segments[-1]
-        # The engines reduce them here; which of them they keep is arithmetic.
+        # Engines reduce the gradients here. Those that they keep are added by arithmetic.
         segment.at_reduction = max(segment.at_reduction, self.live.activations + self.live.gradients)
         for own in self.parameters[unit]:
             own.grad = None
         self.complete.append(unit)
         segment.complete = tuple(self.complete)
         if unit:
-            self.live.begin("backward", "")
+            self.live.begin_segment("backward", "")
             self.live.segments[-1].complete = tuple(self.complete)
 
 
 def unit_names(units: Sequence[Unit]) -> dict[int, str]:
-    """Parameters' ids to the name of the first shard unit that they are in."""
+    """The name of the first shard unit that contains a parameter, by the parameter's id."""
     return {id(parameter): unit.name for unit in reversed(units) for parameter in unit.module.parameters()}
 
 
 def cast_parameters(
     root: nn.Module, compute: torch.dtype, inside: Mapping[nn.Module, torch.dtype]
 ) -> Callable[[], None]:
-    """Replace every floating parameter by one of dtype ``compute``, or of its module's, ``inside``, until undone."""
+    """Replace every floating parameter by one of its module's dtype in ``inside``, or of ``compute``, until undone."""
     others = {id(p): dtype for module, dtype in inside.items() for p in module.parameters(recurse=False)}
 
     def cast(tensor: Tensor) -> Tensor:
@@ -213,12 +217,12 @@ def cast_parameters(
 
 
 def batch_size_of(batch: Any) -> int:
-    """Samples of a batch: the length of the first tensor in it that has one."""
+    """Samples of a batch: the size of dim 0 of its first tensor with dims."""
     return next((t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.ndim), 1)
 
 
 def resized(batch: Any, size: int) -> Any:
-    """A batch of ``size`` samples: repeated, and what is too much left out."""
+    """A batch of ``size`` samples: repeated, then cut."""
     own = batch_size_of(batch)
 
     def repeated(value: Any) -> Any:
@@ -229,43 +233,42 @@ def resized(batch: Any, size: int) -> Any:
     return tree_map(repeated, batch)
 
 
-def explained(error: BaseException, operation: str) -> str:
-    """What failed, where, and, where that is the reason, that there is no data."""
+def explain_failure(error: BaseException, operation: str) -> str:
+    """A message with the failed operation and its place, and with the rule if missing data is the reason."""
     at = f", at {place}" if (place := user_frame(error)) else ""
     operation = str(getattr(error, "func", operation))
-    what = f": operation {operation}" * (isinstance(error, RuntimeError) and bool(operation))
-    told = f"the step can't be traced without data{what}{at} ({first_line(error, most=300)})"
+    failed = f": operation {operation}" * (isinstance(error, RuntimeError) and bool(operation))
+    message = f"the step can't be traced without data{failed}{at} ({first_line(error, most=300)})"
     if isinstance(error, DataDependent) or hasattr(error, "func") or "fake impl" in str(error):
-        told += ". A size or a branch that depends on values does that, and a kernel without a fake implementation "
-        told += "(torch.library.register_fake)"
-    return told
+        message += ". Sizes and branches must not depend on values, and each kernel needs a fake implementation "
+        message += "(torch.library.register_fake)"
+    return message
 
 
 Phase = Literal["forward", "backward"]
 
 MEASURES = ("activations", "peak", "peak_gradients", "end_activations", "end_gradients", "at_reduction", "offloaded")
-"""The fields of a `Segment` that are bytes."""
+"""The fields of `Segment` that are bytes."""
 
 
 @dataclass(kw_only=True)
 class Segment:
-    """A part of a step in which one shard unit computes; bytes of tensors that the step made. Of gradients those count
-    whose unit still lacks others: the tracer frees a full unit's.
+    """A part of a step in which one shard unit computes, with bytes of tensors that the step made.
+
+    Gradients count until their unit has all of them, when the tracer frees them.
     """
 
     phase: Phase
-    unit: str  # The unit; "": code and modules outside of all units.
-    activations: int = 0  # The most bytes of activations: of everything but gradients of parameters.
-    peak: int = 0  # The most bytes of activations and gradients together.
-    peak_gradients: int = 0  # Of ``peak``, the gradients.
-    end_activations: int = 0  # Activations when it ends.
-    end_gradients: int = 0  # Gradients when it ends.
-    offloaded: int = 0  # Inputs of recomputed modules that are on the host when it ends.
-    # Activations and gradients when its unit has all of its gradients; 0: that is in another segment.
-    at_reduction: int = 0
-    complete: tuple[str, ...] = ()  # Units that have all of their gradients when it ends.
-    # Whether some parameter has its gradient: before the first one an engine has allocated nothing to reduce it in.
-    has_gradients: bool = False
+    unit: str  # "": code and modules outside of all units.
+    activations: int = 0  # Peak of activations, which are all tensors but gradients of parameters.
+    peak: int = 0  # Peak of activations and gradients together.
+    peak_gradients: int = 0  # Gradients at ``peak``.
+    end_activations: int = 0  # Activations at the segment's end.
+    end_gradients: int = 0  # Gradients at the segment's end.
+    offloaded: int = 0  # Inputs of recomputed modules on the host at the segment's end.
+    at_reduction: int = 0  # Activations and gradients when the unit gets its last gradient. 0: in another segment.
+    complete: tuple[str, ...] = ()  # Units that have all of their gradients at the segment's end.
+    has_gradients: bool = False  # Whether any parameter has a gradient. Engines allocate buckets with the first one.
 
     @property
     def name(self) -> str:
@@ -273,16 +276,16 @@ class Segment:
 
 
 class DataDependent(RuntimeError):
-    """An operation whose result depends on values, which the tensors of a traced step do not have."""
+    """An operation reads values, which the tensors of a traced step do not have."""
 
 
 class LiveBytes(NumbersReadAsOne):
-    """Follows every storage from the operation that makes it to its end."""
+    """Counts the bytes of every storage from the operation that makes it until it is freed."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         """``known``: tensors that do not count, such as parameters and buffers."""
         super().__init__()
-        self._alive: dict[int, tuple[int, Any]] = {}  # Bytes of a storage, and a reference to it.
+        self._alive: dict[int, tuple[int, Any]] = {}  # Bytes of a storage, and a weak reference to it.
         self._gradients: set[int] = set()
         self._known = {storage_key(t) for t in known}
         self._has_gradients = False
@@ -293,58 +296,57 @@ class LiveBytes(NumbersReadAsOne):
         self.events: list[tuple[int, int, int]] = []
         self.last_operation = ""
 
-    def begin(self, phase: Phase, unit: str) -> None:
+    def begin_segment(self, phase: Phase, unit: str) -> None:
         if self.segments:
-            self.finish()
+            self.end_segment()
             if (self.segments[-1].phase, self.segments[-1].unit) == (phase, unit):
                 return
         self.segments.append(Segment(phase=phase, unit=unit, has_gradients=self._has_gradients))
-        self.note()
+        self.update_peak()
 
-    def finish(self) -> None:
+    def end_segment(self) -> None:
         self.segments[-1].end_activations, self.segments[-1].end_gradients = self.activations, self.gradients
         self.segments[-1].offloaded = self.offloaded
 
-    def take_back(self, size: int) -> None:
-        """Count ``size`` bytes on the host no more."""
+    def free_host_bytes(self, size: int) -> None:
         self.offloaded -= size
 
-    def track(self, tensors: Any) -> None:
+    def track_tensors(self, tensors: Any) -> None:
         for tensor in (t for t in tree_leaves(tensors) if isinstance(t, Tensor)):
             key, storage = storage_key(tensor), tensor.untyped_storage()
             if key not in self._known and key not in self._alive:
                 self._alive[key] = storage.nbytes(), weakref.ref(storage, partial(self._forget, key))
                 self.activations += storage.nbytes()
-                self._happened(key, storage.nbytes())
+                self._add_event(key, storage.nbytes())
 
-    def _happened(self, key: int, size: int) -> None:
+    def _add_event(self, key: int, size: int) -> None:
         self.events.append((max(0, len(self.segments) - 1), key, size))
 
     def _forget(self, key: int, _: Any) -> None:
         size, _ = self._alive.pop(key)
-        self._happened(key, 0)
+        self._add_event(key, 0)
         if key in self._gradients:
             self._gradients.discard(key)
             self.gradients -= size
         else:
             self.activations -= size
 
-    def gradient(self, tensor: Tensor) -> None:
-        """Count a tensor as a gradient of a parameter from now on; with the first one a segment begins."""
+    def count_gradient(self, tensor: Tensor) -> None:
+        """Count a tensor as a parameter's gradient from now on. The first one begins a segment."""
         key = storage_key(tensor)
         if key in self._alive and key not in self._gradients:
             self._gradients.add(key)
-            self._happened(key, 0)
+            self._add_event(key, 0)
             self.activations -= self._alive[key][0]
             self.gradients += self._alive[key][0]
         if not self._has_gradients:
             self._has_gradients = True
-            self.finish()
+            self.end_segment()
             last = self.segments[-1]
             self.segments.append(Segment(phase=last.phase, unit=last.unit, complete=last.complete, has_gradients=True))
-            self.note()
+            self.update_peak()
 
-    def note(self) -> None:
+    def update_peak(self) -> None:
         if not self.segments:
             return
         segment = self.segments[-1]
@@ -357,6 +359,6 @@ class LiveBytes(NumbersReadAsOne):
         if func is READ_NUMBER and not args[0].is_floating_point():
             raise DataDependent(f"{self.last_operation} reads a number of dtype {args[0].dtype} out of a tensor")
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.track(result)
-        self.note()
+        self.track_tensors(result)
+        self.update_peak()
         return result

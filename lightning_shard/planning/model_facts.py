@@ -1,4 +1,4 @@
-"""What is known of a model and an optimizer before a run: the plain data that memory and traffic are computed from."""
+"""Describe a model and an optimizer before a run, in plain data from which memory and traffic are computed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from lightning_shard.checkpoint.optimizer_state import state_of_small
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.units import Unit, ignored_parameters
-from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explained, unit_names
+from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explain_failure, unit_names
 from lightning_shard.planning.operators import Device, OperatorTimes
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.tensors.tracing import tree_leaves
@@ -22,15 +22,15 @@ from lightning_shard.tensors.tracing import tree_leaves
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
-    """One parameter of a model; a tied one counts once."""
+    """One parameter of a model. A tied one counts once."""
 
     fqn: str  # Its first name in the LightningModule.
-    shape: tuple[int, ...]  # Of the full parameter.
-    dtype: torch.dtype  # In which the model was loaded.
+    shape: tuple[int, ...]  # The full parameter's.
+    dtype: torch.dtype  # As loaded.
     trainable: bool = True  # Whether it has a gradient.
-    unit: str = ""  # Name of the shard unit that gathers it; "": the root's.
-    unsharded: bool = False  # Whether FSDP does not shard it: it is 0-d, in a metric, or in one of ``ignored_modules``.
-    group: int | None = 0  # Index of its parameter group in the optimizer; None: the optimizer does not have it.
+    unit: str = ""  # Name of the shard unit that gathers it. "": the root.
+    unsharded: bool = False  # Whether FSDP leaves it full: it is 0-d, in a metric, or in one of ``ignored_modules``.
+    group: int | None = 0  # Index of its parameter group in the optimizer. None: it is in no optimizer.
     reshard: bool | int | None = None  # Its unit's own ``reshard_after_forward``.
     compute: torch.dtype | None = None  # Its unit's own compute dtype.
 
@@ -39,18 +39,18 @@ class ParameterFacts:
         return prod(self.shape)
 
     def seen_in(self, compute: torch.dtype) -> torch.dtype:
-        """Dtype in which forward sees it."""
+        """Its dtype in forward."""
         return (self.compute or compute) if self.dtype.is_floating_point else self.dtype
 
     def stepped_in(self, master: torch.dtype) -> torch.dtype:
-        """Dtype in which an engine without a second copy keeps it: a frozen one keeps its own."""
+        """Its dtype on an engine that steps the parameters themselves. Frozen ones keep their own."""
         return master if self.trainable and self.dtype.is_floating_point else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     parameters: tuple[ParameterFacts, ...]  # In registration order.
-    buffer_bytes: int = 0  # Of buffers and of metrics' states; every engine replicates them.
+    buffer_bytes: int = 0  # Of buffers and metrics' states, which every engine replicates.
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
@@ -62,12 +62,12 @@ class ModelFacts:
 
     @cached_property
     def outside(self) -> tuple[ParameterFacts, ...]:
-        """Those with gradients that no optimizer has: engines of torch keep these, as no ``zero_grad`` drops them."""
+        """Trainable parameters in no optimizer. torch's engines keep their gradients: no ``zero_grad`` drops them."""
         return tuple(p for p in self.trainable if p.group is None)
 
     @cached_property
     def units(self) -> Mapping[str, tuple[ParameterFacts, ...]]:
-        """The parameters of each shard unit, in registration order; the root's under ""."""
+        """The parameters of each shard unit in registration order, the root's under ""."""
         found: dict[str, list[ParameterFacts]] = {"": []}
         for parameter in self.parameters:
             found.setdefault(parameter.unit, []).append(parameter)
@@ -78,13 +78,13 @@ class ModelFacts:
         return sum(p.numel for p in self.parameters)
 
 
-Groups = Sequence[Mapping[str, Any]]  # An optimizer's.
+Groups = Sequence[Mapping[str, Any]]  # An optimizer's parameter groups.
 
 
 def model_facts(
     root: nn.Module, *, units: Sequence[Unit] = (), unsharded: Iterable[Tensor] = (), groups: Groups = ()
 ) -> ModelFacts:
-    """The facts of a full module; ``unsharded``: parameters that FSDP leaves besides 0-d ones and metrics'."""
+    """Describe a full module. ``unsharded``: parameters that FSDP leaves full besides 0-d ones and metrics'."""
     unit_of, rules = unit_names(units), {unit.name: unit.rule for unit in units}
     metrics = [module for module in root.modules() if isinstance(module, Metric)]
     ignored = {id(p) for p in unsharded} | {id(p) for metric in metrics for p in metric.parameters()}
@@ -104,64 +104,61 @@ def model_facts(
         for fqn, p in root.named_parameters()
     )
     states = tree_leaves([metric.metric_state for metric in metrics])
-    tensors: dict[int, Tensor] = {id(t): t for t in (*root.buffers(), *states)}  # each once
+    tensors: dict[int, Tensor] = {id(t): t for t in (*root.buffers(), *states)}  # Each tensor once.
     return ModelFacts(parameters=parameters, buffer_bytes=sum(t.nbytes for t in tensors.values()))
 
 
 def facts_of(module: nn.Module, engine: Engine, groups: Groups = ()) -> ModelFacts:
-    """`model_facts` of a LightningModule under an engine; its parameters are full, real or without data."""
+    """Describe a LightningModule under an engine. Its parameters are full, with or without data."""
     _, ignored = ignored_parameters(module, engine.ignored_modules())
     return model_facts(module, units=engine.units(module), unsharded=ignored(), groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """An optimizer's state: slots with the shape of their parameter, and others."""
+    """An optimizer's state and the cost of its step."""
 
-    # Dtypes of the slots with their parameter's shape; None: the parameter's. The default is Adam's two moments.
+    # Dtypes of the slots with their parameter's shape. None: the parameter's dtype. Default: Adam's two moments.
     slots: tuple[torch.dtype | None, ...] = (None, None)
     fixed_bytes: int = 4  # Bytes of 0-d slots for each stepped tensor, such as Adam's step count.
-    # Bytes of all slots of other shapes, such as Adafactor's rows and columns, which no engine shards.
-    unsharded_bytes: int = 0
-    temporary: float = 0.0  # Bytes that a step allocates for its duration, for each byte of the tensors that it steps.
-    whole: bool = False  # Whether it steps full parameters, at their owners where an engine shards them.
-    # Of what is stepped, the part that is stepped at once: of several optimizers the largest one's.
-    share: float = 1.0
-    # Bytes that it reads and writes, likewise; the default is torch's AdamW over all tensors at once.
-    moved: float = 22.0
+    unsharded_bytes: int = 0  # Bytes of all other slots, such as Adafactor's rows and columns. No engine shards them.
+    temporary: float = 0.0  # Temporary bytes of a step for each byte of the stepped tensors.
+    whole: bool = False  # Whether it steps full parameters. On an engine that shards, owner ranks step them.
+    share: float = 1.0  # Share of the stepped elements in the largest of several optimizers.
+    moved: float = 22.0  # Bytes read and written for each byte of the stepped tensors. Default: torch's foreach AdamW.
 
     def state_bytes(self, elements: Iterable[int], dtype: torch.dtype) -> int:
-        """Bytes of the state of stepped tensors of ``dtype`` with so many elements each."""
+        """Bytes of state for stepped tensors of ``dtype`` with these numbers of elements."""
         slots = sum((slot or dtype).itemsize for slot in self.slots)
         return self.unsharded_bytes + sum(count * slots + self.fixed_bytes for count in elements)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What the memory of a rank and what it sends follow from, beside its engine."""
+    """A training, apart from its engine: together they determine a rank's memory and traffic."""
 
     model: ModelFacts
     policy: PrecisionPolicy
     optimizer: OptimizerFacts = OptimizerFacts()
-    micro_batches: int = 1  # That are summed for a step.
-    manual: bool = False  # Whether the module runs backward itself, inside of its forward.
+    micro_batches: int = 1  # Micro-batches per optimizer step.
+    manual: bool = False  # Whether training_step runs backward itself.
 
     @property
     def stepped_share(self) -> float:
-        """What the optimizer has of the bytes of parameters, where an engine keeps no masters beside them."""
+        """Share of the parameters' bytes that the optimizer steps, on engines without separate masters."""
         every = sum(p.numel * p.stepped_in(self.policy.master).itemsize for p in self.model.parameters)
         return sum(p.numel for p in self.model.stepped) * self.policy.master.itemsize / max(1, every)
 
     @property
     def saved(self) -> int:
-        """Bytes of a checkpoint's tensors, without averages: the same under every engine."""
+        """Bytes of a checkpoint's tensors without averages, equal on every engine."""
         master, stepped = self.policy.master, [p.numel for p in self.model.stepped]
         own = sum(p.numel * p.stepped_in(master).itemsize for p in self.model.parameters)
         return own + self.optimizer.state_bytes(stepped, master)
 
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:
-    """The state that ``optimizer`` keeps, seen on a small one of its kind and settings; None: that can't be made."""
+    """Find the state of ``optimizer`` by a step of a small one of its class and settings. None: that can't be built."""
     parameter = torch.zeros(3, 5)
     if (found := state_of_small(optimizer, parameter)) is None:
         return None
@@ -173,22 +170,22 @@ def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:
 
 
 def trace_optimizer(root: nn.Module, optimizer: Optimizer, mode: Any) -> OptimizerFacts:
-    """The state that ``optimizer`` makes in a step on fake parameters of ``root``, and what the step allocates."""
+    """Find the state and the temporary bytes of ``optimizer`` by a step on fake parameters of ``root``."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     with mode:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in parameters if p.grad is not None]
     live = LiveBytes([*root.parameters(), *root.buffers(), *gradients])
-    live.begin("backward", "")
-    # On a device whose seconds are bytes.
+    live.begin_segment("backward", "")
+    # A device on which one byte takes one second.
     counted = OperatorTimes(Device(products=inf, single=inf, memory=1.0, kernel=0.0), lambda: 0)
     try:
         with mode, live, counted:
             optimizer.step()
-        live.finish()
+        live.end_segment()
     except Exception as error:
-        raise TraceError(explained(error, live.last_operation)) from error
+        raise TraceError(explain_failure(error, live.last_operation)) from error
     finally:
         optimizer.zero_grad(set_to_none=True)
     slots: dict[str, torch.dtype | None] = {}

@@ -1,5 +1,6 @@
-"""What a run needs under an engine: memory in each part of its step, the largest batch, the fewest devices, traffic;
-and the fastest forms of it that keep its global batch and fit, out of engines, batches and compilation.
+"""Plan a run on an engine: memory in each part of a step, largest batch, fewest devices, traffic and time.
+
+Search the fastest form of a run that fits and keeps its global batch, over engines, batches and compilation.
 """
 
 from bisect import bisect_left
@@ -29,38 +30,37 @@ from lightning_shard.text import show_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """An engine with its settings, and what is assumed of a run under it."""
+    """An engine with its settings, and the run that is planned on it."""
 
     name: str
     engine: Engine
     run: PlannedRun
     checkpointing: Checkpointing = None
-    compiled: bool = False  # Whether the units' forward is.
-    init_args: Mapping[str, Any] = field(default_factory=dict)  # Of its strategy, beside those of the name.
+    compiled: bool = False  # Whether the units' forward is compiled.
+    init_args: Mapping[str, Any] = field(default_factory=dict)  # The strategy's arguments besides the name's own.
 
 
 @dataclass(kw_only=True)
 class Planner:
-    """A module whose tensors have no data, a step of it, and the traces of that step as they are asked for."""
+    """Plans a module whose tensors have no data. It traces a step for each set of units and checkpointing once."""
 
     module: nn.Module
-    mode: Any  # The mode in which the module's tensors have no data.
+    mode: Any  # The fake mode of the module's tensors.
     nodes: Nodes  # The machines.
     memory: int  # Bytes of a device that the run may use.
-    rates: Rates | None = None  # What they reach; None: the time of a step is not known.
+    rates: Rates | None = None  # The machines' rates. None: the time of a step is unknown.
     optimizer: OptimizerFacts = field(default_factory=OptimizerFacts)
     groups: Sequence[Mapping[str, Any]] = ()  # The optimizer's parameter groups.
-    # ``(batch) -> loss``, or to a mapping with ``loss``; None: nothing is traced, and activations are not known.
+    # ``(batch) -> loss``, or a mapping with ``loss``. None: nothing is traced, and activations are unknown.
     training_step: Callable[[Any], Any] | None = None
-    # "beside" what is stepped, or on the "host": where a callback keeps averages of weights; None: there are none.
-    averages: str | None = None
+    averages: str | None = None  # Memory of a callback's averages of weights: "masters" or "host". None: no averages.
     cpu: bool = False  # Whether the devices are CPUs.
     batch: Any = None  # The first batch of the data: tensors on the CPU in any nesting.
-    notes: list[str] = field(default_factory=list)  # What the reader of the plan has to know.
+    notes: list[str] = field(default_factory=list)  # Notes for the reader of the plan.
     _traces: dict[str, tuple[Trace, ...] | ConfigurationError] = field(default_factory=dict)
 
     def row(self, candidate: Candidate, *, confirm: bool = False) -> Row:
-        """A line of the comparison; ``confirm``: the largest batch is traced, and not found on a line alone."""
+        """A line of the comparison. ``confirm``: confirm the largest batch by traces."""
         try:
             run = self.run(candidate)
         except ConfigurationError as error:
@@ -72,7 +72,7 @@ class Planner:
             try:
                 largest = confirmed_batch(run, self.memory, partial(self._trace, candidate))
             except ConfigurationError as error:
-                told = "the largest batch is on a line through two smaller ones: at a larger batch, "
+                told = "the largest batch is extrapolated from two smaller ones: at a larger batch, "
                 self.notes.append(f"{told}{error}")
         return Row(
             name=candidate.name,
@@ -89,7 +89,7 @@ class Planner:
         )
 
     def _fewest_devices(self, candidate: Candidate, run: "Run") -> tuple[Nodes | None, Nodes | None]:
-        """The fewest devices on which the batch fits, and on which it may; nodes are whole ones; None: on none."""
+        """The fewest devices on which the batch fits, and may fit, in one node or in full ones. None: no number."""
 
         def fits(end: int, nodes: int, devices: int = self.nodes.devices) -> bool:
             try:
@@ -103,14 +103,14 @@ class Planner:
                 if fits(end, 1, count):
                     return Nodes(nodes=1, devices=count)
             nodes = _least(partial(fits, end), MOST_NODES)
-            if nodes is None and fits(end, self.nodes.nodes):  # of a mesh with sizes, which is of no other number
+            if nodes is None and fits(end, self.nodes.nodes):  # A mesh with sizes allows this number only.
                 return self.nodes
             return None if nodes is None else Nodes(nodes=nodes, devices=self.nodes.devices)
 
         return fewest(1), fewest(0)
 
     def run(self, candidate: Candidate) -> "Run":
-        """What the memory and the time of a candidate follow from. ConfigurationError: what a run would raise."""
+        """The model of a candidate's memory and time. ConfigurationError: a run would raise it."""
         training = Training(
             model=facts_of(self.module, candidate.engine, groups=self.groups),
             policy=candidate.run.policy,
@@ -122,13 +122,13 @@ class Planner:
         return replace(run, traces=self._traced(candidate))
 
     def engine(self, candidate: Candidate, nodes: Nodes | None = None) -> EngineFacts:
-        """The facts of an engine on the machines of the run, or on others; raises what a run would."""
+        """The facts of an engine on ``nodes`` (default: the run's). ConfigurationError: a run would raise it."""
         run = candidate.run if nodes is None else replace(candidate.run, ranks=nodes.ranks, per_node=nodes.devices)
         candidate.engine.check(run)
         return candidate.engine.memory_model(self.module, run)
 
     def _traced(self, candidate: Candidate) -> tuple[Trace, ...]:
-        """The traces of a step at the batch and at twice the batch, which engines with the same units share."""
+        """The traces of a step at the batch and at twice the batch. Engines with the same units share them."""
         units = [(unit.name, unit.rule.compute) for unit in candidate.engine.units(self.module)]
         key = repr((candidate.checkpointing, units, candidate.run.policy))
         if key not in self._traces and self.training_step is not None:
@@ -161,41 +161,42 @@ class Planner:
             return trace_step(self.module, step, candidate.run.policy, self.mode, batch_size=batch_size)
 
     def time(self, run: "Run", *, compiled: bool, batch: int | None = None) -> StepTime | None:
-        """Of the run's batch, or of another; None: there is no trace, or the device is not known."""
+        """The time of a step with the run's batch or another. None: there is no trace, or the device is unknown."""
         if not run.traces or self.rates is None:
             return None
         return step_time(run.training, run.engine, run.at(batch), self.rates, compiled=compiled)
 
 
 MOST_NODES = 4096
-MOST_TRACES = 8  # That are made to confirm a batch.
+MOST_TRACES = 8  # Limit of traces to confirm a batch.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All that the memory of a rank follows from, but for the batch."""
+    """A model of a rank's memory as a function of the batch."""
 
     training: Training
     engine: EngineFacts
-    # The step at the run's batch, then at others; between and beyond them each part is taken as linear. Empty:
-    # activations are not known.
+    # The step at the run's batch, then at others. Each part is linear in the batch. Empty: activations are unknown.
     traces: tuple[Trace, ...] = ()
-    averages: str | None = None
+    averages: str | None = None  # As for `Planner`.
     cpu: bool = False  # As for `Planner`.
 
     @property
-    def of_same_parts(self) -> list[Trace]:
-        """The traces that have the same parts as the first, by batch; two of them say what other batches take."""
+    def comparable(self) -> list[Trace]:
+        """The traces with the structure of the first, by batch. Two of them determine all other batches."""
         same = (trace for trace in self.traces if trace.parts == self.traces[0].parts)
         return sorted(same, key=lambda trace: trace.batch_size)
 
     def at(self, batch: int | None = None) -> Trace:
-        """The step at the run's batch or at another: on the line through the two nearest, one on each side if it is."""
+        """The step at a batch (default: the run's), on the line through the two nearest traces, if possible one smaller
+        and one larger.
+        """
         for trace in self.traces:
             if batch is None or trace.batch_size == batch or len(self.traces) == 1:
                 return trace
         assert batch is not None
-        known = self.of_same_parts
+        known = self.comparable
         above = next((i for i, t in enumerate(known) if t.batch_size > batch), len(known) - 1)
         a, b = known[max(0, above - 1)], known[max(1, above)]
         ratio = (batch - a.batch_size) / (b.batch_size - a.batch_size)
@@ -203,7 +204,7 @@ class Run:
         for x, y in zip(map(vars, a.segments), map(vars, b.segments), strict=True):
             bytes_of = {name: max(0, round(x[name] + (y[name] - x[name]) * ratio)) for name in MEASURES}
             segments.append(Segment(**{**x, **bytes_of}))
-        work = tuple(x.line(y, ratio) for x, y in zip(a.work, b.work, strict=True))
+        work = tuple(x.interpolate(y, ratio) for x, y in zip(a.work, b.work, strict=True))
         return Trace(segments=tuple(segments), batch_size=batch, work=work)
 
     def points(self, batch: int | None = None) -> list[Point]:
@@ -216,7 +217,7 @@ class Run:
 
     @cached_property
     def needs(self) -> DeviceMemory:
-        """All that a device holds at the run's batch, its allocator's blocks too."""
+        """The bytes of a device at the run's batch, with the allocator's blocks."""
         found = []
         for trace in self.traces[:2] or (None,):
             points = self.points(trace.batch_size if trace else None)
@@ -224,16 +225,16 @@ class Run:
         own, larger = found[0], found[-1]
         if len(found) < 2 or larger.tensors <= own.tensors:
             return own
-        # Fragments are no steady function of the batch: less than nothing, or more than the tensors, is chance.
+        # Fragmentation varies irregularly with the batch. Growth below 0, or above the tensors', is chance.
         growth = (larger.blocks[1] - own.blocks[1]) / (larger.tensors - own.tensors)
         return replace(own, growth=min(1.0, max(0.0, growth)))
 
 
 def largest_batch(run: Run, memory: int, device: Callable[[int], Range] | None = None) -> Range | None:
-    """The most samples per rank and micro-batch that fit into ``memory`` bytes, and that may fit; None: not known.
-    ``device``: bytes of a device by those of its tensors; default: by `Run.needs`.
+    """The most samples per rank and micro-batch that fit into ``memory`` bytes, and that may fit. None: unknown.
+    ``device`` maps bytes of tensors to bytes of a device (default: `Run.needs`).
     """
-    if len(run.of_same_parts) < 2:
+    if len(run.comparable) < 2:
         return None
     needs = device or run.needs.at
 
@@ -249,7 +250,7 @@ def largest_batch(run: Run, memory: int, device: Callable[[int], Range] | None =
 
 
 def _least(holds: Callable[[int], bool], most: int) -> int | None:
-    """The least number from 1 to ``most`` of which something holds, as it does of all larger ones; None: of none."""
+    """The least number from 1 to ``most`` for which ``holds``, which is monotonic, is true. None: it never is."""
     low, high = 0, 1
     while not holds(high):
         low, high = high, 2 * high
@@ -259,18 +260,19 @@ def _least(holds: Callable[[int], bool], most: int) -> int | None:
 
 
 def by_own_batch(run: Run, memory: int, sure: int, may: int) -> Range:
-    """The largest batches, moved to the other side of the run's own where that is known to fit, or not to fit."""
-    own, told = run.traces[0].batch_size, verdict(run.needs.ends, memory)
+    """The largest batches, corrected by the verdict about the run's own batch, which is more exact."""
+    own, told = run.traces[0].batch_size, verdict(run.needs.bounds, memory)
     sure = max(sure, own) if told == "fits" else min(sure, own - 1)
     return sure, max(sure, min(may, own - 1) if told == "does not fit" else max(may, own))
 
 
 def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> Range | None:
-    """`largest_batch`, confirmed by traces: its own step fits, and that of a batch a quarter larger (at least 1) does
-    not. A trace that says otherwise joins the known ones, between which the search goes on, with at most `MOST_TRACES`.
+    """`largest_batch`, confirmed by traces: its step fits, and a step with a quarter more samples (at least one more)
+    does not. A trace that contradicts this is added to the known ones and the search repeats, with at most
+    `MOST_TRACES` traces.
     """
     fits: dict[int, bool] = {}
-    known_needs: dict[int, Range] = {}  # Bytes of a device by those of its tensors, at batches that were traced.
+    known_needs: dict[int, Range] = {}  # Bytes of a device by bytes of its tensors, at traced batches.
 
     def device(tensors: int) -> Range:
         return known_needs.get(tensors, replace(run.needs, growth=None).at(tensors))
@@ -278,17 +280,17 @@ def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> 
     for _ in range(MOST_TRACES // 2):
         found = largest_batch(run, memory, device)
         if not found or found[0] in (0, LARGEST_BATCH - 1):
-            # Not known, none, or no end in sight.
+            # Unknown, none, or beyond the search's end.
             break
         batch, may = found
         larger = max(batch + 1, batch * 5 // 4)
         for size in (larger, batch):
-            # Ahead of the others: what lies beside tensors is measured at the batch that is nearest.
+            # First in the order, because overhead is computed at the first trace's batch, which should be the nearest.
             known = {trace.batch_size: trace for trace in run.traces}
             trace = known.pop(size) if size in known else trace_at(size)
             run = replace(run, traces=(trace, *known.values()))
             own = replace(run, traces=run.traces[:1]).needs
-            known_needs[own.tensors], fits[size] = own.ends, own.ends[1] <= memory
+            known_needs[own.tensors], fits[size] = own.bounds, own.bounds[1] <= memory
         if fits[batch] and not fits[larger]:
             return batch, may
     if not fits:
@@ -297,22 +299,24 @@ def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> 
     return sure, max(sure, found[1] if found else 0)
 
 
-BATCHES = 3  # Micro-batches whose time is looked at, the largest that fit: smaller ones send as much for fewer samples.
+BATCHES = 3  # The largest micro-batches that fit are timed. Smaller ones send the same bytes for fewer samples.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
+    """A candidate of the search: a strategy with its arguments, batch and accumulation."""
+
     name: str  # The strategy's.
-    init_args: Mapping[str, Any] = field(default_factory=dict)  # Beside those of the name.
+    init_args: Mapping[str, Any] = field(default_factory=dict)  # Besides the name's own.
     batch: int  # Samples per device and micro-batch.
     micro_batches: int
     time: StepTime
     device: Range  # Bytes of a device.
-    sure: bool = True  # Whether that fits; False: it may.
+    sure: bool = True  # Whether it fits. False: it may fit.
 
     @property
     def cost(self) -> tuple[Any, ...]:
-        """By which forms are compared: what surely fits first, and of equal times the simpler one."""
+        """The key of a comparison: forms that surely fit come first, and of equal times the simpler form."""
         form = FORMS.index(self.init_args.get("activation_checkpointing"))
         settings = form, len(self.init_args), self.micro_batches, self.device[1] >> 20
         return not self.sure, round(self.time.expected, 5), *settings
@@ -325,13 +329,13 @@ class Form:
 
 
 def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: bool) -> Iterator[Form]:
-    """A candidate with the micro-batches that fit and divide ``samples`` per device and step; none: it can't run."""
+    """A candidate with micro-batches that fit and divide ``samples`` per device and step. Empty: it can't run."""
     try:
         run = planner.run(candidate)
     except ConfigurationError:
         return
     sure, may = largest_batch(run, planner.memory) or (0, 0)
-    # Where even one sample fits by chance alone, the smallest has the best one.
+    # If no batch surely fits, the smallest has the best chance.
     largest = min(sure or min(may, 1), samples)
     for batch in [batch for batch in range(largest, 0, -1) if samples % batch == 0][:BATCHES]:
         count = samples // batch

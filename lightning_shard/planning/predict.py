@@ -1,9 +1,9 @@
-"""What each engine needs and sends, by its facts: memory of the rank that needs most, at each part of a traced step,
-and traffic, at a cost that does not grow with the ranks. What ZeRO shards is as in its paper (arXiv 1910.02054, section
-3.1); what each engine keeps besides is read off the sources that its module names.
+"""Predict the memory of the fullest rank and the traffic of one step on any engine.
+
+The cost of a prediction does not grow with the number of ranks. ZeRO shards as in its paper (arXiv 1910.02054, section
+3.1). The sources for everything else are named in each engine's module.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from lightning_shard.planning.model_facts import Training
 from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_point, without_activations
 from lightning_shard.planning.traffic import Collective
 
-# An engine's facts to the module that has its ``step_memory``, ``step_points``, ``start_of_fit`` and ``collectives``.
-ARITHMETIC: Mapping[type[EngineFacts], Any] = {
+# Each module has ``step_memory``, ``step_points``, ``start_of_fit`` and ``collectives``.
+ARITHMETIC: dict[type[EngineFacts], Any] = {
     TorchDDPFacts: ddp_memory,
     FSDPFacts: fsdp_memory,
     DeepSpeedFacts: zero_memory,
@@ -24,24 +24,24 @@ ARITHMETIC: Mapping[type[EngineFacts], Any] = {
 
 
 def step_memory(training: Training, engine: EngineFacts) -> StepMemory:
-    """What the rank that needs most has resident in the optimizer's step, and what waits for it."""
+    """The memory of the fullest rank during the optimizer's step."""
     return ARITHMETIC[type(engine)].step_memory(training, engine)
 
 
 def step_points(training: Training, engine: EngineFacts, trace: Trace | None) -> list[Point]:
-    """The memory of that rank in its fullest micro-batch, with the trace's activations, and in the step."""
+    """The memory of the fullest rank in its fullest micro-batch, with the trace's activations, and in the step."""
     module = ARITHMETIC[type(engine)]
     memory, followed = module.step_memory(training, engine), trace or without_activations(training)
     points = list(module.step_points(training, engine, memory, followed))
     last = optimizer_point(memory, training, followed, engine.shards if engine.sharded else None)
-    # The optimizer reads gradients where the last reduction has put them.
-    apart = KindBytes(gradients=min(points[-1].apart.gradients, last.account.device.gradients))
-    points.append(replace(last, apart=apart))
+    # The optimizer reads gradients from the memory of the last reduction.
+    own_stream = KindBytes(gradients=min(points[-1].own_stream.gradients, last.account.device.gradients))
+    points.append(replace(last, own_stream=own_stream))
     if offloaded := max(segment.offloaded for segment in followed.segments):
         host = MemoryAccount(host=KindBytes(activations=offloaded))
         points = [replace(point, account=point.account + host) for point in points]
     if trace is None:
-        # What counts as made by backward is gradients.
+        # Without a trace all bytes that backward makes are gradients.
         for i, point in enumerate(points):
             kinds = point.account.device
             kinds = replace(kinds, gradients=kinds.gradients + kinds.activations, activations=0)
@@ -50,10 +50,10 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace | None) ->
 
 
 def start_points(training: Training, engine: EngineFacts) -> list[Point]:
-    """The start of a fit, of engines that may have less in a step; of others nothing."""
+    """The memory at the start of a fit, on engines that may hold less in a step. Else an empty list."""
     return ARITHMETIC[type(engine)].start_of_fit(training, engine)
 
 
 def collectives(training: Training, engine: EngineFacts) -> list[Collective]:
-    """What one optimizer step sends, without norms, losses and buffers, which are small."""
+    """The collectives of one optimizer step, without the small ones for norms, losses and buffers."""
     return [c for c in ARITHMETIC[type(engine)].collectives(training, engine) if c.ranks > 1 and c.payload]

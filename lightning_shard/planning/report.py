@@ -1,4 +1,4 @@
-"""A plan as text: tables of bytes by kind, of engines, of what crosses the network."""
+"""Write a plan as text: tables of bytes by kind, of engines and of traffic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from lightning_shard.planning.traffic import Collective, Nodes
 from lightning_shard.text import columns, show_bytes, show_seconds
 
 FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
-"""The activation checkpointing that is compared, in the order of what is computed again."""
+"""Compared forms of activation checkpointing, in order of recomputation."""
 
-LARGEST_BATCH = 2**20  # From which on none is looked for.
+LARGEST_BATCH = 2**20  # The search for a batch ends here.
 
-ON_CPU = "on CPUs tensors alone are counted, offloaded ones too: Python and its libraries lie beside them"
+ON_CPU = "on CPUs tensors alone are counted, offloaded ones too: Python and its libraries take more"
 
 
 _FORM = {SELECTIVE: "selective ", OFFLOAD: "offloaded "}
@@ -28,16 +28,18 @@ _FORM = {SELECTIVE: "selective ", OFFLOAD: "offloaded "}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
+    """A line of the comparison: an engine with one form of activation checkpointing."""
+
     name: str
     checkpointing: Checkpointing = None
-    refused: str = ""  # Why the engine does not run this configuration; "": it does.
+    refused: str = ""  # Why the engine refuses this configuration. "": it does not.
     points: tuple[Point, ...] = ()
-    needs: DeviceMemory = field(default_factory=partial(DeviceMemory, tensors=0))  # Of the device at the peak.
+    needs: DeviceMemory = field(default_factory=partial(DeviceMemory, tensors=0))  # At the peak.
     cpu: bool = False  # Whether the devices are CPUs.
-    traced: bool = True  # Whether activations are among it.
+    traced: bool = True  # Whether ``points`` include activations.
     saved: int = 0  # Bytes that each rank writes in a save.
-    # What fits, and what may. None: the batch is not known; no number of devices is enough.
-    largest_batch: Range | None = None
+    largest_batch: Range | None = None  # Largest batch that fits, and that may fit. None: unknown.
+    # Fewest devices that are enough, and that may be. None: no number is enough.
     fewest: tuple[Nodes | None, Nodes | None] = (None, None)
     sent: tuple[Collective, ...] = ()
     time: StepTime | None = None
@@ -49,17 +51,17 @@ class Row:
         return f"{self.name} + {_FORM.get(str(self.checkpointing), '')}checkpointing"
 
     def verdict(self, memory: int) -> str:
-        found = verdict(self.needs.ends, memory)
+        found = verdict(self.needs.bounds, memory)
         return found if self.traced or found == "does not fit" else "?"
 
     @property
     def most(self) -> MemoryAccount:
-        """Where a device holds most."""
+        """The account at the peak."""
         return peak(self.points, cpu=self.cpu).account
 
     @property
     def shown(self) -> str:
-        return show_range(self.needs.ends)
+        return show_range(self.needs.bounds)
 
 
 def show_range(sizes: Range) -> str:
@@ -67,8 +69,8 @@ def show_range(sizes: Range) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def fit(row: Row, memory: int) -> str:
-    """Whether a row fits into ``memory`` bytes of a device, the largest batch that does, and the fewest devices."""
+def describe_fit(row: Row, memory: int) -> str:
+    """Say whether a row fits into ``memory`` bytes of a device, with the largest batch and the fewest devices."""
     told = row.verdict(memory)
     if row.traced:
         at = peak(row.points, cpu=row.cpu).name
@@ -76,9 +78,9 @@ def fit(row: Row, memory: int) -> str:
     else:
         told = told if told != "?" else "not known whether it fits"
         lines = [f"{told}: {row.shown} without activations, of {show_bytes(memory)}"]
-    beside = {"tensors": (row.needs.tensors,) * 2, **row.needs.beside, "all": row.needs.ends}
+    ranges = {"tensors": (row.needs.tensors,) * 2, **row.needs.overhead, "all": row.needs.bounds}
     rows = [["of a device at the peak", "at least", "at most"]]
-    rows += [[name, show_bytes(low), show_bytes(high)] for name, (low, high) in beside.items()]
+    rows += [[name, show_bytes(low), show_bytes(high)] for name, (low, high) in ranges.items()]
     lines.append((ON_CPU if row.cpu else columns(rows, numbers=True)) + "\n")
     if row.largest_batch is not None:
         sure, may = row.largest_batch
@@ -87,12 +89,12 @@ def fit(row: Row, memory: int) -> str:
     enough, maybe = ("" if each is None else f"{each.nodes} x {each.devices}" for each in row.fewest)
     found = _sure_and(enough, f"{maybe} may be enough" if maybe != enough else "", "no number of them is enough")
     lines.append(f"fewest devices for {'this batch' if row.traced else 'all but activations'}: {found}")
-    saved = f"a save writes {show_bytes(row.saved)} of each device, box by box"
-    return "\n".join([*lines, f"{saved}; in the background by way of as much pinned memory of the host"])
+    saved = f"a save writes {show_bytes(row.saved)} per device, box by box"
+    return "\n".join([*lines, f"{saved}, and in the background it needs as much pinned memory of the host"])
 
 
 def advice(count: int, units: int, memory: int) -> str:
-    """Advice against sharding a model of ``count`` parameters whose states are less than 1 % of ``memory``; else ""."""
+    """Advise against sharding if the states of ``count`` parameters are less than 1 % of ``memory``. Else ""."""
     states = 16 * count  # Parameters, gradients and Adam's two slots in fp32.
     if states * 100 > memory:
         return ""
@@ -107,7 +109,7 @@ def _sure_and(sure: object, may: str, nothing: str) -> str:
 
 
 def by_kind(points: Sequence[Point]) -> str:
-    """Bytes of one rank's device by kind, at the peak of each part of the step; the host's and NVMe's below."""
+    """A table of one rank's bytes by kind at the peak of each part of the step. Host and NVMe have one line each."""
     parts = ((START,), ("forward",), ("backward", "reduction", "end of"), ("optimizer", "step"))
     found = [[p for p in points if p.name.startswith(part)] for part in parts]
     shown = [peak(matching) for matching in found if matching] or points
@@ -120,7 +122,7 @@ def by_kind(points: Sequence[Point]) -> str:
 
 
 def comparison(rows: Sequence[Row], memory: int, *, wide: bool = False) -> str:
-    """A line for each engine, those with checkpointing below it; ``wide``: with all kinds of bytes at the peak."""
+    """A table with a line for each engine and form of checkpointing. ``wide`` adds all kinds of bytes at the peak."""
     planned = [row for row in rows if not row.refused]
     kinds = [kind for kind in KINDS if any(getattr(row.most.device, kind) for row in planned)]
     table, above = [], ""
@@ -164,41 +166,41 @@ def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
 
 
 def timing(time: StepTime) -> str:
-    """What a step spends its time on, most first; what is waited for is what the schedule does not hide."""
+    """The time of a step by resource, longest first. Waiting counts if compute does not hide it."""
     shown = sorted(time.parts.items(), key=lambda part: -part[1])
     spent = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in shown if seconds >= time.expected / 1000)
-    links = f"inside nodes {show_seconds(time.inside)}, between nodes {show_seconds(time.between)}"
+    links = f"{show_seconds(time.inside)} inside nodes and {show_seconds(time.between)} between nodes"
     return (
         f"a step takes about {show_seconds(time.expected)}, bound by {time.bound}: {spent}\n"
-        f"all that is sent would take, alone: {links}; what the lines above do not name is hidden behind compute"
+        f"traffic alone would take {links}. Compute hides the part that is not listed above"
     )
 
 
 def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | None, str]:
-    """The row to use, None where nothing fits, and why; rows have every form of activation checkpointing."""
+    """The row to use with a reason, or None if nothing fits. ``rows`` have every form of activation checkpointing."""
     known = [row for row in rows if not row.refused]
     of = {verdict: [row for row in known if row.verdict(memory) == verdict] for verdict in ("fits", "?", "may fit")}
     fitting = next((rows for rows in of.values() if rows), [])
     if not fitting:
-        least = min(known, key=lambda row: row.needs.ends[0])
-        fewest, needs = least.fewest[0], show_bytes(least.needs.ends[0])
+        least = min(known, key=lambda row: row.needs.bounds[0])
+        fewest, needs = least.fewest[0], show_bytes(least.needs.bounds[0])
         more = "" if fewest is None else f", or {fewest.ranks} devices for {least.title}"
         return None, f"nothing fits; {least.title} needs least, {needs} per device: use a smaller batch{more}."
     best = min(fitting, key=lambda row: _cost(row, nodes))
     fits = "may fit" if fitting is of["may fit"] else "fits"
     without = " without activations" * (fitting is of["?"])
-    reason = "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least"
+    reason = "it avoids offload and recomputation as far as possible, and then sends least"
     if best.time is not None:
         step = show_seconds(best.time.expected)
-        reason = f"without offload where that is possible, its step is as short as any, about {step}"
-    told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {fits.removesuffix('s')}), {reason}"
-    need = f"it needs {best.shown} of {show_bytes(memory)} per device."
-    return best, f"{best.title}, because {told}, by the simplest engine; {need}"
+        reason = f"its step is as short as any, about {step}, without offload if possible"
+    told = f"among those that {fits.removesuffix('s')}{without} ({len(fitting)} of {len(known)} forms), {reason}"
+    need = f"It needs {best.shown} of {show_bytes(memory)} per device."
+    return best, f"{best.title}, because {told}, on the simplest engine. {need}"
 
 
 def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
-    """What is compared, in this order: no offload, the time of a step, no recomputation, what is sent. Numbers that
-    have the same two first digits are equal, and of equals the first row has the simplest engine.
+    """The key of a comparison: offload, the time of a step, recomputation, bytes sent. Numbers with the same first two
+    digits are equal. Rows are in order of simplicity, and the first of equals wins.
     """
     most = row.most
     offloaded = most.host.optimizer + most.nvme.optimizer > 0
@@ -212,11 +214,11 @@ def _rounded(number: float) -> float:
 
 
 def draw(rows: Sequence[Row], memory: int, path: Path) -> None:
-    """Write bars of bytes by kind, one for each row, and a line where the memory ends, as .png, .svg or .pdf."""
+    """Draw a bar of bytes by kind for each row, and a line at ``memory``, into a .png, .svg or .pdf file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Without pyplot, which keeps state and may look for a screen.
+    # pyplot would keep state and may look for a screen.
     figure = Figure(figsize=(10, 1.5 + 0.32 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

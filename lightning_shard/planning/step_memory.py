@@ -1,4 +1,4 @@
-"""The memory of one rank at the points of a step: what is resident, and what a traced step adds."""
+"""Hold the memory of one rank at the points of a step: resident bytes, and bytes of a traced step."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,33 +13,29 @@ from lightning_shard.planning.model_facts import ModelFacts, ParameterFacts, Tra
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """What the rank that needs most has resident, without activations."""
+    """Resident bytes of the rank that needs most, without activations."""
 
-    step: MemoryAccount  # While the optimizer steps.
-    # Bytes of earlier micro-batches' gradients, which the last one's are added to or wait beside; the sums that ZeRO
-    # stages 2 and 3 keep in any case are not among them.
+    step: MemoryAccount  # During the optimizer's step.
+    # Bytes of earlier micro-batches' gradients during the last one, without the sums that ZeRO stages 2 and 3 always
+    # keep.
     waiting: int = 0
-    # Bytes of gradients in the compute dtype that stay resident beside those that the optimizer reads.
-    left_in_step: int = 0
+    left_in_step: int = 0  # Bytes of gradients in the compute dtype that the optimizer's step neither reads nor frees.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroMemory(StepMemory):
-    """The same under ZeRO, which takes gradients one by one. Bytes below are of its device."""
+    """Resident bytes under ZeRO, which takes gradients one by one. Numbers are bytes on the device."""
 
-    forward: MemoryAccount  # But for what is gathered for one unit.
-    backward: MemoryAccount  # Likewise, with all gradients there that the engine keeps.
-    # Bytes of communication that are allocated after backward only: copies for the last reduction.
-    copies_after_backward: int = 0
-    # Bytes of the gradient that backward just made, which a trace counts among its activations.
-    newest_gradient: int = 0
-    # Bytes of ``backward``'s gradients that are freed again, or not yet allocated, while those are reduced that wait
-    # until backward is over.
+    forward: MemoryAccount  # Without parameters that are gathered for one unit.
+    backward: MemoryAccount  # The same, with all gradients that the engine keeps.
+    copies_after_backward: int = 0  # Copies for the last reduction, allocated after backward.
+    newest_gradient: int = 0  # The gradient that backward just made, which a trace counts as an activation.
+    # Gradients in ``backward`` that are freed again, or not allocated yet, during the reduction after backward.
     freed_in_reduction: int = 0
 
 
 def without_activations(training: Training) -> Trace:
-    """Of a step what is known without one: units in their order, and the gradients that backward makes of each."""
+    """A trace of a step that was not run: units in registration order, and the gradients that backward makes."""
     names, complete = list(training.model.units), list[str]()
     segments = [Segment(phase="forward", unit=name) for name in names]
     for name in [*reversed(names[1:]), ""]:
@@ -52,36 +48,39 @@ def without_activations(training: Training) -> Trace:
 
 
 def with_averages(account: MemoryAccount, place: str | None) -> MemoryAccount:
-    """``account`` with averages of what is stepped and of buffers; ``place`` as for `Planner`."""
+    """``account`` with averages of the stepped tensors and of buffers. ``place`` is `Planner.averages`."""
     if place is None:
         return account
     places: dict[str, KindBytes] = vars(account)
     stepped = "masters" if any(kinds.masters for kinds in places.values()) else "parameters"
     averaged = {name: getattr(kinds, stepped) + kinds.buffers for name, kinds in places.items()}
-    beside = {"device": averaged["device"], "host": averaged["host"] + averaged["nvme"]}
-    found = {"host": sum(averaged.values())} if place == "host" else beside
-    return account + MemoryAccount(**{name: KindBytes(averages=size) for name, size in found.items()})
+    # Averages of masters on NVMe are on the host.
+    device = 0 if place == "host" else averaged["device"]
+    host = sum(averaged.values()) - device
+    return account + MemoryAccount(device=KindBytes(averages=device), host=KindBytes(averages=host))
 
 
 def on_device(resident: KindBytes, **kinds: int) -> MemoryAccount:
-    """``resident`` on the device, with other bytes of some kinds."""
+    """An account of ``resident`` on the device, with some kinds replaced."""
     return MemoryAccount(device=replace(resident, **kinds))
 
 
 def compute_bytes(parameters: Iterable[ParameterFacts], compute: torch.dtype) -> int:
-    """Bytes of full parameters in the dtype in which forward sees them."""
+    """Bytes of full parameters in their compute dtypes."""
     return sum(p.numel * p.seen_in(compute).itemsize for p in parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
+    """The memory of a rank at one point of a step."""
+
     name: str  # Such as "backward of model.layers.3".
     account: MemoryAccount
-    # Of the device's bytes, those that are allocated on a stream of their own: the allocator lets no other use them.
-    apart: KindBytes = field(default_factory=KindBytes)
+    # The device's bytes on streams of their own. The allocator reuses these on the same stream only.
+    own_stream: KindBytes = field(default_factory=KindBytes)
 
     def held(self, *, cpu: bool = False) -> int:
-        """Bytes of tensors on the device; ``cpu``: whose memory is the host's, where offloaded ones are too."""
+        """Bytes of tensors on the device. ``cpu``: the device is a CPU, which also holds offloaded tensors."""
         return self.account.device.total + cpu * self.account.host.total
 
 
@@ -93,7 +92,9 @@ def peak(points: Sequence[Point], *, cpu: bool = False) -> Point:
 
 
 def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners: int | None = None) -> Point:
-    """The optimizer's step of the masters, or of parameters without. ``owners``: ranks that own full ones, if any."""
+    """The optimizer's step of masters, or of parameters on engines without them. ``owners``: the number of ranks that
+    step full parameters if shards can't be stepped.
+    """
 
     def temporary(kinds: KindBytes) -> KindBytes:
         stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters * training.stepped_share
@@ -102,7 +103,7 @@ def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners
         # ZeRO's several optimizers step full parameters too.
         whole = training.optimizer.whole or (training.optimizer.share < 1 and isinstance(memory, ZeroMemory))
         if whole and owners is not None and stepped:
-            # Full values and gradients of what a rank owns, and beside the first, shards to and from three buckets.
+            # Full values and gradients that the rank owns, and at first also shards in and out of three buckets.
             made = 2 * stepped + max(made, 2 * min(stepped, sent / owners))
         return KindBytes(optimizer=int(made))
 
@@ -113,7 +114,7 @@ def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners
 
 
 def gradient_elements(model: ModelFacts, resident: Callable[[ParameterFacts], int]) -> dict[str, int]:
-    """Elements of a rank's gradients of each unit; ``resident``: of one parameter."""
+    """Elements of each unit's gradients on a rank. ``resident`` gives the elements of one parameter."""
     found = dict.fromkeys(model.units, 0)
     for p in model.stepped:
         found[p.unit] += resident(p)

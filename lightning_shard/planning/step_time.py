@@ -1,8 +1,8 @@
-"""How long an optimizer step takes: the schedule of an engine, unit by unit, on one device, its links and its host.
+"""Predict the time of an optimizer step from an engine's schedule, unit by unit, on one device, its links and its host.
 
-What waits for what, read off torch's ``_fsdp_param_group.py`` and DeepSpeed's ``partitioned_param_coordinator.py``: a
-unit computes once it is gathered; the next one is gathered meanwhile, from when the last buffer is free; gradients are
-reduced behind backward, in turn with the gathers where both are on one communicator, and a step waits for the last.
+The order follows torch's ``_fsdp_param_group.py`` and DeepSpeed's ``partitioned_param_coordinator.py``. A unit computes
+once it is gathered. The next unit is gathered meanwhile, once the last buffer is free. Gradients are reduced during
+backward, after earlier gathers on the same communicator. The step waits for the last reduction.
 """
 
 from collections import defaultdict
@@ -24,26 +24,26 @@ SENDING = "kernels that send"
 CPU_STEP, NVME = "the optimizer on the host", "NVMe"
 
 HBM_REACHED, LINK_REACHED, PCIE_REACHED = 0.7, 0.8, 0.8
-"""Of a data sheet's bandwidth: what kernels of a step reach in a device's memory (fitted as `IN_A_STEP`), collectives
-(as nccl-tests print them for nodes of eight), and pinned copies over PCIe."""
+"""Shares of a data sheet's bandwidth that are reached: in a device's memory by kernels of a step (fitted like
+`IN_A_STEP`), on links by collectives (as printed by nccl-tests for nodes of eight), and over PCIe by pinned copies."""
 IN_A_STEP = 0.87
-"""Of what products reach alone, what they reach in a step, with power and caches shared: fitted on one half of the
-steps that others have published (``examples/benchmarks/published_tables.py``), and judged by the other."""
+"""Share of the products' rate alone that they reach in a step, which shares power and caches. Fitted on one half of the
+published steps in ``examples/benchmarks/published_tables.py`` and judged by the other half."""
 CPU_ADAM, TORCH_ADAM = 4e9, 0.7e9
-"""Parameters per second that a node of two processors steps by DeepSpeed's CPU Adam and by torch's (ZeRO-Offload, arXiv
-2101.06840, table 4)."""
-NVME_SPEED = 12e9  # Bytes per second that a node's drives read, and write: a few of about 3 GB/s each.
+"""Parameters per second that a node of two processors steps with DeepSpeed's CPU Adam and with torch's (ZeRO-Offload,
+arXiv 2101.06840, table 4)."""
+NVME_SPEED = 12e9  # Bytes per second that a node's drives read, or write: a few drives of about 3 GB/s each.
 _BASE, _INSIDE, _BETWEEN = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds of a ring: for itself, for each step inside a node and between nodes (NCCL's ``src/graph/tuning.cc``)."""
+"""Seconds of a ring: base, each step inside a node, each step between nodes (NCCL's ``src/graph/tuning.cc``)."""
 
 
 def device_of(peaks: Peaks, peak: float) -> Device:
-    """What a device of the data sheet reaches in products of FLOP/s ``peak``."""
+    """The rates that a device reaches, by its data sheet. ``peak``: FLOP/s of products."""
     reached = peaks.reached * IN_A_STEP
     memory = 1e12 * (peaks.memory or peaks.half * 3.35 / 989.4)
     return Device(
         products=peak * reached,
-        # A large product without tensor cores comes close to its peak.
+        # A large product without tensor cores nearly reaches its peak.
         single=peak * reached if peak < 1e12 * peaks.half else 0.9e12 * (peaks.tf32 or peaks.single),
         memory=memory * HBM_REACHED,
         attention=peaks.attention,
@@ -54,11 +54,11 @@ def device_of(peaks: Peaks, peak: float) -> Device:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """An optimizer step in seconds: what the device does, and what it waits for."""
+    """The seconds of an optimizer step."""
 
-    parts: Mapping[str, float]  # What is done or waited for, to seconds, one after the other.
-    inside: float = 0.0  # Of the links inside nodes, as if they had the step for themselves.
-    between: float = 0.0  # Of the links between nodes, likewise.
+    parts: Mapping[str, float]  # Seconds of work and of waiting on the device, by resource. Their sum is the step.
+    inside: float = 0.0  # Seconds of all traffic inside nodes alone.
+    between: float = 0.0  # Seconds of all traffic between nodes alone.
 
     @property
     def expected(self) -> float:
@@ -71,20 +71,22 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What computes a step and carries its bytes; speeds in bytes per second, None: free."""
+    """The machines of a step, with link speeds in bytes per second. None: no cost."""
 
     nodes: Nodes
     device: Device
-    inside: float | None = None  # Of a device to others of its node.
-    between: float | None = None  # Of a node to others.
+    inside: float | None = None  # From a device to others in its node.
+    between: float | None = None  # From a node to others.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
+    """The time of collectives or copies."""
+
     seconds: float = 0.0
-    by: str = INSIDE  # What takes longest of it.
-    copies: float = 0.0  # Seconds of the device's memory: copies to and from what is sent.
-    kernels: float = 0.0  # Seconds of its processors: kernels that send beside others.
+    by: str = INSIDE  # The resource that takes the longest.
+    copies: float = 0.0  # Seconds of the device's memory, for copies to and from the buffers that are sent.
+    kernels: float = 0.0  # Seconds of the device's processors, for kernels that send while others compute.
 
     def __add__(self, other: "Transfer") -> "Transfer":
         longer = max(self, other, key=lambda each: each.seconds)
@@ -93,21 +95,21 @@ class Transfer:
 
 
 def transfer(sent: Collective, rates: Rates) -> Transfer:
-    """A collective as a ring: the slower of both kinds of links, and its steps."""
+    """The time of a collective as a ring, by the slower kind of links and the latency of its steps."""
     inside = sent.inside(rates.nodes) / rates.inside if rates.inside else 0.0
     between = sent.between(rates.nodes) / rates.between if rates.between else 0.0
     crossed = sent.nodes(rates.nodes)
     latency = _BASE + _INSIDE * (sent.ranks - crossed) + _BETWEEN * (crossed - 1)
     free = not rates.inside and not rates.between
     seconds, taken = (0.0, 0.0) if free else (max(inside, between) + latency, inside + latency)
-    # Read and written, once per rank for what is full there.
+    # Full tensors are read and written once per rank.
     copies = 0.0 if sent.what == "gradient shards" else 2 * sent.payload / rates.device.memory
     by = BETWEEN if between > inside else INSIDE
     return Transfer(seconds=seconds, by=by, copies=copies, kernels=taken * rates.device.shared)
 
 
-# What an engine does beside a unit's operators, by unit. It is gathered ahead of its "forward" and of its "backward",
-# its gradients are reduced ("reduce"), and then ("across") among copies of the model, on a communicator of their own.
+# An engine's transfers by unit: gathers before its "forward" and its "backward", the reduction of its gradients
+# ("reduce"), and then the reduction among copies of the model ("across") on a communicator of its own.
 Schedule = Mapping[str, Mapping[str, Transfer]]
 _PARTS = {
     "parameters, forward": "forward",
@@ -118,13 +120,13 @@ _PARTS = {
 
 
 def schedule(training: Training, engine: EngineFacts, rates: Rates) -> tuple[Schedule, list[Transfer]]:
-    """The collectives of each unit by the engine's arithmetic and copies between device and host; then the step's."""
+    """The transfers of each unit, by the engine's collectives and its copies to the host, and those after backward."""
     found: dict[str, dict[str, Transfer]] = {part: defaultdict(Transfer) for part in _PARTS.values()}
     after: list[Transfer] = []
     memory = step_memory(training, engine).step
     away = memory.host + memory.nvme
     reduced = away.gradients
-    if away.masters and reduced:  # summed there, in another dtype than they are sent in
+    if away.masters and reduced:  # Gradients are summed on the host in another dtype than they are sent in.
         reduced = away.masters // training.policy.master.itemsize * training.policy.compute.itemsize
     moved = {"forward": away.parameters, "backward": away.parameters, "reduce": reduced}
     for unit, members in training.model.units.items():
@@ -138,11 +140,12 @@ def schedule(training: Training, engine: EngineFacts, rates: Rates) -> tuple[Sch
             if size:
                 seconds = size * own.model.numel / max(1, training.model.numel) / rates.device.host
                 found[part][unit] += Transfer(seconds=seconds, by=HOST)
-    return found, [*after, *_step(training, memory, rates, by=CPU_ADAM if engine.own_cpu_optimizer else TORCH_ADAM)]
+    speed = CPU_ADAM if engine.own_cpu_optimizer else TORCH_ADAM
+    return found, [*after, *_optimizer_step(training, memory, rates, speed)]
 
 
-def _step(training: Training, memory: MemoryAccount, rates: Rates, *, by: float) -> Iterable[Transfer]:
-    """The optimizer's step where its state is, and what passes between there and the device for it."""
+def _optimizer_step(training: Training, memory: MemoryAccount, rates: Rates, cpu_speed: float) -> Iterable[Transfer]:
+    """The optimizer's step in the memory of its state, and the copies between there and the device."""
     master, optimizer, device = training.policy.master.itemsize, training.optimizer, memory.device
     if device.optimizer:
         stepped = device.masters or device.parameters * training.stepped_share
@@ -150,7 +153,7 @@ def _step(training: Training, memory: MemoryAccount, rates: Rates, *, by: float)
     if away := (memory.host + memory.nvme).optimizer:
         slots = sum((slot or training.policy.master).itemsize for slot in optimizer.slots)
         elements = away / max(1, slots or master)
-        yield Transfer(seconds=elements * rates.nodes.devices / by, by=CPU_STEP)
+        yield Transfer(seconds=elements * rates.nodes.devices / cpu_speed, by=CPU_STEP)
         if device.parameters and not memory.host.parameters:
             # The new parameters, in the compute dtype.
             yield Transfer(seconds=elements * training.policy.compute.itemsize / rates.device.host, by=HOST)
@@ -160,10 +163,12 @@ def _step(training: Training, memory: MemoryAccount, rates: Rates, *, by: float)
 
 @dataclass(kw_only=True)
 class _Clock:
+    """The times at which the device, the host and two communicators are free, and the device's time by resource."""
+
     device: float = 0.0
     host: float = 0.0
-    wire: float = 0.0  # Of the communicator of gathers and reductions.
-    across: float = 0.0  # Of that of the copies of the model.
+    wire: float = 0.0  # The communicator of gathers and reductions.
+    across: float = 0.0  # The communicator among copies of the model.
     spent: dict[str, float] = field(default_factory=dict)
 
     def spend(self, by: str, seconds: float) -> None:
@@ -171,11 +176,11 @@ class _Clock:
             self.spent[by] = self.spent.get(by, 0.0) + seconds
             self.device += seconds
 
-    def beside(self, sent: Transfer) -> None:
+    def spend_on_sending(self, sent: Transfer) -> None:
         self.spend(MEMORY, sent.copies)
         self.spend(SENDING, sent.kernels)
 
-    def wait(self, until: float, by: str) -> None:
+    def wait_until(self, until: float, by: str) -> None:
         self.spend(by, until - self.device)
 
     def compute(self, work: Work, device: Device, *, compiled: bool) -> None:
@@ -183,10 +188,10 @@ class _Clock:
         self.host = max(self.host, self.device - _AHEAD) + launches * device.launch
         self.spend(PRODUCTS, work.products)
         self.spend(MEMORY, memory)
-        self.wait(self.host, LAUNCHES)
+        self.wait_until(self.host, LAUNCHES)
 
 
-_AHEAD = 0.05  # Seconds that the host may be ahead of the device: about a thousand kernels wait in its queue.
+_AHEAD = 0.05  # Seconds that the host may be ahead of the device, whose queue takes about a thousand kernels.
 
 
 def _micro_batch(
@@ -201,41 +206,41 @@ def _micro_batch(
         if (phase, unit) not in ready:
             sent = plan[phase][unit]
             clock.wire = ready[phase, unit] = max(clock.wire, clock.device) + sent.seconds if sent.seconds else 0.0
-            clock.beside(sent)
+            clock.spend_on_sending(sent)
 
     gather("forward", "")
     for segment, own in zip(trace.segments, trace.work, strict=True):
         phase, unit = segment.phase, segment.unit
         if unit and unit not in done:
             gather(phase, unit)
-            clock.wait(ready[phase, unit], plan[phase][unit].by)
-            beside = order.index(unit) + (1 if phase == "forward" else -1) if unit in order else -1
-            if 0 <= beside < len(order):
-                gather(phase, order[beside])
+            clock.wait_until(ready[phase, unit], plan[phase][unit].by)
+            following = order.index(unit) + (1 if phase == "forward" else -1) if unit in order else -1
+            if 0 <= following < len(order):
+                gather(phase, order[following])
         elif not unit:
-            clock.wait(ready["forward", ""], plan["forward"][""].by)
+            clock.wait_until(ready["forward", ""], plan["forward"][""].by)
             if phase == "backward" and not done and order:
                 gather("backward", order[-1])
         if moved := abs(segment.offloaded - offloaded):
-            # Inputs of recomputed units pass to the host and back while a unit computes; the next one waits for them.
-            clock.wait(copied, HOST)
+            # Inputs of recomputed units are copied to or from the host during a unit. The next unit waits for them.
+            clock.wait_until(copied, HOST)
             offloaded, copied = segment.offloaded, clock.device + moved / device.host
         clock.compute(own, device, compiled=compiled and bool(unit))
         for name in [name for name in segment.complete if name not in done and reduces]:
             sent = plan["reduce"][name]
-            clock.beside(sent)
+            clock.spend_on_sending(sent)
             clock.wire = max(clock.wire, clock.device) + sent.seconds
             clock.across = max(clock.across, clock.wire) + plan["across"][name].seconds
             if not engine.overlaps:
-                clock.wait(clock.wire, sent.by)
+                clock.wait_until(clock.wire, sent.by)
         done = segment.complete or done
     for until, part in ((clock.wire, "reduce"), (clock.across, "across")) if reduces else ():
-        clock.wait(until, max(plan[part].values(), key=lambda sent: sent.seconds, default=Transfer()).by)
+        clock.wait_until(until, max(plan[part].values(), key=lambda sent: sent.seconds, default=Transfer()).by)
     return clock.spent
 
 
 def step_time(training: Training, engine: EngineFacts, trace: Trace, rates: Rates, compiled: bool = False) -> StepTime:
-    """The step of a rank, of the trace's batch; ``trace`` was made with ``rates``' device."""
+    """The time of a rank's step with the trace's batch. ``trace`` has to be made with the device of ``rates``."""
     plan, after = schedule(training, engine, rates)
     parts: dict[str, float] = defaultdict(float)
     for count, reduces in ((1, True), (training.micro_batches - 1, not engine.reduce_at_boundary)):

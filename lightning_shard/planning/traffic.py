@@ -1,9 +1,9 @@
-"""Bytes that one optimizer step sends, per collective and mesh axis, inside and between nodes.
+"""Compute the bytes that one optimizer step sends, per collective and mesh axis, inside and between nodes.
 
-With a ring over k ranks, an all-gather and a reduce-scatter of n bytes send ``(k - 1) / k * n`` from every rank to the
-next, an all-reduce twice that (Patarasuk and Yuan 2009; NCCL's ``nccl-tests/doc/PERFORMANCE.md``); no algorithm sends
-less. A ring leaves each node once, so that between nodes a group sends that much per node; groups that run side by side
-(hybrid sharding's, one for each device of a node) each send their own.
+In a ring over k ranks, an all-gather and a reduce-scatter of n bytes send ``(k - 1) / k * n`` from every rank to the
+next, and an all-reduce sends twice that (Patarasuk and Yuan 2009, NCCL's ``nccl-tests/doc/PERFORMANCE.md``). No
+algorithm sends less. A ring leaves each node once, so a group sends that many bytes from each node. Parallel groups
+(hybrid sharding has one for each device of a node) each send their own.
 """
 
 import json
@@ -19,7 +19,7 @@ FACTORS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
     nodes: int
-    devices: int  # Per node, and so processes.
+    devices: int  # Devices, and so processes, per node.
 
     @property
     def ranks(self) -> int:
@@ -32,17 +32,17 @@ class Collective:
 
     kind: str  # One of `FACTORS`.
     what: str
-    axis: str = "all"  # Or the mesh axis.
-    ranks: int  # Of one group.
-    stride: int = 1  # Ranks from one member of a group to the next.
-    payload: int  # Bytes of the full tensors that each rank has after or before the collectives, summed over a step.
+    axis: str = "all"  # The mesh axis, or "all".
+    ranks: int  # Size of one group.
+    stride: int = 1  # Distance between members of a group, in ranks.
+    payload: int  # Bytes of full tensors on each rank before or after the collectives, summed over a step.
 
     @property
     def sent(self) -> float:
         return FACTORS[self.kind] * (self.ranks - 1) / self.ranks * self.payload
 
     def inside(self, nodes: Nodes) -> float:
-        """Bytes that a device sends to others of its node."""
+        """Bytes that a device sends to others in its node."""
         return self.sent if self._members(nodes) > 1 else 0.0
 
     def between(self, nodes: Nodes) -> float:
@@ -51,7 +51,7 @@ class Collective:
         return 0.0 if members >= self.ranks else self.sent * nodes.devices / members
 
     def nodes(self, nodes: Nodes) -> int:
-        """Of how many nodes a group has members."""
+        """The number of nodes with members of a group."""
         return -(-self.ranks // self._members(nodes))
 
     def _members(self, nodes: Nodes) -> int:
@@ -66,9 +66,9 @@ _REACHED = ("products", "single", "memory", "host", "launch")
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    intra_node: float | None  # Bytes per second of a device to others of its node; None: no two ranks shared one.
-    inter_node: float | None  # Bytes per second of a node to others; None: there was one node.
-    # What a device reaches, by the fields of `lightning_shard.planning.operators.Device`; empty: it was not measured.
+    intra_node: float | None  # Bytes per second from a device to others in its node. None: no two ranks shared a node.
+    inter_node: float | None  # Bytes per second from a node to others. None: there was one node.
+    # Measured rates by the fields of `lightning_shard.planning.operators.Device`. Empty: not measured.
     device: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ def links_text(links: Links) -> str:
 
 
 def read_links(path: Path) -> Links:
-    """What `links_text` gave. ConfigurationError: it is none of these files."""
+    """Read a file with the text of `links_text`. ConfigurationError: it has another content."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:

@@ -1,7 +1,7 @@
-"""Bytes of a rank under DeepSpeed's ZeRO, and what it sends. Stages 1 and 2 partition a flat copy of the parameters.
+"""Compute the memory and traffic of a rank under DeepSpeed's ZeRO. Stages 1 and 2 partition a flat copy of parameters.
 
-Sources, of DeepSpeed 0.19.8: ``runtime/zero/stage_1_and_2.py``; ``runtime/bf16_optimizer.py``, which stage 1 becomes
-with bf16 parameters and fp32 sums; of stage 3 the files that are named below.
+Sources in DeepSpeed 0.19.8: ``runtime/zero/stage_1_and_2.py``, ``runtime/bf16_optimizer.py`` (stage 1 with bf16
+parameters and fp32 sums), and for stage 3 the files that are named below.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,31 +20,32 @@ from lightning_shard.planning.traffic import Collective
 
 
 def _stepped(training: Training) -> Training:
-    """To DeepSpeed's optimizers parameters that no optimizer has are frozen ones."""
+    """``training`` as DeepSpeed sees it: parameters in no optimizer are frozen."""
     parameters = tuple(replace(p, trainable=p.trainable and p.group is not None) for p in training.model.parameters)
     return replace(training, model=replace(training.model, parameters=parameters))
 
 
 def step_memory(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
-    # Full gradients of what no optimizer has stay, as nobody drops them.
+    # Full gradients of parameters in no optimizer stay, because nothing drops them.
     kept = compute_bytes(training.model.outside, training.policy.compute)
     gradients, training = MemoryAccount(device=KindBytes(gradients=kept)), _stepped(training)
     memory = (stages_1_2 if engine.stage < 3 else stage_3)(training, engine)
     if training.optimizer.share < 1:
-        # Several take the gradients out of DeepSpeed, whose own step does nothing (`engines.zero.stepping`).
+        # Several optimizers take the gradients from DeepSpeed, whose own step does nothing (`engines.zero.stepping`).
         places = {name: getattr(memory.forward, name).masters for name in ("device", "host")}
         taken = MemoryAccount(**{name: KindBytes(gradients=size) for name, size in places.items()})
         memory = replace(memory, step=memory.forward + taken, left_in_step=0)
-    # This rank's slices of frozen parameters that casting rounded stay on the host for checkpoints.
+    # The host keeps this rank's slices of frozen parameters that casting rounded, for checkpoints.
     compute, frozen = training.policy.compute, [p for p in training.model.parameters if not p.trainable]
     rounded = [p for p in frozen if p.dtype.is_floating_point and torch.promote_types(p.dtype, compute) != compute]
     copies = sum(_shard_elements(p, engine.ranks) * p.dtype.itemsize for p in rounded)
-    return _beside(memory, gradients + MemoryAccount(host=KindBytes(masters=copies)))
+    other = gradients + MemoryAccount(host=KindBytes(masters=copies))
+    return replace(memory, forward=memory.forward + other, backward=memory.backward + other, step=memory.step + other)
 
 
 def start_of_fit(training: Training, engine: DeepSpeedFacts) -> list[Point]:
-    """Below stage 3 the full module comes onto the device in the dtypes that it was loaded in
-    (`engines.torch_ddp.prepare_replica`) before it is cast; nothing: in a step there is no less.
+    """Below stage 3 the full module moves to the device in its loaded dtypes (`engines.torch_ddp.prepare_replica`)
+    before it is cast. Empty if a step holds at least as much.
     """
     model = training.model
     cast = compute_bytes(model.parameters, training.policy.compute)
@@ -53,12 +54,8 @@ def start_of_fit(training: Training, engine: DeepSpeedFacts) -> list[Point]:
     return [] if engine.stage == 3 or loaded <= cast else [Point(name=START, account=MemoryAccount(device=kinds))]
 
 
-def _beside(memory: ZeroMemory, other: MemoryAccount) -> ZeroMemory:
-    return replace(memory, forward=memory.forward + other, backward=memory.backward + other, step=memory.step + other)
-
-
 def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, trace: Trace) -> Iterator[Point]:
-    """See `predict.step_points`. Gradients are taken one by one: those kept are resident beside activations."""
+    """See `predict.step_points`. DeepSpeed takes gradients one by one and keeps some during backward."""
     elements = gradient_elements(training.model, lambda p: p.numel)
     total = max(1, sum(elements.values()))
     gathered = gathered_elements(training.model, engine, trace.order) if engine.stage == 3 else {}
@@ -69,7 +66,7 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
     for segment in trace.segments:
         # Buckets are allocated with the first gradient.
         base, gradients = backward if segment.has_gradients else forward, before
-        # Where activations are not known, of backward's gradients the newest.
+        # Without a trace, the newest of backward's gradients is the only activation.
         activations = segment.activations or memory.newest_gradient * segment.has_gradients
         if segment.has_gradients and engine.stage == 1:
             gradients += int((after - before) * sum(elements[name] for name in done) / total)
@@ -78,12 +75,12 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
             reached = sum(elements[name] for name in {*done, segment.unit})
             gradients += (after - before) * (reached > engine.reduce_bucket_size)
         if engine.stage == 1 and not memory.waiting:
-            # Gradients stay as backward made them, also in a unit of which some are missing.
+            # Gradients stay as backward made them, also in units that still lack some.
             activations, gradients = segment.peak - segment.peak_gradients, gradients + segment.peak_gradients
         # Stage 3 gathers on a stream of its own (``partitioned_param_coordinator.py``, ``__allgather_stream``).
-        apart = gathered.get((segment.phase, segment.unit), 0) * training.policy.compute.itemsize
-        device = replace(base.device, activations=activations, gradients=gradients, gathered=always_gathered + apart)
-        yield Point(name=segment.name, account=replace(base, device=device), apart=KindBytes(gathered=apart))
+        full = gathered.get((segment.phase, segment.unit), 0) * training.policy.compute.itemsize
+        device = replace(base.device, activations=activations, gradients=gradients, gathered=always_gathered + full)
+        yield Point(name=segment.name, account=replace(base, device=device), own_stream=KindBytes(gathered=full))
         done = segment.complete or done
     end = replace(
         backward.device,
@@ -93,7 +90,7 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
         activations=trace.segments[-1].end_activations,
     )
     yield Point(name="end of backward", account=replace(backward, device=end))
-    # Stage 3 ends its step with new persistent parameters beside the old ones (``stage3.py``, ``_post_step``).
+    # Stage 3 ends its step with both new and old persistent parameters (``stage3.py``, ``_post_step``).
     left = replace(forward.device, gathered=2 * always_gathered, activations=end.activations)
     yield Point(name="end of the step", account=replace(forward, device=left))
 
@@ -124,8 +121,7 @@ def collectives(training: Training, engine: DeepSpeedFacts) -> list[Collective]:
     ]
 
 
-MIN_SWAPPED_BYTES = 1024**2
-"""What is smaller stays in memory under NVMe offload (``swap_tensor/utils.py``, ``MIN_AIO_BYTES``)."""
+MIN_SWAPPED_BYTES = 1024**2  # NVMe offload keeps smaller tensors in memory (``swap_tensor/utils.py``, MIN_AIO_BYTES).
 
 
 def stage_3(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
@@ -135,11 +131,11 @@ def stage_3(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     on_nvme = engine.optimizer_device == "nvme"
     in_memory = [0 if on_nvme and size * master.itemsize >= MIN_SWAPPED_BYTES else size for size in groups]
     swapped = sum(groups) - sum(in_memory)
-    # DeepSpeed means to share masters with parameters of the same dtype, but compares a device with its name.
+    # DeepSpeed intends to share masters with parameters of the same dtype, but compares a device with its name.
     state = KindBytes(masters=sum(in_memory) * master.itemsize, optimizer=optimizer.state_bytes(in_memory, master))
     slots = sum((slot or master).itemsize for slot in optimizer.slots)
     files = KindBytes(masters=swapped * master.itemsize, optimizer=swapped * slots)
-    # One flat buffer of sums for as long as the run lasts, and under offload the optimizer's own beside it.
+    # One flat buffer of sums during the whole run. Offload adds the optimizer's own gradients.
     gradients = sum(groups) * engine.accumulate.itemsize
     bucket = engine.reduce_bucket_size * policy.reduce.itemsize if engine.contiguous_gradients else 0
     persistent = persistent_parameters(model.parameters, engine)
@@ -150,12 +146,12 @@ def stage_3(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     update = 0
     if engine.optimizer_device == "none":
         always += MemoryAccount(device=state + KindBytes(gradients=gradients))
-        # Gradients of a sub-group in the masters' dtype.
+        # One sub-group's gradients in the masters' dtype.
         update = max(groups, default=0) * master.itemsize
     else:
         buffers = 0
         if on_nvme:
-            # One for each tensor of a sub-group that is swapped, and one that new slots are written through.
+            # One buffer for each tensor of a swapped sub-group, and one through which new slots are written.
             needed = len(optimizer.slots) + 2 if swapped else 0
             buffers = max(engine.optimizer_buffer_count, needed) * max(groups, default=0) * master.itemsize
         gradients += sum(in_memory) * master.itemsize
@@ -176,14 +172,14 @@ def _shard_elements(parameter: ParameterFacts, ranks: int) -> int:
 
 
 def _shards(model: ModelFacts, engine: DeepSpeedFacts, compute: torch.dtype) -> MemoryAccount:
-    """This rank's shards of the parameters, where they are resident, and the buffers of NVMe."""
+    """This rank's parameter shards by memory, and the buffers of NVMe."""
     sizes = {"device": 0, "host": 0, "nvme": 0}
     in_cpu = 0
     for p in model.parameters:
         shard, itemsize = _shard_elements(p, engine.ranks), p.seen_in(compute).itemsize
         where = "device" if engine.param_device == "none" else "host"
         if engine.param_device == "nvme":
-            # Shards of trainable parameters go into host memory up to a limit, and small ones are never swapped.
+            # Shards of trainable parameters fill host memory up to a limit. Small ones are never swapped.
             if p.trainable and in_cpu + shard <= engine.param_max_in_cpu:
                 in_cpu += shard
             elif shard * itemsize >= MIN_SWAPPED_BYTES:
@@ -210,7 +206,7 @@ def persistent_parameters(parameters: Sequence[ParameterFacts], engine: DeepSpee
 
 
 def _sub_groups(parameters: Sequence[ParameterFacts], engine: DeepSpeedFacts) -> list[int]:
-    """Elements of the sub-groups of shards that are stepped one after the other (``_create_fp16_sub_groups``)."""
+    """Elements of the sub-groups of shards, which are stepped one by one (``_create_fp16_sub_groups``)."""
     found: list[int] = []
     for members in _by_group(parameters):
         found.append(0)
@@ -227,10 +223,11 @@ def _by_group(parameters: Sequence[ParameterFacts]) -> list[list[ParameterFacts]
 
 
 def gathered_elements(model: ModelFacts, engine: DeepSpeedFacts, order: Sequence[str]) -> dict[tuple[str, str], int]:
-    """Elements gathered while each unit computes, without persistent parameters; by phase and unit. A unit is freed
-    after use unless used again within ``max_reuse_distance`` elements; a bucket's worth is gathered ahead below
-    ``max_live_parameters`` (``partitioned_param_coordinator.py``). ``order``: as forward reaches the units; others are
-    used at both ends.
+    """Elements that are gathered while each unit computes, by phase and unit, without persistent parameters.
+
+    A unit is freed after use unless it is used again within ``max_reuse_distance`` elements. Up to a bucket of elements
+    is gathered ahead, within ``max_live_parameters`` (``partitioned_param_coordinator.py``). ``order`` lists the units
+    as forward reaches them. Parameters outside of units are used at both ends.
     """
     read_in_place = model.parameters if engine.forward_uses_shards else persistent_parameters(model.parameters, engine)
     excluded = {p.fqn for p in read_in_place}
@@ -255,10 +252,10 @@ def gathered_elements(model: ModelFacts, engine: DeepSpeedFacts, order: Sequence
 
 
 def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
-    """See `predict.step_memory`. Masters and optimizer state are one flat partition for each optimizer group."""
+    """See `predict.step_memory`. Masters and optimizer state are one flat partition for each parameter group."""
     model, policy, stage_1 = training.model, training.policy, engine.stage == 1
     compute, master, sums = policy.compute, policy.master, engine.accumulate
-    # Elements of a rank's partition of each group, padded to twice the ranks, and, at most, of the parameters in it.
+    # Elements of a rank's partition of each group, padded to twice the ranks, and the most that overlap a partition.
     groups = [[p.numel for p in members] for members in _by_group(model.trainable)]
     partitions = [-(-sum(sizes) // (2 * engine.ranks)) * 2 for sizes in groups]
     flat, overlapping = sum(partitions), sum(map(_most_overlapping, groups, partitions))
@@ -270,8 +267,8 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
         return _bf16_optimizer(device + state, flat * engine.ranks, training)
     numel = [p.numel for p in model.trainable]
     full, largest = sum(numel) * sums.itemsize, max(numel, default=0) * compute.itemsize
-    # Summed in a flat fp32 partition beside 16-bit parameters; else each parameter that has a part in this rank's
-    # partition keeps its full gradient.
+    # Gradients of 16-bit parameters are summed in a flat fp32 partition. Otherwise each parameter that overlaps this
+    # rank's partition keeps its full gradient.
     in_partition = compute != sums and sums == torch.float32
     own = flat * sums.itemsize if in_partition else overlapping * compute.itemsize
     buckets, copies, copies_after = _reduction(training, engine)
@@ -279,7 +276,7 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     # Stage 1 allocates its buckets in the first micro-batch, and frees them at the accumulation boundary.
     waiting = summed if stage_1 else 0
     if offload:
-        # Masters, state and gradients are resident on the host; what is reduced passes through the device.
+        # Masters, state and gradients are on the host. Gradients pass through the device when they are reduced.
         late, kept, passing, update = 0, own * in_partition, largest, 0
         summed_here = overlapping * master.itemsize if summed and not in_partition else 0
         staging = flat * compute.itemsize + passing + summed_here
@@ -290,8 +287,8 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
         update = 0 if in_partition and sums == master else flat * master.itemsize
         # Stage 2 allocates the gradients of its partition's parameters after the bucket's copies are freed.
         late = 0 if in_partition or summed else min(own, copies)
-    # At the peak of stage 1's reduction what was copied into the first bucket is freed, and of this rank's own there is
-    # a flat partition, which is allocated while the bucket's copies are there, or full gradients once they are freed.
+    # At the peak of stage 1's reduction the gradients in the first bucket are freed. This rank's own gradients are a
+    # flat partition, allocated while the bucket's copies exist, or full gradients after the copies are freed.
     bucket = min(full, engine.reduce_bucket_size * (sums if stage_1 else compute).itemsize)
     freed = bucket - (own if in_partition else max(0, own - copies))
 
@@ -310,11 +307,11 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
 
 
 def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
-    """The most elements of parameters that have a part in one partition."""
+    """The most elements of parameters that overlap one partition."""
     ends = list(accumulate(sizes))
     starts = [end - size for end, size in zip(ends, sizes, strict=True)]
     most = 0
-    # A partition in which no parameter begins or ends is inside of one parameter.
+    # A partition without a parameter's start or end lies inside one parameter.
     for edge in {*starts, *(end - 1 for end in ends)} if partition else ():
         low = max(0, edge) // partition * partition
         first, last = bisect_right(ends, low), bisect_left(starts, low + partition)
@@ -323,7 +320,7 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
 
 
 def _bf16_optimizer(always: KindBytes, flat: int, training: Training) -> ZeroMemory:
-    """``BF16_Optimizer``: one fp32 buffer of all gradients for good, beside backward's, which are zeroed, not freed."""
+    """``BF16_Optimizer`` keeps one fp32 buffer of all gradients. Backward's own are zeroed, not freed."""
     sums = flat * torch.float32.itemsize
     own = sum(p.numel for p in training.model.trainable) * training.policy.compute.itemsize
     waiting = own if training.micro_batches > 1 else 0
@@ -337,7 +334,7 @@ def _bf16_optimizer(always: KindBytes, flat: int, training: Training) -> ZeroMem
 
 
 def _reduction(training: Training, engine: DeepSpeedFacts) -> tuple[int, int, int]:
-    """Bytes of the buckets, of what the reduction of one copies, and of these copies those made after backward only."""
+    """Bytes of the buckets, of the copies in the reduction of one bucket, and of the copies made after backward."""
     stage_1, reduce = engine.stage == 1, training.policy.reduce
     dtype = engine.accumulate if stage_1 else training.policy.compute
     converted = reduce.itemsize if reduce != dtype else 0
@@ -349,7 +346,7 @@ def _reduction(training: Training, engine: DeepSpeedFacts) -> tuple[int, int, in
 
 
 def reduction_copies(model: ModelFacts, engine: DeepSpeedFacts, per_element: int) -> tuple[int, int]:
-    """Bytes of the copies that the reduction of a bucket makes, and of those after backward only: all fit into one."""
+    """Bytes of the copies in the reduction of a bucket, and of those after backward, if all gradients fit into one."""
     numel = sum(p.numel for p in model.trainable)
     copies = min(numel, engine.reduce_bucket_size) * per_element
     return copies, copies if numel <= engine.reduce_bucket_size else 0

@@ -250,7 +250,7 @@ def attach_averages(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, 
             )
         assert memory is not None, "it is made before the engine engages"
         averaging = Averaging(trainer.lightning_module, engine, callback, device=trainer.strategy.root_device)
-        callback.begin(averaging)
+        callback.use_average(averaging)
         checkpoints.averaging = memory.averaging = averaging
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
 from lightning_shard.callbacks import BatchSizeCallback
-from lightning_shard.callbacks.batch_size import largest_line, largest_that_fits, next_trial
+from lightning_shard.callbacks.batch_size import largest_line, largest_that_fits, next_trial, split_samples
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, Tokens, quiet_trainer
 
@@ -212,5 +212,4 @@ def test_the_line() -> None:
 
 @pytest.mark.parametrize(("found", "settled"), [(20, (16, 3)), (48, (48, 1)), (100, (48, 1)), (1, (1, 48))])
 def test_the_global_batch_takes_the_largest_batch_that_divides_it(found: int, settled: tuple[int, int]) -> None:
-    finder = BatchSizeCallback(limit=MB, keep_global_batch=True)
-    assert finder._settled(found, 48, 2) == settled
+    assert split_samples(48, found) == settled

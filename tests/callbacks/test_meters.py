@@ -26,8 +26,8 @@ from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.flops import FlopCount
 from lightning_shard.meters.memory_account import (
     append_to_message,
+    fullest_rank,
     is_out_of_memory,
-    largest,
     memory_table,
     suggestions,
 )
@@ -93,9 +93,9 @@ def test_tables_name_what_there_is() -> None:
     active = MemoryAccount(device=KindBytes(parameters=3 << 30, activations=1 << 30))
     assert memory_table(active, title="both", predicted=account).splitlines()[6:] == [
         "total        4.00 GiB                  -   0 B         1.50 MiB",
-        "activations: measured alone, so that no total is predicted; `lightning-shard plan` predicts them",
+        "activations: measured, not predicted here, so no total is predicted (`lightning-shard plan` predicts them)",
     ]
-    assert largest([MemoryAccount(), account, MemoryAccount(host=KindBytes(masters=1 << 40))]) == 1
+    assert fullest_rank([MemoryAccount(), account, MemoryAccount(host=KindBytes(masters=1 << 40))]) == 1
 
 
 ACCOUNT = MemoryAccount(device=KindBytes(parameters=400, gradients=400, optimizer=800, activations=100))
@@ -207,7 +207,7 @@ def test_an_error_says_where_the_memory_went_and_what_holds_less(strategy: str, 
     table = lines.index("Memory of rank 1, as far as it was counted")
     kinds = {line.split()[0] for line in lines[table + 2 :] if line}
     assert {"parameters", "gradients", "optimizer", "activations", "total"} <= kinds
-    advice = lines.index("What holds less on each rank's device, by this account:")
+    advice = lines.index("These settings hold less on each rank's device, by this account:")
     offload = {"shard_ddp": "shard_fsdp_offload", "shard_fsdp": "shard_fsdp_offload"}
     expected = offload.get(strategy, "shard_deepspeed_stage_2_offload")
     assert any(line.startswith(f"  strategy: {expected}: ") for line in lines[advice + 1 :])
@@ -275,7 +275,7 @@ def test_all_meters_in_one_run(strategy: str) -> None:
     assert first["ranks"] == second["ranks"]
     text = "\n".join(first["lines"])
     for line in (
-        "device, predicted", "measured in the first step", "activations: measured alone",
+        "device, predicted", "measured in the first step", "activations: measured, not predicted",
         "ProfilerCallback: snapshots is true",
         "Throughput: 5 optimizer steps in 3 windows, 2 devices", "waiting for data", "gradient norm", "MFU",
     ):  # fmt: skip

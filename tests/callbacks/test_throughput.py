@@ -124,7 +124,7 @@ def _with_validation() -> float:
 
 def test_a_save_is_timed_whole_whatever_hooks_run_in_it() -> None:
     clock = ActionClock()
-    clock.start(trainer := Trainer(logger=False, barebones=True, accelerator="cpu"))
+    clock.follow_trainer(trainer := Trainer(logger=False, barebones=True, accelerator="cpu"))
     profiler, begun = trainer.profiler, time.perf_counter()
     with profiler.profile("save_checkpoint"):
         time.sleep(0.05)
@@ -136,7 +136,7 @@ def test_a_save_is_timed_whole_whatever_hooks_run_in_it() -> None:
     whole = time.perf_counter() - begun
     assert 0.15 <= clock.seconds["save_checkpoint"] < whole - 0.05
     assert clock.seconds[".train_dataloader_next"] >= 0.05
-    clock.detach()
+    clock.leave_trainer()
 
 
 def test_validation_is_not_a_part_of_a_step() -> None:

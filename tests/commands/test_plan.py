@@ -144,7 +144,7 @@ def test_one_verdict_of_one_range() -> None:
         assert told[-1] == fits == devices, (megabytes, row.largest_batch, row.fewest)
         best, reason = recommend([row], memory=inputs.memory, nodes=inputs.nodes)
         assert (best is None) == (told[-1] == "does not fit")
-        assert best is None or f"{told[-1]} (1 of 1 forms {told[-1].removesuffix('s')})" in reason
+        assert best is None or f"that {told[-1].removesuffix('s')} (1 of 1 forms)" in reason
         assert best is None or row.shown in reason
     # More memory never fits less.
     assert told == sorted(told, key=["does not fit", "may fit", "fits"].index)

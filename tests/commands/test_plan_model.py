@@ -300,7 +300,7 @@ class Few(pl.LightningModule):
     ("rows", "memory", "told"),
     [
         (4, "80GB", "the largest batch is not known: at twice the batch, the step can't be traced without data, at "),
-        (8, "300kB", "the largest batch is on a line through two smaller ones: at a larger batch, the step can't be "),
+        (8, "300kB", "the largest batch is extrapolated from two smaller ones: at a larger batch, the step can't be "),
     ],
 )
 def test_what_of_a_plan_is_not_known(rows: int, memory: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

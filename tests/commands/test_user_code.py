@@ -139,7 +139,10 @@ def test_weights_that_became_nan_are_told_of(command: Callable[..., ShardCLI]) -
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([*RETURNS, "memory"], r"can't allocate memory(.|\n)*What holds less(.|\n)*: units(.|\n)*plan --compare"),
+        (
+            [*RETURNS, "memory"],
+            r"can't allocate memory(.|\n)*These settings hold less(.|\n)*: units(.|\n)*plan --compare",
+        ),
         ([*RETURNS, "cuda"], r"with CUDA enabled\n(.|\n)*leave .cuda\(\) out"),
     ],
 )

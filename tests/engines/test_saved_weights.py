@@ -58,11 +58,11 @@ class _Alive(pl.Callback):
     def on_train_batch_start(self, *args: Any) -> None:
         self.gathered.clear()
         if not self.alive:
-            self.meter.start()
+            self.meter.watch_forward()
 
     def on_before_backward(self, *args: Any) -> None:
         if not self.alive:
-            self.meter.forward_ended()
+            self.meter.count_saved()
         assert len(self.gathered) == 2 * DEPTH
         self.alive.append(sum(size for storage, size in self.gathered if storage() is not None))
 

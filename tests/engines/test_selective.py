@@ -68,14 +68,14 @@ def run(spec: Checkpointing, block: nn.Module | None = None) -> tuple[list[Tenso
     x = torch.randn(BATCH, TIME, WIDTH, requires_grad=True)
     undo = checkpoint_forward(block, spec) if spec is not None else lambda: None
     meter = StepMeter(block, lambda: module_tensors(block, [], device=x.device), device=x.device)
-    meter.start()
+    meter.watch_forward()
     loss = block(x).square().sum()
-    meter.forward_ended()
+    meter.count_saved()
     with Operators() as operators:
         loss.backward()
     undo()
     assert transforms.SAVED_OBSERVERS == []
-    return [x.grad, *(p.grad for p in block.parameters())], operators.ran, meter.stepped().device.activations  # type: ignore[list-item]
+    return [x.grad, *(p.grad for p in block.parameters())], operators.ran, meter.count_resident().device.activations  # type: ignore[list-item]
 
 
 def test_no_product_runs_again_and_all_else_does() -> None:
@@ -278,6 +278,18 @@ def test_inputs_leave_the_device_and_come_back_as_they_were() -> None:
     assert len(inputs.held) == 16
     # That of the running module, the one before it until its copy is made, and the first, which the caller holds.
     assert max(inputs.held) == 3
+
+
+def test_inputs_on_the_host_are_in_the_account() -> None:
+    assert run("offload")[2] == run("units")[2], "on a CPU"
+    block, x = Block(), torch.randn(BATCH, TIME, WIDTH, requires_grad=True) * 2
+    checkpoint_forward(block, "offload", Copies())
+    meter = StepMeter(block, list, device=torch.device("meta"))  # so that the CPU's memory is the host's
+    meter.watch_forward()
+    kept = block(x)
+    account = meter.count_saved()
+    assert (account.host.activations, account.device.total) == (x.nbytes, 0)
+    kept.sum().backward()
 
 
 class InPlace(Block):

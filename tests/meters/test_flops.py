@@ -234,13 +234,11 @@ def test_memories_of_one_chip() -> None:
 
 def test_the_peak_of_fp32_follows_torch() -> None:
     h100 = "NVIDIA H100 80GB HBM3"
-    assert peak_flops(h100, torch.float32, tf32=True) == 494.7e12
-    assert peak_flops(h100, torch.float32, tf32=False) == 66.9e12
-    assert peak_flops("Tesla T4", torch.float32, tf32=True) == 8.1e12
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
         assert peak_flops(h100, torch.float32) == 494.7e12
+        assert peak_flops("Tesla T4", torch.float32) == 8.1e12
         torch.set_float32_matmul_precision("highest")
         assert peak_flops(h100, torch.float32) == 66.9e12
     finally:

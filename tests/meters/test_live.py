@@ -66,13 +66,13 @@ class _Net(nn.Module):
 def _measured(net: _Net) -> MemoryAccount:
     optimizer = torch.optim.AdamW(net.parameters())
     meter = StepMeter(net, lambda: module_tensors(net, [optimizer], device=CPU), device=CPU)
-    meter.start()
+    meter.watch_forward()
     loss = net(torch.zeros(5, dtype=torch.int64)).sum()
-    meter.forward_ended()
+    meter.count_saved()
     loss.backward()
-    meter.ready_to_step()
+    meter.count_resident()
     optimizer.step()
-    return meter.stepped()
+    return meter.count_resident()
 
 
 def test_a_step_of_a_whole_module() -> None:
@@ -95,13 +95,13 @@ def test_checkpointing_keeps_the_inputs_of_what_it_recomputes() -> None:
 def test_a_meter_that_is_stopped_leaves_nothing() -> None:
     net = _Net()
     meter = StepMeter(net, list, device=CPU)
-    meter.start()
+    meter.watch_forward()
     kept = net(torch.zeros(5, dtype=torch.int64))
-    assert meter.failed().device.activations > 0
+    assert meter.count_saved().device.activations > 0
     assert not any(m._forward_pre_hooks for m in net.modules())
     # Autograd's own way again: with hooks the tensors would be seen.
     other = net(torch.zeros(5, dtype=torch.int64))
-    assert not meter.stepped().host.total
+    assert not meter.count_resident().host.total
     (kept.sum() + other.sum()).backward()
 
 
@@ -118,19 +118,19 @@ class _Meter(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 0:
-            self.meter.start()
+            self.meter.watch_forward()
 
     def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 0:
-            self.meter.forward_ended()
+            self.meter.count_saved()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 0:
-            self.meter.ready_to_step()
+            self.meter.count_resident()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
-            self.account = self.meter.stepped()
+            self.account = self.meter.count_resident()
             self.between = trainer.strategy.memory.account()
 
 

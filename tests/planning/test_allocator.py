@@ -102,7 +102,7 @@ def test_a_step_by_hand() -> None:
             parameters=40 * MiB, optimizer=80 * MiB, gradients=gradients * MiB, communication=communication * MiB
         )
         apart = KindBytes(gradients=gradients * MiB)
-        return Point(name=name, account=MemoryAccount(device=kinds), apart=apart)
+        return Point(name=name, account=MemoryAccount(device=kinds), own_stream=apart)
 
     points = [point("forward outside of units"), point("backward outside of units", 14, 6), point("optimizer step", 14)]
     # 40 of parameters, twice 40 of slots, 12 + 18 + 24 of the trace, and 14 of gradients; communication takes half of
@@ -113,9 +113,9 @@ def test_a_step_by_hand() -> None:
     assert replay(points, trace, training, expandable=True) == (180 + 20) * MiB
     found = all_of(points, training, FSDPFacts(replicate=2, shard=2), trace)
     assert found.tensors == states.total + 20 * MiB
-    assert list(found.beside) == [BLOCKS, "NCCL, 2 communicators", "cuBLAS workspaces", "CUDA context"]
-    assert found.ends[0] == 188 * MiB + 2 * NCCL[0] + CUBLAS[0] + CONTEXT[0]
-    assert found.ends[1] == 200 * MiB + 2 * NCCL[1] + CUBLAS[1] + CONTEXT[1]
+    assert list(found.overhead) == [BLOCKS, "NCCL, 2 communicators", "cuBLAS workspaces", "CUDA context"]
+    assert found.bounds[0] == 188 * MiB + 2 * NCCL[0] + CUBLAS[0] + CONTEXT[0]
+    assert found.bounds[1] == 200 * MiB + 2 * NCCL[1] + CUBLAS[1] + CONTEXT[1]
 
 
 def test_communicators() -> None:
@@ -125,7 +125,7 @@ def test_communicators() -> None:
 
 
 def test_larger_batches() -> None:
-    small = DeviceMemory(tensors=100, beside={BLOCKS: (5, 20), "x": (1, 2)})
+    small = DeviceMemory(tensors=100, overhead={BLOCKS: (5, 20), "x": (1, 2)})
     assert [small.at(tensors)[1] for tensors in (100, 200, 50)] == [122, 122 + 100 + 20, 122 - 50 - 10]
     assert [small.at(tensors)[0] for tensors in (100, 200, 50)] == [106, 106 + 100 + 5, 106 - 50 - 2]
     small = replace(small, growth=0.1)

@@ -75,7 +75,7 @@ def test_activations_grow_with_the_batch() -> None:
     traces = [trace(module, mode=mode, batch_size=size) for size in (4, 8, 32)]
     assert [t.batch_size for t in traces] == [4, 8, 32]
     known = run_of(module, *traces[:2])
-    assert len(known.of_same_parts) == 2
+    assert len(known.comparable) == 2
     expected, found = traces[2].segments, known.at(32).segments
     assert [(s.phase, s.unit, s.complete) for s in found] == [(s.phase, s.unit, s.complete) for s in expected]
     # Where a part's most is now one moment and now another, which small parts show, a line lies below it.
