@@ -118,15 +118,18 @@ def _answers(given: Sequence[str]) -> dict[str, str]:
         answers |= {name: value} if equals else read_file(Path(answer))
     if unknown := answers.keys() - QUESTIONS:
         raise ConfigurationError(f"there is no question {', '.join(unknown)}. They are {', '.join(QUESTIONS)}.")
-    for name, (question, _) in QUESTIONS.items():
+    for name, (question, pattern) in QUESTIONS.items():
         default = _proposed(name, answers)
         asks = name not in answers and sys.stdin.isatty()
         while True:
             answer = _typed(f"{question} [{default}] ") or default if asks else answers.get(name, default)
             # YAML reads an unquoted yes as true.
-            answers[name] = ("yes" if answer else "no") if isinstance(answer, bool) else str(answer)
-            if not (wrong := _wrong(name, answers[name])):
+            answer = ("yes" if answer else "no") if isinstance(answer, bool) else str(answer)
+            answers[name] = answer
+            if re.fullmatch(pattern, answer):
                 break
+            near = did_you_mean(answer, pattern.split("|"))
+            wrong = f"{name} is {answer!r}, which is no answer. {question}.{near}"
             if not asks:
                 raise ConfigurationError(wrong)
             print(wrong)
@@ -138,14 +141,6 @@ def _typed(question: str) -> str:
         return input(question).strip()
     except EOFError as error:
         raise UsageError("the input ended before the last answer, so nothing was written. Give --answers.") from error
-
-
-def _wrong(name: str, answer: str) -> str:
-    """Return the message for a wrong answer, else ``""``."""
-    question, pattern = QUESTIONS[name]
-    if not re.fullmatch(pattern, answer):
-        return f"{name} is {answer!r}, which is no answer. {question}.{did_you_mean(answer, pattern.split('|'))}"
-    return ""
 
 
 def _modules(train: str) -> str:
