@@ -1,4 +1,4 @@
-"""Migrate files to one configuration, and print its table, its refusal and its YAML."""
+"""Migrate files to one configuration, with its table, its refusal and its YAML as text."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
