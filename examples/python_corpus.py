@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-# Third-party packages differ between machines; tests are repetitive; the others hold tables rather than programs.
+# Third-party packages differ between machines, tests are repetitive, the others hold tables rather than programs.
 EXCLUDED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 )
@@ -36,7 +36,7 @@ def is_validation(name: str, fraction: float) -> bool:
 
 
 def split(names: list[str], fraction: float) -> tuple[list[str], list[str]]:
-    """Cut file names into (train, validation); each keeps its order."""
+    """Cut file names into (train, validation). Each keeps its order."""
     chosen = [is_validation(name, fraction) for name in names]
     return (
         [name for name, validation in zip(names, chosen, strict=True) if not validation],
@@ -62,7 +62,7 @@ def read(root: Path, names: list[str], limit: int | None) -> Tensor:
 
 @cache
 def load(root: Path, fraction: float, limit: int | None) -> tuple[Tensor, Tensor]:
-    """Train and validation text, uint8 (bytes,) each; read once per process."""
+    """Train and validation text, uint8 (bytes,) each, read once per process."""
     train, validation = split(source_files(root), fraction)
     return read(root, train, limit), read(root, validation, limit)
 
@@ -93,8 +93,8 @@ class PythonCorpus(LightningDataModule):
         seq_len: Bytes in a window.
         batch_size: Windows in a batch of one process.
         validation_fraction: Expected fraction of the files that are kept for validation.
-        limit_bytes: At most so many bytes of each part; for tests and short runs.
-        num_workers: Worker processes of each DataLoader; the text is in memory, so none is usually best.
+        limit_bytes: At most so many bytes of each part, for tests and short runs.
+        num_workers: Worker processes of each DataLoader. The text is in memory, so none is usually best.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PythonCorpus(LightningDataModule):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        """Read the text; each process on its own, which takes well under a second."""
+        """Read the text, each process on its own, which takes well under a second."""
         h = self.hparams
         train, validation = load(standard_library(), h.validation_fraction, h.limit_bytes)
         self.train = Windows(train, h.seq_len)

@@ -34,7 +34,7 @@ class PythonSnippets(LabelledTexts):
         max_length: Tokens of a snippet that are kept.
         batch_size: Snippets in a batch of one process.
         validation_fraction: Expected fraction of the files that are kept for validation.
-        limit: At most so many snippets of each part, spread evenly; for tests and short runs.
+        limit: At most so many snippets of each part, spread evenly, for tests and short runs.
     """
 
     def __init__(

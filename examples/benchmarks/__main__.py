@@ -1,6 +1,6 @@
 """All tables of README.md, one after the other, with the load of the machine ahead of each and after it.
 
-python -m examples.benchmarks                  # two CPU processes, some hours; a quiet machine
+python -m examples.benchmarks                  # two CPU processes, some hours, on a quiet machine
 python -m examples.benchmarks engines goodput  # these alone
 """
 
@@ -23,7 +23,7 @@ TABLES = [
 
 
 def main(only: list[str]) -> int:
-    """Run them, in processes of their own; 1 if one of them failed."""
+    """Run them, in processes of their own. Return 1 if one of them failed."""
     failed = []
     for table in TABLES:
         if only and table[0] not in only:

@@ -1,13 +1,12 @@
-"""What saving and loading cost: beside plain files, torch's DCP alone and stock Lightning, and while training goes on.
+"""The cost of saves and loads, against plain files, torch's DCP and stock Lightning, also during training.
 
     python -m examples.benchmarks.checkpoint_io                              # two CPU processes
     python -m examples.benchmarks.checkpoint_io --device cuda --size 1B --folder /scratch/here
 
 One model is trained under a strategy of this package and under stock Lightning's DDP, in the same processes. Between
-two steps the ways of saving take turns, in another order each time, and so do those of loading: all write the same
+two steps the ways of saving take turns, in another order each time, and so do the ways of loading. All write the same
 masters and AdamW state to the same folder, and read them back from the page cache. Plain files, DCP and this package
-sync what they write to the disk, stock Lightning does not. This package hashes what it writes and checks it when it
-loads, the others do not.
+sync their files to the disk, stock Lightning does not. This package alone hashes its files, and checks them on loading.
 
 Then steps are timed in rounds that begin with no save, with one that is waited for, with one in the background, and
 with ``dcp.async_save`` of the same tensors. At last plans are made for made-up ranks (`examples.benchmarks.planning`).
@@ -53,13 +52,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rounds", type=int, default=5, help="of each kind of round")
     parser.add_argument("--steps", type=int, default=10, help="in a round")
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 16, 32, 64, 128, 256, 512, 1024], help="made up")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoints (default: a temporary folder)")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args(arguments)
 
 
 def measure(place: Place, work: Workload, options: argparse.Namespace, folder: Path) -> tuple[Seconds, int]:
-    """Seconds by what was timed, and the bytes of the state. All ranks call it."""
+    """Seconds by name of the timed part, and the bytes of the state. All ranks call it."""
     steps = 1 + (options.rounds + 1) * len(ROUNDS) * options.steps
     stock = TrainerLoop("lightning_ddp", work, place, steps=1)
     ours = TrainerLoop(options.strategy, work, place, steps=steps)
@@ -126,14 +125,14 @@ def live_tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def own_parts(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """What this rank has to write: its shards, or its share of the replicas, by turns."""
+    """The tensors that this rank has to write: its shards, or its share of the replicas, by turns."""
     shards = [tensor.to_local() for tensor in tensors.values() if isinstance(tensor, DTensor)]
     whole = [tensor for tensor in tensors.values() if not isinstance(tensor, DTensor)]
     return shards + whole[dist.get_rank() :: dist.get_world_size()]
 
 
 def ways_to_save(trainer: Trainer, stock: Trainer, tensors: dict[str, Tensor]) -> dict[str, Way]:
-    """By name, what writes the state to a path; all ranks call it."""
+    """Functions by name that write the state to a path. All ranks call them."""
 
     def plain(path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -154,7 +153,7 @@ def ways_to_save(trainer: Trainer, stock: Trainer, tensors: dict[str, Tensor]) -
 
 
 def ways_to_load(trainer: Trainer, stock: Trainer, tensors: dict[str, Tensor]) -> dict[str, Way]:
-    """By name, what reads the state from a path into the live tensors; all ranks call it."""
+    """Functions by name that read the state from a path into the live tensors. All ranks call them."""
 
     def plain(path: Path) -> None:
         with (path / f"{dist.get_rank()}.bin").open("rb") as file:
@@ -176,7 +175,7 @@ def ways_to_load(trainer: Trainer, stock: Trainer, tensors: dict[str, Tensor]) -
 
 
 def rows_of(seconds: Seconds, total: int) -> list[report.Row]:
-    """Medians and spreads in milliseconds, and the throughput where all of the state moved."""
+    """Medians and spreads in milliseconds, and the throughput if all of the state moved."""
     rows = []
     for what, values in seconds.items():
         median = statistics.median(values)
@@ -188,7 +187,7 @@ def rows_of(seconds: Seconds, total: int) -> list[report.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure; print tables, write CSV files and the picture of the planning times."""
+    """Measure, print tables, write CSV files and the picture of the planning times."""
     options = parse_arguments(arguments)
     if options.size is None and options.device == "cpu":
         options.size = "25M"

@@ -1,4 +1,4 @@
-r"""What a training step costs under every engine of this package, and under what users would write instead.
+r"""The cost of a training step under every engine of this package, and under the code that users would write instead.
 
     python -m examples.benchmarks.engines                                     # two CPU processes
     python -m examples.benchmarks.engines --device cuda --size 1B --batch-size 2
@@ -7,9 +7,9 @@ r"""What a training step costs under every engine of this package, and under wha
 
 A race is a loop by hand (or the raw engine), and all others that do the same with the same dtypes, units, batches and
 optimizer: stock Lightning, Accelerate, and this package's plain and aligned names. Each has
-processes of its own, and they run in turn, a block of steps each; a block is compared with the reference's of the same
+processes of its own, and they run in turn, a block of steps each. A block is compared with the reference's of the same
 round. A Trainer's step is everything between two batches: its hooks, logging calls and data loading are in. Peak memory
-is that of each alone. A contestant whose losses are not those of the reference has failed, however fast it was.
+is measured alone. A contestant whose losses are not the reference's has failed, however fast it was.
 ``--control`` lets one of this package race against itself with 5 % of sleep in its step: 1 if that is not seen.
 """
 
@@ -118,10 +118,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--apart", action="store_true", help="large models: the reference and one other at a time")
     parser.add_argument(
-        "--alone", action="store_true", help="larger ones: one at a time; blocks of one round are then not of one time"
+        "--alone",
+        action="store_true",
+        help="for large models: one at a time, which also takes blocks of one round at different times",
     )
     parser.add_argument("--control", action="store_true", help="is 5 %% of sleep in a step seen?")
-    parser.add_argument("--peak-tflops", type=float, help="of a device, for MFU; default: by its name, where known")
+    parser.add_argument("--peak-tflops", type=float, help="of a device, for MFU (default: by its name, if known)")
     parser.add_argument("--skip", choices=["time", "memory"], help="measure the other alone")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args(arguments)
@@ -140,7 +142,7 @@ def line_up(name: str, options: argparse.Namespace) -> list[list[str]]:
 def measure_time(
     race_name: str, work: Workload, options: argparse.Namespace, *, until: float | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Rows of contestants and of their blocks; prints who was left out, and why. ``until``: of the `Plan`."""
+    """Rows of contestants and of their blocks. Prints contestants that were left out, with the reason."""
     plan = Plan(rounds=options.rounds, steps=options.steps, warmup=options.warmup, clock=options.clock, until=until)
     rows: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
@@ -160,12 +162,12 @@ def measure_time(
 
 
 def add_mfu(rows: list[dict[str, Any]], work: Workload, peak_tflops: float | None) -> None:
-    """Model FLOPs utilisation, where the device's peak is known."""
+    """Model FLOPs utilisation, if the device's peak is known."""
     device_peak = None if peak_tflops is None else 1e12 * peak_tflops
     if device_peak is None and work.device != "cpu":
         device_peak = peak_flops(report.device_name(work.device), work.compute_dtype)
     if device_peak is None:
-        say(f"no MFU: the peak of {report.device_name(work.device)} is not known; give it as --peak-tflops")
+        say(f"no MFU: the peak of {report.device_name(work.device)} is not known. Give it as --peak-tflops")
         return
     flops = model_flops(work)
     for row in rows:
@@ -188,7 +190,7 @@ def measure_memory(names: Sequence[str], work: Workload, *, until: float | None 
 
 
 def add_memory(rows: list[dict[str, Any]], race_name: str, options: argparse.Namespace, work: Workload) -> None:
-    """Measure peak memory and put it into the rows; new ones where no time was measured."""
+    """Measure peak memory and put it into the rows, new ones for contestants without times."""
     names = list(dict.fromkeys(name for group in line_up(race_name, options) for name in group))
     if options.skip != "time":
         names = [name for name in names if name in contestants(rows)]
@@ -222,7 +224,7 @@ def _control(rows: list[dict[str, Any]]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the races; 1 if a contestant's losses were not the reference's."""
+    """Run the races. Return 1 if a contestant's losses were not the reference's."""
     options = parse_arguments(arguments)
     work = workload_of(options)
     title = f"{describe(work)}\n{report.environment(work.device)}"
@@ -239,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += new
         rounds += blocks
         say(f"\n{name}, {report.load()}\n{report.table(new, COLUMNS)}\n")
-        # What was measured stays, should the run be cut short.
+        # Measured rows stay if the run is cut short.
         report.write_csv(rows, options.output / f"{stem}.csv")
         if rounds:
             report.write_csv(rounds, options.output / f"{stem}_blocks.csv")

@@ -5,9 +5,9 @@
     python -m examples.benchmarks.finetune --device cuda --memory 8192 --encoder FOLDER
 
 MiniLM learns which of eight packages of the standard library a docstring is from: a guess is right one time in eight.
-The largest batches are found by bisection with real runs, as in ``max_batch``; then both engines train, in turn, the
+The largest batches are found by bisection with real runs, as in ``max_batch``. Then both engines train, in turn, the
 same number of epochs, with a learning rate that grows with the square root of the batch. Time in an epoch's training
-and in its evaluation is told apart; the speed-up is that of samples per second in the same epoch of the same turn.
+and in its evaluation is told apart. The speed-up compares samples per second in the same epoch of the same turn.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--memory", type=int, default=608, help="MiB of a process")
     parser.add_argument("--most", type=int, default=512, help="no larger batch of a process")
     parser.add_argument("--max-length", type=int, default=32, help="tokens of a docstring")
-    parser.add_argument("--limit", type=int, help="docstrings of each part; default: all")
+    parser.add_argument("--limit", type=int, help="docstrings of each part (default: all)")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each engine")
     parser.add_argument("--lr", type=float, default=1e-4, help="at 32 samples in a batch of all processes")
@@ -79,7 +79,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run_of(options: argparse.Namespace) -> FineTuning:
-    """What the options describe, with a batch of one."""
+    """The task of the options, with a batch of one."""
     on_gpu = options.device == "cuda"
     return FineTuning(
         encoder=options.encoder,
@@ -118,7 +118,7 @@ def find_batches(run: FineTuning, engines: Sequence[str], memory: int, most: int
 
 
 def train_in_turn(run: FineTuning, batches: Mapping[str, Trial], repeats: int) -> Epochs:
-    """Train each engine that often, every second time in the other order; leaves out those that fail."""
+    """Train each engine that often, every second time in the other order, without those that fail."""
     measured: Epochs = {name: [] for name in batches}
     for index in range(repeats):
         for name in list(measured)[:: -1 if index % 2 else 1]:
@@ -139,7 +139,7 @@ def train_in_turn(run: FineTuning, batches: Mapping[str, Trial], repeats: int) -
 
 
 def rows_of(batches: Mapping[str, Trial], measured: Epochs) -> list[dict[str, Any]]:
-    """A row for each engine; the speed-up is over the first. What was learned is that of the last epochs."""
+    """A row for each engine. The speed-up is over the first, and the accuracy the last epochs'."""
     rows = []
     reference = next(iter(measured.values()), [])
     for name, epochs in measured.items():
@@ -165,7 +165,7 @@ def rows_of(batches: Mapping[str, Trial], measured: Epochs) -> list[dict[str, An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find the batches, then train with them; 1 if no engine did."""
+    """Find the batches, then train with them. Return 1 if no engine did."""
     options = parse_arguments(arguments)
     run = run_of(options)
     try:

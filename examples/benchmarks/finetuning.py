@@ -59,7 +59,7 @@ class Classifier(TextClassifier):
 
 
 class Stopwatch(Callback):
-    """Seconds of each epoch's training and evaluation, and what was learned by then."""
+    """Seconds of each epoch's training and evaluation, and the accuracy after it."""
 
     def __init__(self, place: Place) -> None:
         """Nothing runs yet."""
@@ -107,7 +107,7 @@ class Steps(Callback):
 
 
 def fit(strategy: str, run: FineTuning, callback: Callback, **options: Any) -> Trainer:
-    """Train; all ranks call it."""
+    """Train. All ranks call it."""
     seed_everything(1, verbose=False)
     trainer = Trainer(
         accelerator="gpu" if run.device == "cuda" else "cpu",
@@ -140,7 +140,7 @@ def trial(place: Place, strategy: str, run: FineTuning, limit: int) -> tuple[int
 
 
 def attempt(strategy: str, run: FineTuning, limit: int) -> Trial | None:
-    """A trial in new processes; None if it does not fit."""
+    """A trial in new processes, None if it does not fit."""
     found = run_processes(trial, strategy, run, limit, processes=run.processes, device=run.device)
     if None in found:
         return None
@@ -148,7 +148,7 @@ def attempt(strategy: str, run: FineTuning, limit: int) -> Trial | None:
 
 
 def train(place: Place, strategy: str, run: FineTuning) -> dict[str, Any]:
-    """What each epoch took and brought, and how many samples there are in one. All ranks call it."""
+    """Each epoch's times and accuracy, and the number of samples in one. All ranks call it."""
     watch = Stopwatch(place)
     trainer = fit(strategy, run, watch, max_epochs=run.epochs)
     return {"epochs": watch.epochs, "samples": trainer.num_training_batches * run.batch_size * run.processes}

@@ -1,15 +1,15 @@
-"""How much of its time a run trains that is killed again and again, and what passes between a kill and the next step.
+"""The share of time that a run trains which is killed again and again, and the time from a kill to the next step.
 
     python -m examples.benchmarks.goodput --kills 100 --seconds 15 --csv goodput.csv
 
 Under each engine a run is started, killed a while after each attempt's first step (exponentially distributed,
-`--seconds` on average, by `--seed`) and started again with ``ckpt_path: auto`` until it has ended; then the next run
-begins, until there were `--kills`. What is killed (SIGKILL) is in turn a rank other than 0, rank 0 and all ranks of the
+`--seconds` on average, by `--seed`) and started again with ``ckpt_path: auto`` until it has ended. Then the next run
+begins, until there were `--kills`. SIGKILL hits in turn a rank other than 0, rank 0 and all ranks of the
 node, half of the times while a checkpoint is being written.
 
 The run that was killed must end with the weights of one that never was, to the last bit, and may never go on from
 before the last checkpoint that was whole when it was killed. The effective training time is the steps of the run times
-their median time, divided by all the time that it took. The table has it beside the estimate of arXiv 2410.21680
+their median time, divided by all the time that it took. The table also has the estimate of arXiv 2410.21680
 without queues, ``(1 - f (u + t / 2)) / (1 + u / R)``: ``f`` failures in a second, ``u`` seconds from a failure to the
 first new step, ``t`` seconds between two checkpoints, ``R`` seconds of training of a run.
 """
@@ -52,7 +52,7 @@ class Options:
 
 @dataclass
 class Record:
-    """What happened to one engine."""
+    """The measurements of one engine."""
 
     engine: str
     kinds: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Record:
 
 
 def work(options: Options, folder: str) -> None:
-    """A rank: train, and say in a file what was reached when."""
+    """Train as a rank, and write the times of steps to a file."""
     log = (Path(folder) / f"events-{os.environ['RANK']}").open("a", buffering=1)
 
     def say(event: str, step: int = 0) -> None:
@@ -140,7 +140,7 @@ def work(options: Options, folder: str) -> None:
 
 
 def events(folder: Path) -> list[tuple[str, int, float]]:
-    """What rank 0 has said."""
+    """The lines that rank 0 has written."""
     path = folder / "events-0"
     lines = path.read_text().splitlines() if path.exists() else []
     return [tuple(json.loads(line)) for line in lines if line.endswith("]")]
@@ -175,7 +175,7 @@ def has_ended(ranks: Sequence[subprocess.Popen[bytes]]) -> bool:
 
 
 def run(options: Options, folder: Path, kinds: list[str], draw: random.Random, mean: float, record: Record) -> str:
-    """One run with the kills of ``kinds``, which are taken out of it as they happen; the digest of its weights."""
+    """Run once with the kills of ``kinds``, which are removed as they happen. Returns the digest of the weights."""
     folder.mkdir(parents=True)
     begin, killed_at, whole = time.time(), 0.0, 0
     while True:
@@ -222,7 +222,7 @@ def run(options: Options, folder: Path, kinds: list[str], draw: random.Random, m
 
 
 def soak(engines: Sequence[str], *, kills: int, mean: float, seed: int, steps: int, every: int = 10) -> list[Record]:
-    """`kills` under the engines in turn; SystemExit where a run ends with other weights, too late or not at all."""
+    """`kills` under the engines in turn. SystemExit if a run ends with other weights, too late or not at all."""
     records = []
     for index, engine in enumerate(engines):
         options = Options(engine=engine, steps=steps, every=every, step_seconds=0.1, depth=4)
@@ -268,7 +268,7 @@ def main() -> None:
         "steps": given.steps,
         "every": given.every,
     }
-    from examples.benchmarks import report  # imports torch, of which the supervisor has no need
+    from examples.benchmarks import report  # imports torch, which the supervisor does not need
 
     rows = [record.row() for record in soak(given.engines, **wanted)]
     headings = {"engine": "", "kills": "kills", "effective": "effective", "estimate": "estimate", "lost": "steps lost"}

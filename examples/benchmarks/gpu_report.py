@@ -4,10 +4,10 @@ r"""One page on how this package does on a machine's GPUs: is it right, is it fa
     python -m examples.benchmarks.gpu_report --sizes 1B --parts check speed
     python -m examples.benchmarks.gpu_report --device cpu --sizes tiny --seq-len 16 --peak-tflops 0.1
 
-Parts run in order of what matters most until the time is up; the page is written anew after each, and says what was
-left out. They are the checks of ``lightning-shard selftest``, the races of ``examples.benchmarks.engines`` at each size
-of which the plan says that it fits, and the peak memory of each engine beside its plan. The exit code is 1
-where a check failed, or a contestant's losses were not the reference's.
+Parts run in order of importance until the time is up. The page is rewritten after each, and lists parts that were left
+out. They are the checks of ``lightning-shard selftest``, the races of ``examples.benchmarks.engines`` at each size that
+fits by the plan, and the peak memory of each engine against its plan. The exit code is 1 if a check failed, or a
+contestant's losses were not the reference's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "compiled": {"compile": True},
     "selective": {"checkpointing": "selective"},
 }
-"""Of the race "fsdp", beside its plain form."""
+"""Forms of the race "fsdp", besides its plain one."""
 SPEED = {
     "contestant": "",
     "ms": "ms/step",
@@ -69,7 +69,7 @@ MEMORY = {"race": "", "planned": "planned MiB", "memory": "measured MiB", "part"
 
 
 class Planned(Task):
-    """The benchmarks' task as a configuration names it: what ``lightning-shard plan`` runs without data."""
+    """The benchmarks' task as a configuration names it, for ``lightning-shard plan`` without data."""
 
     def __init__(self, size: str, seq_len: int, batch_size: int) -> None:
         """Build the model, and batches of nothing but zeros."""
@@ -84,7 +84,7 @@ class Planned(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the runs may use."""
+    """The devices and memory that the runs may use."""
 
     device: str
     processes: int
@@ -93,12 +93,12 @@ class Machine:
     host: int
     """Bytes of the host that are free."""
     folder: Path = Path()
-    """Where a model's values are, once for all processes."""
+    """Folder of files with a model's values, shared by all processes."""
 
 
 @dataclass(kw_only=True)
 class Findings:
-    """What was found so far."""
+    """The results so far."""
 
     title: str
     sections: list[tuple[str, str]] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One thing to find out; ``run`` takes the moment of ``time.monotonic`` at which its processes are ended."""
+    """A part of the report. ``run`` takes the moment of ``time.monotonic`` at which its processes are ended."""
 
     title: str
     run: Callable[[Findings, float], None]
@@ -131,14 +131,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--forms", nargs="*", choices=list(FORMS), default=list(FORMS), metavar="FORM", help="; ".join(FORMS))
     add("--rounds", type=int, default=6, help="blocks of each contestant")
     add("--steps", type=int, default=5, help="steps in a block")
-    add("--peak-tflops", type=float, help="of a device, for MFU; default: by its name, where known")
+    add("--peak-tflops", type=float, help="of a device, for MFU (default: by its name, if known)")
     add("--minutes", type=float, default=29.0, help="when they are over, nothing is started and runs are ended")
     add("--output", type=Path, default=Path("runs/gpu_report"))
     return parser.parse_args(arguments)
 
 
 def machine_of(options: argparse.Namespace, folder: Path = Path()) -> Machine:
-    """This machine; of a CPU's memory each process has its share."""
+    """This machine. Each process has its share of a CPU's memory."""
     host = free_memory()
     if options.device == "cpu":
         processes = options.processes or 2
@@ -154,7 +154,7 @@ def machine_of(options: argparse.Namespace, folder: Path = Path()) -> Machine:
 
 
 def checked(place: Place, precision: str, folder: str) -> tuple[int, str]:
-    """The exit code of ``lightning-shard selftest`` in these processes, and what it prints."""
+    """The exit code of ``lightning-shard selftest`` in these processes, and its output."""
     printed = io.StringIO()
     accelerator = ACCELERATORS.get(place.device.type, "cpu")
     with contextlib.redirect_stdout(printed):
@@ -180,12 +180,12 @@ def check(machine: Machine, precision: str) -> Part:
     return Part(title=title, run=run)
 
 
-# The plan, which also says what fits
+# The plan, which also says which runs fit
 
 
 @cache
 def planned(size: str, seq_len: int, batch_size: int, processes: int, memory: int) -> dict[tuple[str, Any], Row]:
-    """What ``lightning-shard plan`` says of every engine, by name and form of activation checkpointing."""
+    """The plan of every engine by ``lightning-shard plan``, by name and form of activation checkpointing."""
     model = {"size": size, "seq_len": seq_len, "batch_size": batch_size}
     options = {
         "model": f"{Planned.__module__ if __name__ != '__main__' else __spec__.name}.Planned",
@@ -204,10 +204,10 @@ def planned_for(machine: Machine, work: Workload, size: str) -> dict[tuple[str, 
 
 
 def room(machine: Machine, work: Workload, row: Row) -> int:
-    """How many contestants like ``row`` fit beside one another."""
+    """How many contestants like ``row`` fit at once."""
     loaded = 4 * parameters_of(work)
     device = USABLE * machine.memory // max(1, row.most.device.total)
-    # Of the loaded model there is one copy, in the page cache, and each process copies what it keeps.
+    # The loaded model has one copy, in the page cache, and each process copies the part that it keeps.
     free = USABLE * machine.host - loaded
     return int(
         min(device, free // (machine.processes * row.most.host.total) if row.most.host.total else device * (free > 0))
@@ -258,7 +258,7 @@ def _workload(machine: Machine, options: argparse.Namespace, arguments: argparse
 
 
 def memory(machine: Machine, options: argparse.Namespace, size: str, race_name: str) -> Part:
-    """The peak of this package's plain name alone, beside its plan."""
+    """The peak of this package's plain name alone, and its plan."""
     name = _plain_name(race_name)
     title = f"{size}, {name}: memory"
 
@@ -288,7 +288,7 @@ def _plain_name(race_name: str) -> str:
 
 
 def parts_of(machine: Machine, options: argparse.Namespace) -> Iterator[Part]:
-    """What matters most comes first."""
+    """The most important parts come first."""
     first, *larger = options.sizes
     parts = set(options.parts)
     for precision in ("bf16-mixed", "32-true") if "check" in parts else ():
@@ -311,7 +311,7 @@ def parts_of(machine: Machine, options: argparse.Namespace) -> Iterator[Part]:
 
 
 def run_parts(parts: Iterator[Part], found: Findings, *, seconds: float, output: Path) -> None:
-    """One after the other, until the time is up; what fails leaves the others."""
+    """Run the parts in turn, until the time is up. A part that fails leaves the others."""
     until = time.monotonic() + seconds
     for part in parts:
         left = until - time.monotonic()
@@ -349,7 +349,7 @@ def write(found: Findings, output: Path) -> None:
 
 
 def draw(found: Findings, path: Path) -> bool:
-    """Times as ratios to each race's first, MFU, and measured memory as part of the planned; whether there was any."""
+    """Draw times as ratios to each race's first, MFU, and measured memory over planned. False if there was nothing."""
     speed, memory = [dict(row, race=row["title"]) for row in found.speed], found.memory
     panels = [
         {"rows": [row for row in rows if row.get(key) is not None], "key": key, "label": label, "line": line}
@@ -366,7 +366,7 @@ def draw(found: Findings, path: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report; 1 if something is not as it should be."""
+    """Write the report. Return 1 if something is not as it should be."""
     options = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as folder:
         machine = machine_of(options, Path(folder))

@@ -1,13 +1,13 @@
-"""What a step costs the host: Python calls and CPU time with tensors so small that nothing else takes time.
+"""The cost of a step for the host: Python calls and CPU time with tensors so small that nothing else takes time.
 
     python -m examples.benchmarks.host_time                                    # 291 and about 5,000 parameters
     python -m examples.benchmarks.host_time --blocks 32 --races fsdp stage_3
 
 On a GPU this is the time to launch a step, which is exposed wherever kernels are small. Each contestant runs in
-processes of its own. Calls are those of Python functions in one step, counted by ``sys.setprofile`` in the thread that
-trains; they are the same in each run. CPU time is that of the whole process. The last two columns are calls and CPU
-time in parts of those of the loop by hand, less what the Trainer itself adds to it under stock Lightning's strategy,
-whose DeepSpeed refuses CPUs: there the Trainer's part is in.
+processes of its own. Calls of Python functions in one step are counted by ``sys.setprofile`` in the thread that
+trains. They are the same in each run. CPU time is the whole process's. The last two columns are calls and CPU time
+relative to the loop by hand, without the Trainer's own part, measured under stock Lightning's strategy. Its DeepSpeed
+refuses CPUs: there the Trainer's part is included.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RACES = {
     },
 }
 WARMUP = 8
-"""Steps ahead of all others. In the first ones this package compares what ranks and steps do."""
+"""Steps ahead of all others. In the first ones this package compares ranks and steps."""
 
 COLUMNS = {
     "contestant": "",
@@ -63,7 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--blocks", type=int, nargs="+", default=[32, 555], help="of nine parameters each")
     parser.add_argument("--races", nargs="+", choices=list(RACES), default=list(RACES))
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20, help="whose CPU time is taken; the median counts")
+    parser.add_argument("--steps", type=int, default=20, help="whose CPU time is taken, by the median")
     parser.add_argument("--files", type=int, metavar="N", default=0, help="also list the N functions called most")
     return parser.parse_args(arguments)
 
@@ -112,7 +112,7 @@ def calls_of_step(contestant: Contestant) -> Counter[str]:
 
 
 def race(name: str, blocks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each contestant; all in turn, each in processes of its own."""
+    """A row for each contestant. All run in turn, each in processes of its own."""
     work = workload(blocks, name, options.processes)
     rows: list[dict[str, Any]] = []
     for contestant in RACES[name]:

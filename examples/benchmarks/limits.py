@@ -17,20 +17,20 @@ class Trial:
     """A run that fitted."""
 
     size: int
-    """What was tried."""
+    """The size that was tried."""
     peak: int
     """Bytes of the rank that needed most."""
     seconds: float
-    """Per step, or what the run measured."""
+    """Seconds per step, or the run's own measure."""
     other: Any = None
-    """What else it measured."""
+    """Its other measurements."""
 
 
 class MemoryLimit:
-    """A limit on what a process takes above what it has now.
+    """A limit on the memory that a process takes in addition to its present memory.
 
-    On CUDA the allocator holds it, and a run that does not fit ends with torch's out-of-memory error. On CPUs, where
-    nothing ends a process at so many bytes of resident memory, its peak is compared with the limit, as often as
+    On CUDA the allocator holds it, and a run that does not fit ends with torch's out-of-memory error. On CPUs
+    nothing ends a process at so many bytes of resident memory: its peak is compared with the limit, as often as
     `check` is called.
     """
 
@@ -63,13 +63,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 def largest(
     attempt: Callable[[int], Trial | None], *, most: int, resolution: int = 16, start: int = 1
 ) -> tuple[Trial | None, int]:
-    """The largest size for which ``attempt`` gives a trial, and how many were made; sizes begin at 1.
+    """The largest size for which ``attempt`` gives a trial, and the number of trials. Sizes begin at 1.
 
-    Doubled until one does not fit, or halved until one does, then halved between, until what is left is below
+    Doubled until one does not fit, or halved until one does, then halved between, until the rest is below
     1 / ``resolution`` of the size.
 
     Args:
-        attempt: a trial, or None where the size does not fit. What fits is taken to fit when it is smaller.
+        attempt: a trial, or None if the size does not fit. Sizes below one that fits are taken to fit.
         most: no larger size is tried.
         resolution: see above.
         start: the size that is tried first: the nearer, the fewer trials.

@@ -80,7 +80,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm block: what is gathered together under every engine."""
+    """Pre-norm block, the shard unit of every engine."""
 
     def __init__(self, size: Size, length: int, output_std: float) -> None:
         super().__init__()

@@ -3,9 +3,9 @@
     python -m examples.benchmarks.max_batch                                    # two CPU processes, 560 MiB each
     python -m examples.benchmarks.max_batch --device cuda --memory 65536 --size 1B
 
-By bisection, with runs that really take the steps, each in new processes; the next engine begins where the one before
-it ended. The limit is on what a process takes above what it had when its process group stood: on GPUs tensors', held by
-the allocator; on CPUs resident memory, whose peak is measured. Then the engines run their largest batches in turn, for
+By bisection, with runs that really take the steps, each in new processes. The next engine begins with the last
+result. The limit is on memory that a process takes after its process group was formed: on GPUs tensors', held by the
+allocator, and on CPUs resident memory, whose peak is measured. Then the engines run their largest batches in turn, for
 the throughput: its ratio is to the first engine's in the same round. The largest model is the deepest, on one sequence.
 
 On CPUs engines with offload are left out, unless ``--engines`` names them: their host is the device.
@@ -56,7 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--memory", type=int, help="MiB of a process; default: 560 on CPUs, 65536")
+    parser.add_argument("--memory", type=int, help="MiB of a process (default: 560 on CPUs, 65536)")
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="default: all, without offload on CPUs")
     parser.add_argument("--most", type=int, default=256, help="no larger batch, and no more layers")
     parser.add_argument("--steps", type=int, default=1, help="steps of a trial that are timed")
@@ -73,7 +73,7 @@ def trial(place: Place, name: str, work: Workload, limit: int, steps: int) -> tu
     plan = Plan(rounds=1, steps=steps, warmup=2)
     try:
         contestant = build(name, work, place, plan)
-        # One at a time: what grows beyond the limit is not let grow on. Optimizer state comes with the first.
+        # One at a time, so that growth beyond the limit ends at once. Optimizer state comes with the first.
         for _ in range(plan.warmup):
             contestant.run(1)
             memory.check()
@@ -88,7 +88,7 @@ def trial(place: Place, name: str, work: Workload, limit: int, steps: int) -> tu
 
 
 def attempt(name: str, work: Workload, size: int, limit: int, steps: int) -> Trial | None:
-    """A trial in new processes; None if it does not fit."""
+    """A trial in new processes, None if it does not fit."""
     found = run_processes(trial, name, work, limit, steps, processes=work.processes, device=work.device)
     if None in found:
         return None
@@ -103,7 +103,7 @@ def deepened(work: Workload, layers: int) -> Workload:
 def measure(
     name: str, work: Workload, limit: int, options: argparse.Namespace, before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One row, without the throughput at the largest batch; ``before``: the row of the engine before it."""
+    """One row, without the throughput at the largest batch. ``before``: the row of the engine before it."""
     row: dict[str, Any] = {"engine": name, "trials": 0}
 
     def search(sized: Callable[[int], Workload], start: int) -> Trial | None:
@@ -134,14 +134,14 @@ def measure(
 def time_in_turn(
     rows: Sequence[dict[str, Any]], work: Workload, limit: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Put the throughput at the largest batches into ``rows``; the rounds. Every second one is backwards."""
+    """Put the throughput at the largest batches into ``rows``, and return the rounds. Every second one is backwards."""
     batches = {row["engine"]: row["batch"] for row in rows if row.get("batch")}
     tokens: dict[str, list[float]] = {name: [] for name in batches}
     for index in range(options.repeats):
         for name in list(tokens)[:: -1 if index % 2 else 1]:
             size = batches[name]
             try:
-                # That it fits was found before; peaks differ a little from run to run.
+                # It is known to fit. Peaks differ a little from run to run.
                 trial = attempt(name, replace(work, batch_size=size), size, 2 * limit, 2 * options.steps)
             except Failed as error:
                 trial = None
@@ -164,7 +164,7 @@ def time_in_turn(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the engines one after the other, then in turn; 1 if none ran."""
+    """Run the engines one after the other, then in turn. Return 1 if none ran."""
     options = parse_arguments(arguments)
     work = workload_of(options, size="25M", seq_len=64)
     on_gpu = work.device == "cuda"

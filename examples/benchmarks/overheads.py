@@ -1,11 +1,11 @@
-"""What is paid besides plain steps: imports, the time to the first step, validation, logging, accumulation, clipping.
+"""Costs besides plain steps: imports, the time to the first step, validation, logging, accumulation, clipping.
 
     python -m examples.benchmarks.overheads                                   # two CPU processes
     python -m examples.benchmarks.overheads --device cuda --parts clipping accumulation
 
-Contestants take turns, in the same processes where that is possible; each is compared with the loop by hand that does
+Contestants take turns, in the same processes if that is possible. Each is compared with the loop by hand that does
 the same. ``log`` logs twenty values in each step and is compared with a loop that logs none. A step of
-``validate`` is one with four validation batches after it. Accumulation is over four batches, a step is one of them;
+``validate`` is one with four validation batches after it. Accumulation is over four batches, a step is one of them:
 ``micro_batch`` reduces gradients after each, ``boundary`` after the last.
 """
 
@@ -123,7 +123,7 @@ def first_step_seconds(name: str, work: Workload) -> float:
 
 
 def time_in_turn(part: str, names: Sequence[str], measure: Callable[[str], float], repeats: int) -> Result:
-    """Measure each in turn, every second time backwards; what does not run is told once, and left out."""
+    """Measure each in turn, every second time backwards. A contestant that does not run is told once, and left out."""
     result = Result(seconds={name: [] for name in names})
     for index in range(repeats):
         for name in list(result.seconds)[:: -1 if index % 2 else 1]:
@@ -136,7 +136,7 @@ def time_in_turn(part: str, names: Sequence[str], measure: Callable[[str], float
 
 
 def rows_of_seconds(part: str, names: Sequence[str], result: Result) -> list[dict[str, Any]]:
-    """A row for each; compared with the last loop by hand, or raw engine, before it in ``names``."""
+    """A row for each, compared with the last loop by hand, or raw engine, before it in ``names``."""
     rows, reference = [], names[0]
     for name in names:
         reference = name if name.startswith(("hand_", "deepspeed_")) else reference
@@ -180,7 +180,7 @@ def race_rows(part: str, work: Workload, plan: Plan) -> tuple[list[dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; 1 if a contestant's losses were not the reference's."""
+    """Run the parts. Return 1 if a contestant's losses were not the reference's."""
     options = parse_arguments(arguments)
     work = workload_of(options, seq_len=128)
     plan = Plan(rounds=options.rounds, steps=options.steps, warmup=options.warmup)

@@ -1,13 +1,13 @@
 """How the time to plan a save grows with the number of ranks, which are made up: no processes, no values.
 
-A GPT's masters and AdamW state, sharded by rows (FSDP2) or as flat partitions (ZeRO), or full on every rank (DDP). What
-is timed is what rank 0 does while the others wait: reading what they hold, dividing it, writing the replies. Beside it,
-torch's own planner on the same tensors, as far as it comes in a minute.
+A GPT's masters and AdamW state, sharded by rows (FSDP2) or as flat partitions (ZeRO), or full on every rank (DDP). The
+time is rank 0's work while the others wait: reading their lists of tensors, dividing them, writing the replies. torch's
+own planner runs on the same tensors for comparison, as far as it comes in a minute.
 
     python -m examples.benchmarks.planning --ranks 1024 16384
 
-does it for a Llama of 70B by rows, with what comes after the writing (where every box lies, said in the checkpoint) and
-what each rank does with that when the checkpoint is loaded.
+does it for a Llama of 70B by rows, with the index of boxes that follows the writing, and each rank's use of it when the
+checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Point:
 
     seconds: float
     torch_seconds: float | None
-    """None where it would take longer than `PATIENCE_SECONDS`."""
+    """None if it would take longer than `PATIENCE_SECONDS`."""
 
 
 def gpt_tensors(layers: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -87,7 +87,7 @@ def with_slots(parameters: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, .
 
 
 def facts_of(tensors: dict[str, tuple[int, ...]]) -> list[TensorFacts]:
-    """What all ranks know of the tensors."""
+    """The facts of the tensors that all ranks know."""
     return [TensorFacts(key, shape, torch.float32) for key, shape in tensors.items()]
 
 
@@ -101,7 +101,7 @@ def llama_70b() -> dict[str, tuple[int, ...]]:
 
 
 def rows_held_by(rank: int, size: int, tensors: dict[str, tuple[int, ...]], names: LocalBoxes) -> LocalBoxes:
-    """`held_by` of tensors of at most two dims by rows, without an object for each box; ``names``: of any rank."""
+    """`held_by` of tensors of at most two dims by rows, without an object for each box. ``names``: of any rank."""
     shapes = np.array([(*shape, 1, 1)[:2] for shape in tensors.values()])
     sharded = np.array([len(shape) > 0 for shape in tensors.values()])
     rows = np.where(sharded, -(-shapes[:, 0] // size), 1)
@@ -112,7 +112,7 @@ def rows_held_by(rank: int, size: int, tensors: dict[str, tuple[int, ...]], name
 
 
 def held_by(rank: int, size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -> LocalBoxes:
-    """What one rank holds."""
+    """The boxes that one rank holds."""
     return local_boxes(facts_of(tensors), [list(cut(rank, size, layout, shape)) for shape in tensors.values()])
 
 
@@ -175,7 +175,7 @@ def time_of_torch(size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -
 
 
 def timed(work: Callable[[], int | None]) -> tuple[float, int]:
-    """Seconds that the processor had ``work``, whatever else the machine was doing, and what it returned."""
+    """CPU seconds of ``work``, whatever else the machine was doing, and its result."""
     start = time.process_time()
     result = work()
     return time.process_time() - start, result or 0

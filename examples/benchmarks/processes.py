@@ -38,16 +38,16 @@ PRELOAD = [
     "examples.benchmarks.python_loops",
     "examples.benchmarks.trainers",
 ]
-"""Imported once for all processes on CPUs: they start in no time, and their memory is that of a run."""
+"""Imported once for all processes on CPUs: they start in no time, with the memory of a run."""
 
 
 class Failed(RuntimeError):
-    """Processes that did not end well; the message is the reason in a line."""
+    """Processes failed. The message is the reason in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a process runs."""
+    """The rank and device of a process."""
 
     rank: int
     device: torch.device
@@ -66,7 +66,7 @@ class Place:
 def run_processes(
     function: Callable[..., Any], *arguments: Any, processes: int, device: str, timeout: float = 1200.0
 ) -> list[Any]:
-    """``function(place, *arguments)`` in new processes with a process group; the results by rank.
+    """``function(place, *arguments)`` in new processes with a process group. Returns the results by rank.
 
     Raises:
         Failed: one of them raised or was killed, or the time was up.
@@ -102,7 +102,7 @@ class Team:
             pipe.close()
 
     def ask(self, question: Any, *, seconds: float) -> list[Any]:
-        """The ranks' answers to what all are asked.
+        """The ranks' answers to a question to all.
 
         Raises:
             Failed: one of them raised or was killed, or the time was up.
@@ -113,7 +113,7 @@ class Team:
         return self.hear(seconds=seconds)
 
     def hear(self, *, seconds: float) -> list[Any]:
-        """What each rank says next; raises as `ask`."""
+        """Each rank's next message. Raises as `ask`."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         while len(answers) < len(self._pipes):
@@ -159,7 +159,7 @@ def _start(
 
 
 def _prepare(processes: int, device: str) -> None:
-    """What new processes inherit."""
+    """The state that new processes inherit."""
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     os.environ["PYTHONWARNINGS"] = "ignore"
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
@@ -187,7 +187,7 @@ def _run(
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "torch", "accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # What launchers such as torchrun say: Lightning and Accelerate take the processes, and their group, as they are.
+    # The variables of launchers such as torchrun: Lightning and Accelerate take processes and group as they are.
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -211,13 +211,13 @@ def _run(
     result = function(place, *arguments)
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
     place.meet()
-    # What is left of engines, threads and groups ends with the process, in no order.
+    # Engines, threads and groups that are left end with the process, in no order.
     sys.stdout.flush()
     os._exit(0)
 
 
 class PeakMemory:
-    """The most memory that this process takes above what it took at first: on GPUs tensors', on CPUs the process'."""
+    """The peak memory of this process above its first one: on GPUs tensors', on CPUs the process's."""
 
     def __init__(self, place: Place) -> None:
         """Begin to watch."""
@@ -240,9 +240,9 @@ class PeakMemory:
 
 
 def _give_freed_memory_back() -> None:
-    """Let the C library return every freed tensor, so that resident memory is what is in use.
+    """Let the C library return every freed tensor, so that resident memory is the used memory.
 
-    By itself glibc keeps what it thinks will be needed again, by the order in which it was freed.
+    By itself glibc keeps memory for later use, depending on the order in which it was freed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -251,7 +251,7 @@ def _give_freed_memory_back() -> None:
 
 
 def free_memory() -> int:
-    """Bytes that new processes of this host can have; the page cache gives way to them (proc(5))."""
+    """Bytes that new processes of this host can have. The page cache gives way to them (proc(5))."""
     return _status("MemAvailable", "/proc/meminfo")
 
 

@@ -40,7 +40,7 @@ LINKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What the planner says of a published run; GiB and samples."""
+    """The plan of a published run, in GiB and samples."""
 
     tensors: float
     expandable: float  # That the allocator reserves with expandable segments.
@@ -88,7 +88,7 @@ def model_of(run: Published) -> Model:
 
 
 def device_of_run(run: Published) -> Device | None:
-    """What its device reaches; None: no time of the run is known, or of the device."""
+    """The rates of its device. None: the run has no time, or the device no known peaks."""
     peaks = find_peaks(run.device)
     if run.tokens is None or peaks is None:
         return None
@@ -98,7 +98,7 @@ def device_of_run(run: Published) -> Device | None:
 
 
 def predict(run: Published) -> Predicted:
-    """At the published batch, and the largest batch where that is what was published."""
+    """Plan the published batch, and the largest batch if that was published."""
     model = model_of(run)
     device = device_of_run(run)
     training, trace = model.training(run), model.trace(run, run.largest or run.batch, device)
@@ -130,7 +130,7 @@ def seconds(run: Published, training: Training, trace: Trace, device: Device) ->
 
 
 def row_of(run: Published) -> report.Row:
-    """One line of the table: what was published, and beside it what is predicted."""
+    """One line of the table: the published and the predicted value."""
     found = predict(run)
     row: dict[str, Any] = {"run": run.name, "half": run.half, "source": run.source, "batch": run.largest or run.batch}
     row |= {"series": run.series, "length": run.length, "device": run.device, "gpus": run.nodes.ranks}
@@ -145,7 +145,7 @@ def row_of(run: Published) -> report.Row:
         row |= {"published": run.reserved, "low": ends[0], "predicted": own, "high": ends[1], "unit": "GiB"}
     elif found.largest is not None:
         safe, least = found.largest
-        # "Fits" is said of what fits at most.
+        # "Fits" means the upper end of the range.
         row |= {"published": run.largest, "low": safe, "predicted": safe, "high": least, "unit": "samples"}
     elif run.memory is not None:
         low, high = found.bounds
@@ -187,7 +187,7 @@ COLUMNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"), help="folder of the table and picture")
-    parser.add_argument("--table", choices=TABLES, action="append", help="whose runs; all by default")
+    parser.add_argument("--table", choices=TABLES, action="append", help="publications to read (default: all)")
     parser.add_argument("--only", default="", help="runs whose name has this text")
     options = parser.parse_args()
     rows = []

@@ -1,7 +1,7 @@
-"""The models of published runs, as their own code builds and checkpoints them; no weights, and nothing is trained.
+"""The models of published runs, as their own code builds and checkpoints them, without weights or training.
 
 `Llama` follows torchtitan's ``models/llama/model.py`` (commit 9dec370) and the recomputation of its
-``parallelize_llama.py``, `MPT` llm-foundry's ``models/mpt/modeling_mpt.py`` (commit 5e85bd62d); models of Hugging Face
+``parallelize_llama.py``, `MPT` llm-foundry's ``models/mpt/modeling_mpt.py`` (commit 5e85bd62d). Models of Hugging Face
 are built by ``transformers`` from their configurations.
 """
 
@@ -83,7 +83,7 @@ _ATTENTION = {
 
 
 def every_second_product() -> Any:
-    """What torchtitan saves with ``selective_ac_option = 'op'``: attention, and all products but every second."""
+    """The operators saved under torchtitan's ``selective_ac_option = 'op'``: attention, every second product."""
     products: dict[bool, int] = defaultdict(int)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -112,8 +112,8 @@ class Llama(nn.Module):
         full_logits: bool = False,
     ) -> None:
         super().__init__()
-        # ``share``: of the blocks, spaced as fms-fsdp's ``policies/ac_handler.py`` does, what ``recompute`` is for.
-        # In how many parts the loss is computed; whether the model itself makes logits fp32, and all live to the end.
+        # ``share``: the part of the blocks under ``recompute``, spaced as by fms-fsdp's ``policies/ac_handler.py``.
+        # The number of parts of the loss, and whether the model itself makes logits fp32, which all live to the end.
         self.chunks, self.full_logits = chunks, full_logits
         self.tok_embeddings = nn.Embedding(vocabulary, width)
         chosen = [int((i + 1) * share + 0.5) > int(i * share + 0.5) for i in range(layers)]

@@ -1,4 +1,4 @@
-"""What published runs say of the planner: how far its steps spread, how it orders runs, and a picture."""
+"""The planner against published runs: the spread of its step times, its order of runs, and a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from examples.benchmarks import report
 
 NEAR = 0.2  # Of a published step, within which a predicted one should be.
-SAME = 0.03  # Of published throughputs, what is no difference.
+SAME = 0.03  # Published throughputs within this are equal.
 
 
 def spread(rows: Sequence[report.Row]) -> list[report.Row]:
@@ -50,11 +50,11 @@ SPREAD = {
 
 
 def kind_of(a: report.Row, b: report.Row) -> str:
-    """What two runs of one model and length differ in."""
+    """The difference between two runs of one model and length."""
     if a["device"] != b["device"]:
         return "device"
     if a["setting"] != b["setting"]:
-        return "what is recomputed, resharded, chunked or compiled"
+        return "recomputation, resharding, chunks or compilation"
     return "GPUs" if a["gpus"] != b["gpus"] else "batch"
 
 

@@ -1,7 +1,7 @@
 """Runs that others have published, with what they have measured, each read in the source that is named.
 
-The first half, ``fitted``, is what constants of the planner may be fitted on; the other is what it is judged by. No
-constant of its memory was fitted on either.
+Constants of the planner's times may be fitted on the first half, ``fitted``. The other half judges it. No constant of
+its memory was fitted on either.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Published:
     reserved: float | None = None  # GiB that torch's allocator had reserved at most.
     tensors: float | None = None  # GiB of tensors at most.
     expandable: bool = True  # Whether segments were.
-    largest: int | None = None  # The largest batch that ran; the device has ``memory``.
+    largest: int | None = None  # The largest batch that ran in the device's ``memory``.
     memory: float | None = None  # GiB of the device, in which the run had to fit.
     tokens: float | None = None  # Per second and device.
     device: str = "H100"
-    bandwidth: float | None = None  # TB/s of its memory, where it is not as the data sheet has it.
-    attention: float = 1.0  # How often as long as FlashAttention-2 its attention takes.
+    bandwidth: float | None = None  # TB/s of its memory, if it is not the data sheet's.
+    attention: float = 1.0  # Time of its attention relative to FlashAttention-2.
     nodes: Nodes
-    between: float | None = None  # Bytes per second of a node's links to others; None: as nodes of eight mostly have.
+    between: float | None = None  # Bytes per second of a node's links to others. None: as most nodes of eight.
     compiled: bool = False
-    whole_units: bool = False  # Whether its start has whole units on the device, of which it keeps shards.
-    why: str = ""  # Why the plan misses it, where it does.
+    whole_units: bool = False  # Whether full units are on the device at its start, before they are sharded.
+    why: str = ""  # Why the plan misses it, if it does.
 
     @property
     def series(self) -> str:
@@ -235,7 +235,7 @@ _FSDP_POST = "Hugging Face, blog/pytorch-fsdp.md"
 _DS_POST = "Hugging Face, blog/accelerate-deepspeed.md"
 _LENGTH = "not known: the block_size of 12 in the post gives no such limit, and 128 tokens are planned"
 _PADDED = "sequences were padded to the longest of their batch, and are planned with all 128 tokens"
-_ONE = "one process, where FSDP1 does not shard but keeps flat parameters, and their gradients, whole"
+_ONE = "one process, on which FSDP1 keeps flat parameters and their gradients full"
 _OLD = "not known: DeepSpeed of June 2022, and 0.19 is planned"
 _TRIED = "a round number was tried"
 _TITAN_RTX = 23.65  # GiB, as the error in the first of these posts says.

@@ -27,9 +27,9 @@ _LLAMA_2: Mapping[str, Mapping[str, Any]] = {
     "70b": {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672, "vocabulary": 32000},
 }
 _COMPUTED_AGAIN = {"13b": 3 / 8, "34b": 3 / 4, "70b": 3 / 4}
-"""The share of blocks under "Selective AC", which is not published: what the HFU of A100 is above the FLOPs without it,
+"""The share of blocks under "Selective AC", which is not published: the excess of A100's HFU over the FLOPs without it,
 counted as there (torch's FLOP counter, attention not causal): 0.38, 0.78 and 0.75. On H100 it would be 0.17, 0.56 and
-0.48, with which 70B needs twice the memory; the README has "the exact same scripts and configurations"."""
+0.48, with which 70B needs twice the memory. The README has "the exact same scripts and configurations"."""
 
 
 def _fms_fsdp() -> Iterator[Published]:
@@ -71,8 +71,8 @@ _MPT = {  # Layers, width, heads: scripts/train/yamls/pretrain.
     "70b": (80, 8192, 64),
 }
 _LLM_FOUNDRY = {
-    # Model: tokens of a sample, GPUs, samples of a micro-batch, micro-batches, tokens per second and GPU, and where it
-    # is so: r, blocks are recomputed; g, SHARD_GRAD_OP; p, PURE, gradients are reduced in bf16.
+    # Model: tokens of a sample, GPUs, samples of a micro-batch, micro-batches, tokens per second and GPU, and flags:
+    # r, blocks are recomputed, g, SHARD_GRAD_OP, p, PURE, gradients are reduced in bf16.
     "H100": """
         70b: 2048 512 8 1 1007 r, 2048 256 8 1 1035 r, 2048 128 8 1 1058 r
         30b: 2048 512 8 1 2115 r, 2048 256 8 1 2148 r, 2048 128 8 1 2199 r
@@ -144,9 +144,9 @@ _LLM_FOUNDRY = {
 
 
 _TRITON = 1.6
-"""Attention is FlashAttention in Triton (the default of ``submit_benchmarks.py`` in all commits of the tables; the runs
+"""Attention is FlashAttention in Triton (the default of ``submit_benchmarks.py`` in all commits of the tables. The runs
 on 128 and more H100, of January 2024, have ``attn_impl: flash``), which takes 1.3 to 2.5 times as long as
-FlashAttention-2 (arXiv 2307.08691, section 4.1); within that, fitted on the fitted half."""
+FlashAttention-2 (arXiv 2307.08691, section 4.1). Within that it is fitted on the fitted half."""
 
 
 _WHY = {

@@ -1,4 +1,4 @@
-"""What users write without a Trainer: loops by hand over DDP and FSDP2, raw DeepSpeed, and Accelerate."""
+"""Training without a Trainer: loops by hand over DDP and FSDP2, raw DeepSpeed, and Accelerate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from examples.benchmarks.workload import Batch, Workload, build_model, build_opt
 
 
 class Unavailable(RuntimeError):
-    """An engine that does not run here; the message says why."""
+    """An engine that does not run here. The message says why."""
 
 
 class Loop:
@@ -49,7 +49,7 @@ def replicated(model: Llama, work: Workload, place: Place) -> nn.Module:
     """``model`` under DDP."""
     if work.precision == "32-true":
         return DistributedDataParallel(model, device_ids=None if place.device.type == "cpu" else [place.rank])
-    # DistributedDataParallel has no master weights; torch's FSDP2-based replicate is its equal with them.
+    # DistributedDataParallel has no master weights. torch's FSDP2-based replicate is its equal with them.
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     mesh = init_device_mesh(place.device.type, (work.processes,), mesh_dim_names=("replicate",))
@@ -112,7 +112,7 @@ def deepspeed_config(work: Workload, stage: int, *, offload: str | None = None) 
     return {
         "train_micro_batch_size_per_gpu": work.batch_size,
         "gradient_accumulation_steps": 1,
-        # DeepSpeed clips at 1.0 where nothing is said.
+        # DeepSpeed clips at 1.0 by default.
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -123,9 +123,10 @@ def deepspeed_config(work: Workload, stage: int, *, offload: str | None = None) 
     }
 
 
-def connect_deepspeed(work: Workload, place: Place) -> None:
+def use_process_group(work: Workload, place: Place) -> None:
     """Let DeepSpeed use the process group that is there."""
-    # On a CPU DeepSpeed's own way to it compiles a kernel for inference; this package's leaves that out.
+    # On a CPU DeepSpeed's own way to it compiles a kernel for inference. This package's leaves that out.
+    from lightning_shard.engines.zero.connection import connect_deepspeed
 
     rank, timeout = dist.get_rank() % work.processes, timedelta(minutes=30)
     backend, processes = dist.get_backend(), work.processes
@@ -136,7 +137,7 @@ def raw_deepspeed(work: Workload, place: Place, *, stage: int, offload: str | No
     """The loop of a user of DeepSpeed."""
     import deepspeed
 
-    connect_deepspeed(work, place)
+    use_process_group(work, place)
     config = deepspeed_config(work, stage, offload=offload)
     box = [config]
     dist.broadcast_object_list(box)
@@ -180,7 +181,7 @@ def accelerate_fsdp(work: Workload, place: Place, *, grad_op: bool = False, offl
         mixed_precision="bf16" if work.precision == "bf16-mixed" else "no",
     )
     if accelerator.distributed_type != DistributedType.FSDP:
-        raise Unavailable(f"Accelerate leaves its FSDP plugin aside where it runs as {accelerator.distributed_type}")
+        raise Unavailable(f"Accelerate leaves its FSDP plugin aside if it runs as {accelerator.distributed_type}")
     return _accelerated(accelerator, work, place)
 
 
@@ -188,7 +189,7 @@ def accelerate_deepspeed(work: Workload, place: Place, *, stage: int, offload: s
     """The loop of a user of Accelerate, on DeepSpeed."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    connect_deepspeed(work, place)
+    use_process_group(work, place)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(work, stage, offload=offload))
     accelerator = Accelerator(

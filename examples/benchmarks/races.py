@@ -15,7 +15,7 @@ OTHERS = ("lightning_", "accelerate_")
 
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 2e-2}
 """Largest relative difference of a loss from the reference's. fp32 sums in another order differ by 1e-7 in the first
-step, and bf16 ones by 1e-3; training makes more of it, step by step."""
+step, and bf16 ones by 1e-3. Training amplifies it, step by step."""
 
 
 def time_together(names: Sequence[str], work: Workload, plan: Plan, make: Maker = build) -> Result:
@@ -57,7 +57,7 @@ def time_together(names: Sequence[str], work: Workload, plan: Plan, make: Maker 
 
 
 def time_one_by_one(names: Sequence[str], work: Workload, plan: Plan, make: Maker = build) -> Result:
-    """As `time_together`, but one after the other, for models that leave no room beside them."""
+    """As `time_together`, but one after the other, for models that leave no room for others."""
     result = Result()
     for name in names:
         one = time_together([name], work, plan, make)
@@ -68,7 +68,7 @@ def time_one_by_one(names: Sequence[str], work: Workload, plan: Plan, make: Make
 
 
 def rows_of(race_name: str, result: Result, work: Workload, reference_of: Callable[[str], str]) -> list[dict[str, Any]]:
-    """A row for each contestant that ran; ``failed`` where its losses are not those of its reference."""
+    """A row for each contestant that ran, ``failed`` if its losses are not its reference's."""
     rows = []
     for name, seconds in result.seconds.items():
         own, reference = spread(seconds), reference_of(name)

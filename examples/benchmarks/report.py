@@ -1,4 +1,4 @@
-"""A table, a CSV file and a picture of what was measured."""
+"""A table, a CSV file and a picture of measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def environment(device: str) -> str:
-    """When, on what and with which versions, in a line."""
+    """Date, device and versions, in a line."""
     names = ("torch", "lightning", "deepspeed", "accelerate")
     versions = ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -29,7 +29,7 @@ def environment(device: str) -> str:
 
 
 def load() -> str:
-    """How busy the machine is, with what else runs there."""
+    """The load of the machine by other programs."""
     return f"load {getloadavg()[0]:.1f} on {cores()} cores"
 
 
@@ -46,7 +46,7 @@ def _version(name: str) -> str | None:
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """Lines of text, a row each; ``columns``: key in a row to its heading. What a row lacks is "-"."""
+    """Lines of text, a row each. ``columns``: key in a row to its heading. A missing value is "-"."""
     cells = [list(columns.values()), *([_text(row.get(key)) for key in columns] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
     return "\n".join(
@@ -82,7 +82,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 def draw_ratios(rows: Sequence[Row], key: str, path: Path, *, title: str, label: str) -> None:
     """Ratios to each race's first contestant: a line for each race, a dot with its interval for each other contestant.
 
-    Rows have ``race``, ``contestant`` and ``key``, and where it is known ``<key>_low`` and ``<key>_high``.
+    Rows have ``race``, ``contestant`` and ``key``, and if known ``<key>_low`` and ``<key>_high``.
     """
     draw([{"rows": _not_first(rows), "key": key, "label": f"{label}; lower is better", "line": 1}], path, title=title)
 

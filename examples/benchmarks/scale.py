@@ -1,13 +1,13 @@
-"""What the ranks of a large run say to each other, measured with made-up ranks against one real store.
+"""The messages between ranks of a large run, measured with simulated ranks against one real store.
 
     python examples/benchmarks/scale.py --ranks 64 256 1024 4096 16384 --csv scale.csv --plot scale.png
 
-A made-up rank runs this package's own code for a rank, over a connection of its own, but many share a process. Each
-step is measured from 64 ranks on, beside its bar: *preflight* is the comparison before the process group; *beats* one
-interval in which all ranks say that they live and one looks at all; *lost rank* the time from a rank's last sign of
-life to the moment at which all others know its name (after ``lost_rank_seconds``, 120); *lost connection* the time in
-which all ranks learn who is silent after each has lost a connection. CPU seconds are those of all processes together,
-the store's among them; descriptors are those of rank 0.
+A simulated rank runs this package's own code for a rank, over a connection of its own, but many share a process. Each
+step is measured from 64 ranks on, against its limit: *preflight* is the comparison before the process group, *beats* an
+interval in which all ranks say that they live and one looks at all, *lost rank* the time from a rank's last sign of
+life to the moment at which all others know its name (after ``lost_rank_seconds``, 120), *lost connection* the time in
+which all ranks learn who is silent after each has lost a connection. CPU seconds are all processes' together, the
+store's included. Descriptors are rank 0's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _each(ranks: Sequence[Any], call: Callable[[Any], Any], threads: int = 8) ->
 
 
 def exchange(watch: RankWatch) -> None:
-    """What a rank says and asks in an interval; like a rank, without an answer in time it goes on with the next."""
+    """A rank's messages in an interval. Like a rank, without an answer in time it goes on with the next."""
     with contextlib.suppress(DistStoreError):
         watch._exchange_words()
 
@@ -77,7 +77,7 @@ def _compare(stores: Sequence[Any], places: Sequence[Rendezvous]) -> None:
 
 
 def made_up(connection: Connection, port: int, first: int, count: int, size: int) -> None:
-    """In a process of its own: some ranks, told what to do over the pipe; the answer is its CPU seconds."""
+    """Run some ranks in a process of its own, by orders over the pipe. The answer is its CPU seconds."""
     threading.stack_size(256 * 1024)
     # An address for each process: one has 28,000 ports for connections to another.
     address = f"127.0.0.{1 + first // PER_PROCESS}"
@@ -132,7 +132,7 @@ class Ranks:
         return time.monotonic() - start, clock() + sum(cpu for cpu, _ in answers), all(known for _, known in answers)
 
     def rounds(self, watch: RankWatch) -> float:
-        """Beats at their intervals until all know of a failure; the seconds that took."""
+        """Beat at intervals until all know of a failure. Returns the seconds."""
         start, known = time.monotonic(), False
         while not known:
             begin = time.monotonic()
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--plot", type=Path, help="a picture; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="a picture, by matplotlib")
     parser.add_argument(
         "--skip-lost-rank", action="store_true", help="which takes two minutes for each number of ranks"
     )

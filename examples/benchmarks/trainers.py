@@ -1,4 +1,4 @@
-"""What users write with a Trainer: stock Lightning's strategies and this package's, stopped between two steps."""
+"""Training with a Trainer: stock Lightning's strategies and this package's, stopped between two steps."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Task(LightningModule):
         """Build the model.
 
         Args:
-            work: what to train.
-            place: where.
-            shard: what the user does in ``configure_model``, where the strategy leaves it to the user.
+            work: the task.
+            place: rank and device.
+            shard: the user's part of ``configure_model``, if the strategy leaves sharding to the user.
             plain: the strategy checkpoints and compiles.
         """
         super().__init__()
@@ -40,7 +40,7 @@ class Task(LightningModule):
         self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
-        """Shard, once, where that is the user's to do."""
+        """Shard once, if the user has to."""
         if self.shard is not None:
             self.shard(self.model, self.work, self.place)
             self.shard = None
@@ -96,9 +96,9 @@ class TrainerLoop:
 
         Args:
             name: of `STOCK`, or of a strategy of this package.
-            work: what to train.
-            place: where.
-            steps: how many there will be.
+            work: the task.
+            place: rank and device.
+            steps: their number.
             task: the LightningModule.
             **options: more for the Trainer.
         """
@@ -163,7 +163,7 @@ def _model_parallel(**options: Any) -> Callable[[Workload], Parts]:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         strategy = ModelParallelStrategy(data_parallel_size=work.processes, tensor_parallel_size=1)
-        # The dtypes are those of fully_shard.
+        # fully_shard sets the dtypes.
         return strategy, "32-true", partial(sharded, **options)
 
     return parts
@@ -212,4 +212,4 @@ STOCK: dict[str, Callable[[Workload], Parts]] = {
     "lightning_deepspeed_stage_2_offload": _deepspeed(2, "cpu"),
     "lightning_deepspeed_stage_3_offload": _deepspeed(3, "cpu"),
 }
-"""Stock Lightning's strategies: strategy, precision, and what the user does in ``configure_model``."""
+"""Stock Lightning's strategies: strategy, precision, and the user's part of ``configure_model``."""

@@ -28,7 +28,7 @@ class Contestant(Protocol):
         """Take optimizer steps."""
 
     def end(self) -> None:
-        """Let go of what a process can't end with."""
+        """Release objects that keep the process from ending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class Plan:
 
     rounds: int = 8
     steps: int = 5
-    """Steps in a block; a round has a block of each contestant."""
+    """Steps in a block. A round has a block of each contestant."""
     warmup: int = 3
     """Steps of each that do not count."""
     clock: str = "wall"
     """"cpu": the seconds that this process computed, without those that it waited, for a CPU too."""
 
     until: float | None = None
-    """The moment of ``time.monotonic`` at which processes are ended; None: each has 20 minutes."""
+    """The moment of ``time.monotonic`` at which processes are ended. None: each has 20 minutes."""
 
     @property
     def seconds_left(self) -> float:
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Result:
-    """What was measured."""
+    """Seconds and losses, as measured."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Seconds per step of each block, of the slowest rank, by contestant."""
@@ -84,7 +84,7 @@ def serve(
     plan: Plan,
     make: Callable[..., Contestant] = build,
 ) -> None:
-    """Train as a contestant in processes of its own. Each rank says why it does not run, or None; then seconds per step
+    """Train as a contestant in processes of its own. Each rank says why it does not run, or None, then seconds per step
     for each number of steps that it is told to take, and the losses of all once it is told to take none.
     """
     for rank, pipe in enumerate(pipes):
@@ -142,7 +142,7 @@ class Slowed:
 
 
 def build_with_control(name: str, work: Workload, place: Place, plan: Plan) -> Contestant:
-    """The contestant of this name, with sleep where the name says so."""
+    """The contestant of this name, with sleep if the name says so."""
     base, slowed, _ = name.partition(CONTROL)
     contestant = build(base, work, place, plan)
     return Slowed(contestant, place) if slowed else contestant
@@ -165,7 +165,7 @@ def peak(place: Place, name: str, work: Workload, plan: Plan) -> int:
     return found
 
 
-# What it comes to
+# The results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class Spread:
     smallest: float
     largest: float
     interval: tuple[float, float]
-    """Has the median of all that could have been measured, 19 times in 20; smallest and largest of less than 6."""
+    """A 95 % confidence interval of the median. Of fewer than 6 values, the smallest and the largest."""
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -201,7 +201,7 @@ def _interval(ordered: Sequence[float]) -> tuple[float, float]:
     while outside + (more := 2 * math.comb(count, skipped) / 2**count) <= 0.05:
         outside += more
         skipped += 1
-    # `skipped` values may be left out at each end; the interval begins with the last of them.
+    # `skipped` values may be left out at each end. The interval begins with the last of them.
     first = max(skipped - 1, 0)
     return ordered[first], ordered[count - 1 - first]
 
@@ -212,6 +212,6 @@ def paired(seconds: Sequence[float], reference: Sequence[float]) -> Spread:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two loss curves; NaN if there is one in them."""
+    """The largest relative difference of two loss curves, NaN if there is one in them."""
     found = [abs(own - other) / abs(other) for own, other in zip(losses, reference, strict=True)]
     return math.nan if any(math.isnan(one) for one in found) else max(found)

@@ -23,7 +23,7 @@ from examples.benchmarks.workload import Batch, Workload, build_model, build_opt
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What a loop does beside training on each batch."""
+    """Additions to a loop that trains on each batch."""
 
     clip: float | None = None
     """Largest norm of the gradients."""

@@ -1,4 +1,4 @@
-"""What every contestant of a benchmark does: one model, one stream of batches, one optimizer, one loss."""
+"""The task of every contestant of a benchmark: one model, one stream of batches, one optimizer, one loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEVICES = sorted({"cpu", "cuda", *devices.types()})
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and what it is trained on."""
+    """A model and its data."""
 
     size: Size = SIZES["5M"]
     seq_len: int = 128
@@ -43,13 +43,13 @@ class Workload:
     device: str = "cpu"
     processes: int = 2
     checkpointing: str | None = None
-    """"units": each block runs again in backward; "selective": all of it but products and attention; None: nothing."""
+    """"units" runs each block again in backward, "selective" all of it but products and attention, None nothing."""
     compile: bool = False
     """Blocks, and the loss, are compiled."""
     weights: str | None = None
-    """A file of the model's values, which all processes map into their memory; None: each makes them on the host."""
+    """A file of the model's values, which all processes map into their memory. None: each makes them on the host."""
     foreach: bool | None = None
-    """Whether the optimizer steps lists of tensors; None: as torch chooses, which is not on CPUs."""
+    """Whether the optimizer steps lists of tensors. None: torch's choice, which is not on CPUs."""
 
     @property
     def tokens(self) -> int:
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What is multiplied in."""
+        """The dtype of products."""
         return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float32
 
     @property
@@ -74,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--processes", type=int, help="default: 2 on CPUs, all GPUs")
     parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], help="default: 32-true on CPUs, bf16-mixed")
-    parser.add_argument("--size", choices=list(SIZES), help="parameters of the model; default: 5M or 25M on CPUs, 1B")
-    parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: 64 to 256 on CPUs, 4096")
-    parser.add_argument("--batch-size", type=int, help="sequences in a batch of one process; default: 4 on CPUs, 1")
+    parser.add_argument("--size", choices=list(SIZES), help="parameters of the model (default: 5M or 25M on CPUs, 1B)")
+    parser.add_argument("--seq-len", type=int, help="tokens in a sequence (default: 64 to 256 on CPUs, 4096)")
+    parser.add_argument("--batch-size", type=int, help="sequences in a batch of one process (default: 4 on CPUs, 1)")
     parser.add_argument(
         "--checkpointing",
         choices=["units", "selective"],
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_of(options: argparse.Namespace, *, size: str = "5M", seq_len: int = 256) -> Workload:
-    """The workload that the options describe; ``size`` and ``seq_len``: on CPUs, where they do not say."""
+    """The workload of the options. ``size`` and ``seq_len``: defaults on CPUs."""
     on_gpu = options.device != "cpu"
 
     def given(name: str, cpu: object, gpu: object) -> object:
@@ -132,7 +132,7 @@ def model_flops(work: Workload) -> int:
 def build_model(work: Workload, *, plain: bool = False) -> Llama:
     """The model, on the host, with the same values in every process and contestant.
 
-    ``plain``: the engine checkpoints and compiles, as its user tells it to; else the user does, here.
+    ``plain``: the engine checkpoints and compiles, by its options. Else this function does.
     """
     torch.manual_seed(1)
     with torch.device("meta" if work.weights else "cpu"):
@@ -172,7 +172,7 @@ def _contexts() -> Any:
 
 
 def build_optimizer(work: Workload, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW; on GPUs its fused form."""
+    """AdamW, on GPUs its fused form."""
     fused = True if work.device == "cuda" else None
     settings: dict[str, Any] = {"fused": fused, "foreach": work.foreach}
     return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, **settings)

@@ -14,14 +14,14 @@ from typing import Any
 PAGE = Path(__file__).with_name("api.md")
 MODULES = {
     "lightning_shard": "Strategies, options, precision and errors.",
-    "lightning_shard.callbacks": "What goes into `Trainer(callbacks=[...])`.",
+    "lightning_shard.callbacks": "Callbacks for `Trainer(callbacks=[...])`.",
     "lightning_shard.tools": "The commands as functions.",
 }
 
 
 def page() -> str:
     """The page, as it has to be."""
-    parts = ["# API", "Made from docstrings by `python -m examples.guides.api`; edit those, not this page.", contents()]
+    parts = ["# API", "Made from docstrings by `python -m examples.guides.api`. Edit those, not this page.", contents()]
     for module, text in MODULES.items():
         parts += [f"## {module}", text]
         owner = importlib.import_module(module)

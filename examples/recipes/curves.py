@@ -1,4 +1,4 @@
-"""Draws what the recipes learned: ``python -m examples.recipes.curves runs examples/recipes/curves.png``."""
+"""Draws the losses of the recipes: ``python -m examples.recipes.curves runs examples/recipes/curves.png``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def column(file: Path, name: str) -> tuple[list[int], list[float]]:
 
 
 def draw(runs: Path, picture: Path) -> None:
-    """One panel for each recipe: the loss of training, and what is validated."""
+    """One panel for each recipe: the loss of training, and the validated metric."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.6), layout="constrained")

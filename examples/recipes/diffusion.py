@@ -24,7 +24,7 @@ class Stage(nn.Module):
         self.shortcut = nn.Conv2d(channels_in, channels, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """(batch, channels_in, height, width) and (batch, time_width) in; (batch, channels, height, width) out."""
+        """Map (batch, channels_in, height, width) and (batch, time_width) to (batch, channels, height, width)."""
         inner = self.first(F.silu(self.norm(x))) + self.time(time)[:, :, None, None]
         return self.second(F.silu(self.second_norm(inner))) + self.shortcut(x)
 
@@ -67,10 +67,10 @@ def mix(images: Tensor, noise: Tensor, level: Tensor) -> Tensor:
 
 
 class Diffusion(LightningModule):
-    """Predicts the noise in an image; what it learns is best seen in the average of the weights.
+    """Predicts the noise in an image. The average of its weights predicts best.
 
     Args:
-        width: Channels at the highest resolution; a multiple of 8.
+        width: Channels at the highest resolution, a multiple of 8.
         lr: Learning rate of AdamW.
     """
 

@@ -13,7 +13,7 @@ from examples.recipes.shapes import SHAPES
 
 
 class Residual(nn.Module):
-    """Two convolutions with BatchNorm beside a shortcut (He et al. 2015, https://arxiv.org/abs/1512.03385)."""
+    """Two convolutions with BatchNorm, and a shortcut (He et al. 2015, https://arxiv.org/abs/1512.03385)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()

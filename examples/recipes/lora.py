@@ -30,7 +30,7 @@ class LoRA(CausalLM):
         self.save_hyperparameters()
 
     def configure_model(self) -> None:
-        """Load the base and put adapters beside the attention's projections."""
+        """Load the base and add adapters to the attention's projections."""
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 

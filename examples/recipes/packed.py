@@ -25,11 +25,11 @@ def documents(text: Tensor, longest: int) -> list[Tensor]:
 
 
 def pack(texts: Iterable[Tensor], length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill rows with documents in their order; a row ends where the next document does not fit.
+    """Fill rows with documents in their order. A row ends if the next document does not fit.
 
     Returns:
         Inputs, targets and the number of each byte's document in its row, int64 (rows, length) each. A target is
-        -100 where the next byte is of another document, and where nothing fills the row; there the number is -1.
+        -100 if the next byte is of another document, and in the unfilled rest of a row, whose number is -1.
     """
     rows: list[Tensor] = []
     free = 0
@@ -61,7 +61,7 @@ class PackedPython(LightningDataModule):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        """Read and pack; each process on its own."""
+        """Read and pack, each process on its own."""
         h = self.hparams
         self.train, self.validation = (
             TensorDataset(*pack(documents(part, h.seq_len), h.seq_len))
@@ -69,7 +69,7 @@ class PackedPython(LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled rows: what `pack` returns, of (batch, seq_len) each."""
+        """Shuffled rows of `pack`'s three tensors, (batch, seq_len) each."""
         return DataLoader(self.train, self.hparams.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -87,9 +87,9 @@ def chunked_cross_entropy(head: Callable[[Tensor], Tensor], hidden: Tensor, targ
     """The sum of all cross entropies, with the logits of one chunk at a time in memory, in backward too.
 
     Args:
-        head: what makes logits (n, vocabulary) of hidden states (n, width).
+        head: the module from hidden states (n, width) to logits (n, vocabulary).
         hidden: float (tokens, width).
-        targets: int64 (tokens), -100 where there is none.
+        targets: int64 (tokens), -100 for none.
         chunks: parts that the tokens are split into.
     """
 
@@ -101,7 +101,7 @@ def chunked_cross_entropy(head: Callable[[Tensor], Tensor], hidden: Tensor, targ
 
 
 class PackedGPT(GPT):
-    """The GPT on packed rows; each target counts the same, however many of them a row or a process has.
+    """The GPT on packed rows. Each target counts the same, for any number of them in a row or process.
 
     Args:
         chunks: Parts of a batch whose logits are in memory at a time.

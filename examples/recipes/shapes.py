@@ -22,7 +22,7 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     y, x = torch.meshgrid(torch.arange(SIZE) + 0.5, torch.arange(SIZE) + 0.5, indexing="ij")
     dy, dx = (y - centre[0]).abs(), (x - centre[1]).abs()
     round_, square = (dy**2 + dx**2).sqrt(), torch.maximum(dy, dx)
-    # How far inside of the shape each pixel is; a pixel at its edge is grey.
+    # How far inside of the shape each pixel is. A pixel at its edge is grey.
     inside = torch.stack(
         (
             radius - round_,
@@ -59,7 +59,7 @@ class Shapes(LightningDataModule):
     """Images of four shapes.
 
     Args:
-        samples: Images for training; a tenth of that for validation.
+        samples: Images for training, and a tenth of that for validation.
         batch_size: Images in a batch of one process.
         views: Images of each shape in a sample of training.
         noise: Standard deviation of the noise in a view.

@@ -1,7 +1,7 @@
-"""Self-supervised learning: a student predicts what its teacher, an average of its own past, makes of another view.
+"""Self-supervised learning: a student predicts the output of its teacher, an average of its own past, on another view.
 
-Bootstrap your own latent (Grill et al. 2020, https://arxiv.org/abs/2006.07733). No label is used in training; the
-validation looks at whether an image's nearest neighbour is of the same shape.
+Bootstrap your own latent (Grill et al. 2020, https://arxiv.org/abs/2006.07733). No label is used in training. The
+validation tests whether an image's nearest neighbour is of the same shape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Teacher(LightningModule):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Two less twice the cosine of what is predicted and what the teacher says, both ways round."""
+        """Two minus twice the cosine of the prediction and the teacher's output, for both views."""
         both = torch.cat(batch[:2])
         predicted = self.predictor(self.student(both))
         with torch.no_grad():
@@ -46,7 +46,7 @@ class Teacher(LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let the teacher follow; under a sharded strategy each process averages its shards."""
+        """Update the teacher. Under a sharded strategy each process averages its shards."""
         kept = self.hparams.momentum
         for mine, its in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
             its.data = kept * its.data + (1 - kept) * mine.data
@@ -59,5 +59,5 @@ class Teacher(LightningModule):
         self.log("val_neighbours", (labels[nearest] == labels).float().mean(), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        """AdamW over what is trained."""
+        """AdamW over the trained parameters."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.hparams.lr)

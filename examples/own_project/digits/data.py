@@ -13,7 +13,7 @@ class Digits(LightningDataModule):
     """Ten patterns of 8 x 8 pixels under noise.
 
     Args:
-        samples: Images for training; a tenth of that for validation.
+        samples: Images for training, and a tenth of that for validation.
         batch_size: Images in a batch of one process.
     """
 
