@@ -81,11 +81,13 @@ def orders(rows: Iterable[report.Row]) -> tuple[list[report.Row], list[report.Ro
 
 ORDERS = {"table": "table", "kind": "runs that differ in", "pairs": "pairs", "right": "as published"}
 WRONG = {"run": "run", "other": "other", "published": "throughput", "predicted": "predicted"}
-PANELS: Mapping[str, tuple[str, list[int]]] = {
-    "GiB": ("GiB reserved", [7, 15, 30, 60, 90]),
-    "samples": ("largest batch", [5, 10, 20, 50, 100, 200]),
-    "tokens": ("tokens/s of a GPU", [300, 1000, 3000, 10000, 30000, 100000]),
+# Of each unit the title, the unit's name on the axes and the ticks.
+PANELS: Mapping[str, tuple[str, str, list[int]]] = {
+    "GiB": ("peak memory of a GPU", "GiB reserved", [7, 15, 30, 60, 90]),
+    "samples": ("largest batch of a GPU", "samples", [5, 10, 20, 50, 100, 200]),
+    "tokens": ("speed of a GPU", "tokens/s", [300, 1000, 3000, 10000, 30000, 100000]),
 }
+LABELS = {"fitted": "runs used to fit constants", "judged": "other runs"}
 
 
 def _points(rows: Sequence[report.Row], unit: str) -> list[dict[str, Any]]:
@@ -96,19 +98,20 @@ def _points(rows: Sequence[report.Row], unit: str) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[report.Row], path: Path) -> None:
-    """Predicted against published: GiB reserved, largest batches, tokens; readable at 830 pixels."""
+    """Predicted against published memory, largest batches and speed, 830 pixels wide."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     shown = {unit: points for unit in PANELS if (points := _points(rows, unit))}
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(8.3, 3.6), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(8.3, 3.8), squeeze=False)
     for axis, (unit, points) in zip(axes[0], shown.items(), strict=True):
-        near, (title, ticks) = NEAR if unit == "tokens" else 0.1, PANELS[unit]
+        near, (title, name, ticks) = NEAR if unit == "tokens" else 0.1, PANELS[unit]
         ends = [0.85 * min(row["published"] for row in points), 1.18 * max(row["published"] for row in points)]
-        axis.plot(ends, ends, color="black", linewidth=0.8)
-        axis.fill_between(ends, [(1 - near) * e for e in ends], [(1 + near) * e for e in ends], alpha=0.15)
+        axis.plot(ends, ends, color="black", linewidth=0.8, label="equal")
+        low, high = ([(1 + sign * near) * end for end in ends] for sign in (-1, 1))
+        axis.fill_between(ends, low, high, color="grey", alpha=0.25, label="band")
         for half, marker, color in (("fitted", "s", "tab:blue"), ("judged", "o", "tab:orange")):
             own = [row for row in points if row["half"] == half]
             x, y = [row["published"] for row in own], [row["predicted"] for row in own]
@@ -123,17 +126,17 @@ def draw(rows: Sequence[report.Row], path: Path) -> None:
                 color=color,
                 markersize=2.5 if len(points) > 50 else 4.5,
                 elinewidth=0.9 if unit != "tokens" else 0,
-                label=f"{half} half",
+                label=LABELS[half],
             )
-        axis.set(xscale="log", yscale="log", xlabel=f"published {title}", title=f"band: within {near:.0%}")
-        axis.title.set_size(9)
+        axis.set(xscale="log", yscale="log", xlabel=f"published, {name}", ylabel=f"planned, {name}")
+        axis.set_title(f"{title}\nband: ±{near:.0%}", fontsize=10)
         for one in (axis.xaxis, axis.yaxis):
             one.set_ticks(ticks, [str(t) if t < 1000 else f"{t // 1000}k" for t in ticks])
             one.set_minor_locator(matplotlib.ticker.NullLocator())
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("predicted")
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(labels), loc="lower center", fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -201,29 +201,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A curve for each step, with its bar; that of the beats is their interval."""
+    """A panel for each step: the measured curve and its limit, 830 pixels wide."""
     from matplotlib import pyplot
 
-    titles = {"preflight, CPU s": "preflight, CPU seconds of all", "beats, s": "one look at all beats, s"}
-    # 830 pixels wide, as it is shown.
-    figure, axes = pyplot.subplots(2, 2, figsize=(8.3, 5.4), sharex=True)
+    titles = {
+        "preflight, CPU s": ("comparison of settings before the start", "CPU seconds of all processes"),
+        "beats, s": ("signs of life of all ranks, once", "seconds"),
+        "lost rank, s": ("until all ranks know the name of a lost one", "seconds"),
+        "lost connection, s": ("the same after each lost its connection", "seconds"),
+    }
+    figure, axes = pyplot.subplots(2, 2, figsize=(8.3, 5.6), sharex=True)
     sizes = [row["ranks"] for row in rows]
     for axis, (name, bar) in zip(axes.flat, BARS.items(), strict=True):
+        title, unit = titles[name]
         measured = [row for row in rows if name in row]
-        bars = [row["interval, s"] if bar is None else bar for row in rows]
-        axis.loglog([row["ranks"] for row in measured], [row[name] for row in measured], marker="o")
-        axis.loglog(sizes, bars, linestyle="--", color="grey", label="bar")
-        axis.set_title(titles.get(name, name), fontsize=11)
+        limits = [row["interval, s"] if bar is None else bar for row in rows]
+        axis.loglog([row["ranks"] for row in measured], [row[name] for row in measured], marker="o", label="measured")
+        axis.loglog(sizes, limits, linestyle="--", color="grey", label="limit")
+        axis.set_title(title, fontsize=11)
+        axis.set_ylabel(unit)
         axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axis.minorticks_off()
-        axis.set_ylim(min(0.5 * min(row[name] for row in measured), 1), 2 * max(bars))
+        axis.set_ylim(min(0.5 * min(row[name] for row in measured), 1), 2 * max(limits))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
-    axes[0, 0].legend()
+    axes[0, 0].legend(loc="lower right")
     for axis in axes[1]:
-        axis.set_xlabel("ranks")
+        axis.set_xlabel("number of ranks")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

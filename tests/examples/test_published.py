@@ -75,6 +75,6 @@ def test_spread_and_orders() -> None:
     # Of 64 devices 900 / 0.7 tokens are predicted, more than of 8.
     assert {row["kind"]: (row["pairs"], row["right"]) for row in kinds} == {
         "GPUs": (1, 0),
-        "what is recomputed, resharded, chunked or compiled": (2, 2),
+        "recomputation, resharding, chunks or compilation": (2, 2),
     }
     assert [(row["run"], row["other"]) for row in wrong] == [("few", "many")]
