@@ -36,7 +36,7 @@ from lightning_shard.cluster.watch import RankWatch
 
 BARS = {"preflight, CPU s": 60.0, "beats, s": None, "lost rank, s": 120.0, "lost connection, s": 30.0}
 LOST_SECONDS = 120.0
-PER_PROCESS = 2048  # made-up ranks
+PER_PROCESS = 2048  # simulated ranks
 FACTS = {
     "node": "n",
     "versions": {f"library{i}": "1.2.3" for i in range(12)},
