@@ -1,4 +1,4 @@
-"""Checks that the quickstart learned something, and that its checkpoint validates to what training logged.
+"""Checks that the quickstart learned something, and that its checkpoint validates to the logged perplexity.
 
 Usage: check_quickstart.py LOG_OF_FIT LOGGER_FOLDER_OF_FIT SAVE_DIR_OF_VALIDATE
 """
@@ -19,7 +19,7 @@ def perplexities(folder: Path) -> list[float]:
 
 
 def main() -> None:
-    """Fail with the figures where they are not what the README promises."""
+    """Fail with the figures if they are not the README's."""
     log, fit, validate = (Path(argument) for argument in sys.argv[1:])
     untrained = float(re.findall(r"step 0: validation perplexity ([\d.]+)", log.read_text())[0])
     trained = perplexities(fit)

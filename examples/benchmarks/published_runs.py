@@ -1,4 +1,4 @@
-"""Runs that others have published, with what they have measured, each read in the source that is named.
+"""Runs that others have published, with their measurements and the source of each.
 
 Constants of the planner's times may be fitted on the first half, ``fitted``. The other half judges it. No constant of
 its memory was fitted on either.

@@ -156,7 +156,7 @@ def why_not(error: Exception) -> str:
 
 
 def peak(place: Place, name: str, work: Workload, plan: Plan) -> int:
-    """The most bytes that this rank needs for a contestant alone, above what it had before it was built."""
+    """The most bytes that this rank needs for a contestant alone, above those before it was built."""
     memory = PeakMemory(place)
     contestant = build(name, work, place, plan)
     contestant.run(plan.total)
