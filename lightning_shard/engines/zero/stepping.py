@@ -135,7 +135,7 @@ class FlatTensors:
         return (Resident("gathered", "device", p.data) for p in self._parameters if flat_layout.is_partitioned(p))
 
 
-class OneOptimizer(FlatTensors):
+class OneOptimizerSteps(FlatTensors):
     """Steps one optimizer, by DeepSpeed on flat partitions, or on full parameters."""
 
     def __init__(
@@ -196,7 +196,7 @@ class OneOptimizer(FlatTensors):
         self.running.step_masters(skip=skip)
 
 
-class SeveralOptimizers(FlatTensors):
+class SeveralOptimizerSteps(FlatTensors):
     """Steps several optimizers, each on full parameters."""
 
     def __init__(

@@ -30,7 +30,7 @@ from lightning_shard.engines.zero.config.zero_settings import ZeroSettings, chec
 from lightning_shard.engines.zero.connection import Connection, synced_generation
 from lightning_shard.engines.zero.running_engine import RunningEngine, replaced_step, replay_cpu_adam, start_engine
 from lightning_shard.engines.zero.scalars import ScalarLeaves
-from lightning_shard.engines.zero.stepping import OneOptimizer, ParameterCarrier, SeveralOptimizers
+from lightning_shard.engines.zero.stepping import OneOptimizerSteps, ParameterCarrier, SeveralOptimizerSteps
 from lightning_shard.engines.zero.unused_parameters import UnusedParameters
 from lightning_shard.engines.zero.values import ParameterValues, partition_module
 from lightning_shard.errors import ConfigurationError
@@ -55,7 +55,7 @@ class ZeroEngine(Engine):
     steps_itself = True
     shows_gradients = False
 
-    _stepping: OneOptimizer | SeveralOptimizers
+    _stepping: OneOptimizerSteps | SeveralOptimizerSteps
 
     def __init__(
         self,
@@ -182,11 +182,11 @@ class ZeroEngine(Engine):
         group, device = self._run.mesh[SHARD].get_group(), self._run.device
         parts = self._module, running, self._values, unused
         if several:
-            self._stepping = SeveralOptimizers(*parts, optimizers=optimizers, group=group, device=device)
+            self._stepping = SeveralOptimizerSteps(*parts, optimizers=optimizers, group=group, device=device)
         else:
             assert running.optimizer is not None
             self._optimizers = [running.optimizer]
-            self._stepping = OneOptimizer(*parts, whole_step=whole_step, group=group, device=device)
+            self._stepping = OneOptimizerSteps(*parts, whole_step=whole_step, group=group, device=device)
         self._closing.callback(self._stepping.closing.close)
         self._writes = self._values.start_write_check(running, self._called)
         self._closing.callback(self._writes.close)
