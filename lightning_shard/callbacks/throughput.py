@@ -111,7 +111,7 @@ class ThroughputCallback(Callback):
         self._peak = peak_flops(name, dtype) if self.peak_tflops is None else self.peak_tflops * 1e12
         if self._peak is None:
             bits = str(dtype).removeprefix("torch.")
-            self.flops.why_not = f"the peak of {name!r} in {bits} is not known; give it as peak_tflops"
+            self.flops.why_not = f"the peak of {name!r} in {bits} is not known (set peak_tflops)"
         elif self.flops.copied is not None:
             self.flops.count_step(batch, batch_idx, device=device)
         if self.flops.count is None:
