@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.precision.casting import rebuilt
+from lightning_shard.precision.casting import map_tensors
 from lightning_shard.tensors.tracing import version
 
 
@@ -38,19 +38,19 @@ Given = Mapping[int, tuple[Tensor, int]]
 
 
 def given_tensors(inputs: Any) -> Given:
-    """The tensors in the ``inputs`` of a module that is about to run, in containers that `rebuilt` knows."""
+    """The tensors in the ``inputs`` of a module that is about to run, in containers that `map_tensors` knows."""
     found: dict[int, tuple[Tensor, int]] = {}
 
     def note(tensor: Tensor) -> bool:
         found[id(tensor)] = tensor, version(tensor)
         return False
 
-    rebuilt(inputs, note, lambda tensor: tensor)
+    map_tensors(inputs, note, lambda tensor: tensor)
     return found
 
 
 def replaced(output: Any, given: Given, replace: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``replace`` to the tensors in ``output`` that require gradients, see `rebuilt`. Unchanged inputs
+    """Apply ``replace`` to the tensors in ``output`` that require gradients, see `map_tensors`. Unchanged inputs
     (``given``) that the module returns stay the same objects, so that gradients can be taken with respect to them.
     """
 
@@ -58,7 +58,7 @@ def replaced(output: Any, given: Given, replace: Callable[[Tensor], Tensor]) -> 
         _, before = given.get(id(tensor), (None, None))
         return tensor.requires_grad and before != version(tensor)
 
-    return rebuilt(output, is_own, replace)
+    return map_tensors(output, is_own, replace)
 
 
 def _with_signature(function: Callable[..., Any]) -> Any:

@@ -1,8 +1,8 @@
 """Casting at module boundaries, the same on every engine.
 
-Under a 16-bit compute dtype every module sees its parameters in that dtype, and a forward pre-hook on each that has
-some, of its own or its children's, casts its floating inputs. Integer and boolean inputs, targets, losses and metric
-inputs do not enter such modules unless the user's own code sends them there.
+Under a 16-bit compute dtype every module sees its parameters in that dtype. A forward pre-hook on each module with
+parameters, its own or its children's, casts the floating inputs. Integer and boolean inputs, targets, losses and
+metric inputs do not enter such modules unless the user's own code sends them there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,9 +30,9 @@ STATISTICS = (
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it, fp64 too, in ``dtype``, of tuples, lists, dicts, dataclasses and
-    their subclasses (named tuples, Hugging Face outputs). A container in which nothing changes is itself returned, so
-    that a module can still write to it. A tensor that occurs twice is cast once: ``nn.MultiheadAttention`` asks for it.
+    """Cast every floating tensor, fp64 too, in ``value``: tuples, lists, dicts, dataclasses and their subclasses (named
+    tuples, Hugging Face outputs). A container without a change is returned itself, so that a module can still write to
+    it. A tensor that occurs twice is cast once, as ``nn.MultiheadAttention`` requires.
     """
     done: dict[Tensor, Tensor] = {}
 
@@ -41,28 +41,28 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
             done[tensor] = tensor.to(dtype)
         return done[tensor]
 
-    return rebuilt(value, lambda tensor: tensor.is_floating_point() and tensor.dtype != dtype, cast)
+    return map_tensors(value, lambda tensor: tensor.is_floating_point() and tensor.dtype != dtype, cast)
 
 
-# Written so that torch.compile can follow: it breaks a graph at a comprehension that names what it computes, and at
-# `is` between containers.
-def rebuilt(value: Any, wants: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with what ``make`` gives for each wanted tensor in it, or itself; containers as of `cast_floating`."""
+# Written for torch.compile, which breaks a graph at a comprehension that names its results and at `is` between
+# containers.
+def map_tensors(value: Any, wants: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``make`` of each wanted tensor in it, or ``value`` itself. Containers are `cast_floating`'s."""
     if isinstance(value, Tensor):
         return make(value) if wants(value) else value
     if not _holds(value, wants):
         return value
     if isinstance(value, tuple | list):
-        items = [rebuilt(item, wants, make) for item in value]
+        items = [map_tensors(item, wants, make) for item in value]
         return getattr(value, "_make", type(value))(items)
     changed = copy(value)
     if isinstance(value, dict):
         for key, item in value.items():
-            changed[key] = rebuilt(item, wants, make)
+            changed[key] = map_tensors(item, wants, make)
         return changed
     for field in fields(value):
-        # Frozen dataclasses refuse the plain way.
-        object.__setattr__(changed, field.name, rebuilt(getattr(value, field.name), wants, make))
+        # Frozen dataclasses refuse a plain assignment.
+        object.__setattr__(changed, field.name, map_tensors(getattr(value, field.name), wants, make))
     return changed
 
 
@@ -89,16 +89,16 @@ def install_casts(
     output: torch.dtype | None = None,
     float8: Float8 | None = None,
 ) -> Callable[[], None]:
-    """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``; the result
-    takes it back. Some modules have another dtype, ``inside``. ``root`` itself, whose methods are the user's code, and
-    torchmetrics are left out. Modules with running statistics compute in fp32. Parameters of ``whole`` modules, which
-    no engine casts, are cast for their forward. ``output`` is what ``root``'s own code receives floating outputs of
-    modules in (None: as computed); between modules ``dtype`` stays. ``float8``: which modules multiply in float8.
+    """Cast the floating inputs of every module with floating parameters below ``root`` to ``dtype``, or to another
+    dtype from ``inside``. Returns the undo. ``root`` itself, whose methods are the user's code, and torchmetrics are
+    left out. Modules with running statistics compute in fp32. Parameters of ``whole`` modules, which no engine casts,
+    are cast for their forward. ``root``'s own code receives floating outputs in ``output`` (None: as computed), while
+    modules pass ``dtype`` to each other. Modules of ``float8`` multiply in float8.
     """
     for name, module in root.named_modules():
-        if what := _in_fp32_alone(module):
+        if part := _in_fp32_alone(module):
             raise PrecisionError(
-                f"{name} has {what} weights in {dtype}. "
+                f"{name} has {part} weights in {dtype}. "
                 "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
             )
     undo = ExitStack()
@@ -109,9 +109,9 @@ def install_casts(
         if module in left_out:
             continue
         if isinstance(module, STATISTICS) and module.running_mean is not None:
-            # torch refuses 16-bit weights together with fp32 running statistics, and 16-bit statistics would drift. Its
-            # kernels take 16-bit inputs with fp32 weights, compute in fp32, keep the input as it is for backward, and
-            # return its dtype.
+            # torch refuses 16-bit weights with fp32 running statistics, and 16-bit statistics would drift. Its kernels
+            # take 16-bit inputs with fp32 weights, compute in fp32, keep the 16-bit input for backward, and return its
+            # dtype.
             undo.callback(compute_in(module, torch.float32))
         elif any(p.is_floating_point() for p in module.parameters()):
             hook = hooks[others.get(module, dtype)]
@@ -129,7 +129,7 @@ def install_casts(
 
 
 def _in_fp32_alone(module: nn.Module) -> str:
-    """What of a parametrization in ``module`` torch computes in fp32, or with fp32 buffers; empty: there is none."""
+    """Words for a parametrization in ``module`` that torch computes in fp32 or with fp32 buffers. Empty: none."""
     vectors = {key for key, _ in module.named_buffers(recurse=False) if key.endswith("_u")}
     if "_u" in vectors or any(hasattr(module, f"{key[:-2]}_orig") for key in vectors):
         return "a spectral norm, whose vectors are fp32 and can't be multiplied with"
@@ -140,8 +140,8 @@ def _in_fp32_alone(module: nn.Module) -> str:
 
 
 def widen_statistics(root: nn.Module) -> None:
-    """Put running statistics, and the buffers of parametrizations that compute with fp32 weights alone, into fp32 where
-    they were loaded in 16 bits, as masters are: torch refuses 16-bit ones beside fp32 weights, and they would drift.
+    """Cast 16-bit running statistics, and buffers of parametrizations that need fp32 weights, to fp32, as masters are.
+    torch refuses 16-bit ones with fp32 weights, and they would drift.
     """
     for module in root.modules():
         if isinstance(module, STATISTICS) or _in_fp32_alone(module):
@@ -153,14 +153,14 @@ def widen_statistics(root: nn.Module) -> None:
 def _casting_to(dtype: torch.dtype) -> Callable[..., Any]:
     def pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype:
-            return None  # of every call of most layers, whose host time counts
+            return None  # the most frequent call, whose host time counts
         return cast_floating((args, kwargs), dtype)
 
     return pre_hook
 
 
 def _callable_by(module: nn.Module, *, is_root: bool = True) -> Iterator[nn.Module]:
-    """The modules that a root's own code may call: all but those in containers of the modules that it holds."""
+    """Modules that a root's own code may call, also from its ModuleLists and ModuleDicts."""
     for child in module.children():
         holds = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if not holds:
@@ -170,21 +170,21 @@ def _callable_by(module: nn.Module, *, is_root: bool = True) -> Iterator[nn.Modu
             yield from _callable_by(child, is_root=holds)
 
 
-_depth = 0  # How many modules with a cast output are being called, one inside the other.
-_autocast: dict[str, bool] = {}  # Device type to whether autocast was on where the outermost of them was called.
+_depth = 0  # Number of modules with a cast output that are being called, one inside the other.
+_autocast: dict[str, bool] = {}  # Device type to whether autocast was on at the call of the outermost of them.
 
 
-_LEAVING = 2**62  # The number of the hook after a module's call, which no other hook has.
+_LEAVING = 2**62  # The id of the hook after a module's call. No other hook has it.
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs, in which ``torch.utils.checkpoint`` calls modules again."""
+    """Whether a backward pass runs. ``torch.utils.checkpoint`` calls modules again in it."""
     return _current_graph_task_id() != -1
 
 
 def _cast_output(module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None:
-    """Cast the output of calls from no other module, and switch autocast off inside. What ``torch.utils.checkpoint``
-    calls again comes from where it came from in forward; a compiler only sees calls inside of a module.
+    """Cast the output of calls that come from no other module, and switch autocast off inside. A call repeated by
+    ``torch.utils.checkpoint`` has the caller that it had in forward. A compiler only sees calls inside of a module.
     """
     nested, again = False, False
 
@@ -216,8 +216,8 @@ def _cast_output(module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None
         return _cast_returned(output, dtype)
 
     undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-    # Compiled code looks for the numbers of hooks that are always called; another one for each module would have each
-    # of a unit's copies compiled anew.
+    # Compiled code guards the ids of hooks that are always called. Another id for each module would recompile each of a
+    # unit's copies.
     RemovableHandle.next_id, following = _LEAVING, RemovableHandle.next_id
     try:
         undo.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -226,8 +226,8 @@ def _cast_output(module: nn.Module, dtype: torch.dtype, undo: ExitStack) -> None
 
 
 def _cast_returned(output: Any, dtype: torch.dtype) -> Any:
-    """``output`` in ``dtype``; of a dictionary with a loss, as Hugging Face's models return, the loss alone: copies of
-    logits that nobody reads would be the largest tensors of a step.
+    """``output`` in ``dtype``. In a dictionary with a loss, as of Hugging Face's models, only the loss is cast: copies
+    of unread logits would be the largest tensors of a step.
     """
     loss = output.get("loss") if isinstance(output, dict) else None
     if not isinstance(loss, Tensor) or loss.ndim > 0 or not loss.is_floating_point():
@@ -240,7 +240,7 @@ def _cast_returned(output: Any, dtype: torch.dtype) -> Any:
 
 
 def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose calls of modules come from a module wherever it is called, such as in backward."""
+    """``function`` with its calls of modules counted as calls from a module, at any place, such as in backward."""
 
     def nested(*args: Any, **kwargs: Any) -> Any:
         global _depth
@@ -256,8 +256,8 @@ def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Run ``module`` on its parameters, and those of the modules in it, as they are seen, in ``dtype``, but for 0-d
-    ones, which keep theirs.
+    """Run ``module`` with its parameters and its submodules', as currently seen, in ``dtype``. 0-d ones keep theirs.
+    Returns the undo.
     """
     places = [
         (owner, name)
@@ -275,7 +275,7 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 
 
 Places = Sequence[tuple[nn.Module, str]]
-"""Modules with the name of a parameter in each, listed ahead of steps, which may find others in these places."""
+"""Modules and the names of their parameters. Steps may find other tensors under these names."""
 
 
 @contextmanager
@@ -286,7 +286,7 @@ def _seen_in(places: Places, dtype: torch.dtype) -> Iterator[None]:
         for owner, name in places:
             if (seen := getattr(owner, name, None)) is not None:
                 hidden.append((owner.__dict__, name, owner.__dict__.get(name)))
-                # An instance attribute hides the registered parameter; here maybe one that an outer call hid.
+                # An instance attribute hides the registered parameter. It may replace an outer call's attribute.
                 owner.__dict__[name] = seen.to(dtype)
         yield
     finally:
@@ -297,11 +297,11 @@ def _seen_in(places: Places, dtype: torch.dtype) -> Iterator[None]:
 
 
 OWN_FORWARD = "_shard_own_forward"
-"""Where a module keeps the ``forward`` that was set on itself, or None, while another is in its place."""
+"""Attribute with the ``forward`` of a module's instance, or None, while it is replaced."""
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Put ``forward`` in the place of the module's own; returns a function that puts back what was there."""
+    """Replace the module's ``forward``. Returns the undo."""
     before = module.__dict__.get("forward")
     is_first = OWN_FORWARD not in module.__dict__
     module.__dict__.setdefault(OWN_FORWARD, before)
@@ -319,8 +319,8 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Replace every trainable floating parameter under ``root``, plain or DTensor, by one of ``dtype``, ties kept,
-    before an optimizer is built and before FSDP's lazy initialisation. FQN and old dtype of those that changed. Those
-    in fp64, which engines that have no such masters refuse, stay.
+    before an optimizer is built and before FSDP's lazy initialisation. Returns FQN and old dtype of the changed ones.
+    fp64 stays: engines without such masters refuse it.
     """
     names = parameter_names(root)
     left = (dtype, torch.float64)

@@ -18,29 +18,28 @@ from torch import nn
 from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import PrecisionError
 
-MULTIPLE = 16  # Of which both sizes of a layer are: float8 kernels take nothing else (`torch._scaled_mm`).
+MULTIPLE = 16  # It divides both sizes of a layer: float8 kernels take nothing else (`torch._scaled_mm`).
 
 
 @checked_fields("float8", error=PrecisionError)
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Which linear layers compute in float8, and how.
+    """Linear layers that compute in float8, and their recipe.
 
     Raises:
         PrecisionError: a pattern that is no regular expression.
     """
 
     pattern: str = ".*"
-    """A regular expression for the whole names of modules in the LightningModule: of the ``nn.Linear`` that it
-    matches, subclasses with a forward of their own left out, those are taken whose sizes are multiples of 16 and whose
-    weight no other module has (a head that is tied to an embedding stays in bf16). ``(?!.*lm_head).*`` leaves a head
-    out."""
+    """A regular expression for whole names of ``nn.Linear`` modules in the LightningModule. Subclasses with their own
+    forward, sizes that are no multiples of 16, and weights that another module has (a head tied to an embedding) stay
+    in bf16. ``(?!.*lm_head).*`` leaves a head out."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """torchao's recipe: one scale for a tensor, or one for each row, or that with the weight's gradient in bf16."""
+    """torchao's recipe: one scale per tensor, one per row, or one per row with the weight's gradient in bf16."""
 
     emulate: bool = False
-    """Round to float8 and multiply in fp32: the numbers without the speed, where there is no hardware for it."""
+    """Round to float8 and multiply in fp32: the numbers without the speed, for hardware without float8."""
 
     def __post_init__(self) -> None:
         try:
@@ -50,8 +49,8 @@ class Float8:
 
 
 def check_float8(settings: Float8 | None, device: torch.device, *, launched: bool) -> None:
-    """Refuse ``settings`` that can't run on ``device``; its GPU is asked once ``launched``, since a CUDA context keeps
-    a notebook's processes from being forked. PrecisionError: torchao is missing, or the device has no float8.
+    """Refuse ``settings`` that can't run on ``device``. The GPU is asked once ``launched``, since a CUDA context keeps
+    a notebook from forking processes. PrecisionError: torchao is missing, or the device has no float8.
     """
     if settings is None:
         return
@@ -71,11 +70,11 @@ def check_float8(settings: Float8 | None, device: torch.device, *, launched: boo
 
 
 def install_float8(root: nn.Module, settings: Float8, others: Container[nn.Module]) -> Callable[[], None]:
-    """Let linear layers of ``settings`` but ``others`` multiply in float8, until undone; PrecisionError: none."""
+    """Let linear layers of ``settings``, not ``others``, multiply in float8. Returns the undo. PrecisionError: none."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe, emulate = Float8LinearConfig.from_recipe_name(settings.recipe), settings.emulate
-    # Padding makes a number of tokens fit that is no multiple of 16.
+    # Padding for numbers of tokens that are no multiples of 16.
     config = replace(recipe, emulate=emulate, pad_inner_dim=not emulate)
     sample = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"), config=config)
     own = {name: value for name, value in vars(sample).items() if name not in vars(nn.Linear(1, 1, device="meta"))}
@@ -87,7 +86,7 @@ def install_float8(root: nn.Module, settings: Float8, others: Container[nn.Modul
         )
 
     before = [type(layer) for layer in layers]
-    # Subclasses keep what they have besides, such as how their weights begin.
+    # Subclasses keep their own methods, such as the one that initializes weights.
     made: Any = {cls: type(f"Float8{cls.__name__}", (type(sample), cls), {}) for cls in before}
     for layer in layers:
         layer.__class__ = made[type(layer)]
@@ -116,6 +115,6 @@ def _take_back(layers: list[tuple[nn.Linear, type]], own: dict[str, Any]) -> Non
 
 
 def multiplies_in(module: nn.Module) -> torch.dtype | None:
-    """The float8 dtype that ``module`` rounds its weight to for its products; None: it has no such products."""
+    """The float8 dtype of ``module``'s weight in products, or None."""
     config = vars(module).get("config") if "linear_mm_config" in vars(module) else None
     return None if config is None else config.cast_config_weight.target_dtype

@@ -1,6 +1,5 @@
-"""The ledger: dtypes of a run, read from live tensors in its first step, as plain data, a table and JSON.
-
-`lightning_shard.run.ledger` measures it, `violations` holds it against the aligned contract.
+"""The ledger: dtypes of a run, read from live tensors in its first step, as plain data, a table and JSON. `violations`
+compares it with the aligned contract.
 """
 
 from collections import defaultdict
@@ -17,9 +16,9 @@ from lightning_shard.text import columns
 Kind = Literal["trainable", "frozen", "buffer", "metric state", "not in the module"]
 
 STAGES = ("loaded", "prepared", "optimizer", "product", "accumulated", "gradient", "step")
-"""In the order of a run. ``optimizer``: in its groups; ``product``: the float8 that a linear layer rounds it to;
-``accumulated``: the gradient held between micro-batches; ``gradient``, ``step``: gradient and parameter that were
-handed to the optimizer. ``state.<slot>`` follows."""
+"""In the order of a run. ``optimizer``: in its groups. ``product``: the float8 dtype in a linear layer's product.
+``accumulated``: the gradient held between micro-batches. ``gradient``, ``step``: gradient and parameter handed to the
+optimizer. ``state.<slot>`` follows."""
 
 STATE = "state."
 
@@ -28,7 +27,7 @@ _SHORT |= {torch.float64: "fp64", torch.float8_e4m3fn: "fp8", torch.float8_e4m3f
 
 
 def short(dtypes: Iterable[torch.dtype]) -> str:
-    """``"fp32"``, or ``"bf16+fp32"`` where there are several."""
+    """``"fp32"``, or ``"bf16+fp32"`` of several dtypes."""
     return "+".join(sorted(_SHORT.get(d, _name(d)) for d in dtypes))
 
 
@@ -47,7 +46,7 @@ class Entry:
         self.stages.setdefault(stage, set()).add(dtype)
 
     def column(self, stage: str) -> set[torch.dtype]:
-        """The dtypes at ``stage``; for ``"state"`` those of all slots."""
+        """The dtypes at ``stage``, over all slots for ``"state"``."""
         if stage != "state":
             return self.stages.get(stage, set())
         return {d for name, dtypes in self.stages.items() if name.startswith(STATE) for d in dtypes}
@@ -62,11 +61,11 @@ class Ledger:
     loss: frozenset[torch.dtype] = frozenset()  # The dtypes of the losses of the first step.
 
     def dtypes(self, name: str, stage: str) -> set[torch.dtype]:
-        """The dtypes in which ``name`` was seen at ``stage``, one of `STAGES` or ``state.<slot>``; maybe none."""
+        """The dtypes of ``name``, maybe none, at ``stage``: one of `STAGES` or ``state.<slot>``."""
         return self.entries[name].stages.get(stage, set())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, which name neither engine nor rank: one row per combination of dtypes, with its count."""
+        """Plain JSON values without engine or rank: one row per combination of dtypes, with its count."""
         rows = [
             {
                 "what": self.entries[names[0]].kind,
@@ -80,7 +79,7 @@ class Ledger:
         return {"tensors": rows, "loss": loss, "reduction": reduction}
 
     def table(self) -> str:
-        """One line per distinct combination of dtypes, with the number of tensors that have it."""
+        """One line per distinct combination of dtypes, with its number of tensors."""
         stages = [s for s in (*STAGES, "state") if any(e.column(s) for e in self.entries.values())]
         lines = [["dtypes, as measured", "count", *stages]]
         for names in self._groups():
@@ -97,7 +96,7 @@ class Ledger:
         return list(found.values())
 
 
-# By stage where a tensor was seen, and what mends it.
+# By stage, words for the place of a tensor and the fix.
 _TEXTS = {
     "prepared": ("after the strategy prepared it", "Leave its dtype alone, and let the strategy cast"),
     "optimizer": ("in the optimizer's groups", "Build the optimizer in configure_optimizers from self.parameters()"),
@@ -109,7 +108,7 @@ _TEXTS = {
 
 
 class Violation(NamedTuple):
-    """A tensor whose dtype is not what the contract says."""
+    """A tensor whose dtype breaks the contract."""
 
     name: str
     stage: str
@@ -118,18 +117,18 @@ class Violation(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, str]:
-        """Where it was seen, and what mends it."""
-        where = f"in the optimizer's state {self.stage.removeprefix(STATE)!r}"
-        return _TEXTS.get(self.stage, (where, "Use an optimizer that keeps its state in its parameters' dtype"))
+        """Words for the place and the fix."""
+        place = f"in the optimizer's state {self.stage.removeprefix(STATE)!r}"
+        return _TEXTS.get(self.stage, (place, "Use an optimizer that keeps its state in its parameters' dtype"))
 
     def text(self) -> str:
         return f"{self.name} is {self.found} {self.texts[0]}, required is {self.required}"
 
 
 def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[Violation]:
-    """What in ``ledger`` breaks the contract under ``policy``, of dtypes that are there: trainable parameters and their
-    gradients are in the policy's, optimizer state and reductions no narrower; frozen parameters, buffers and, before
-    the first step, metrics have the dtype that they were loaded in.
+    """Violations of the contract under ``policy`` among the dtypes in ``ledger``. Trainable parameters and their
+    gradients must have the policy's dtypes, optimizer state and reductions none that is narrower. Frozen parameters,
+    buffers and, before the first step, metrics must keep the dtype that they were loaded in.
     """
     found = [v for name, entry in ledger.entries.items() for v in _of_entry(name, entry, policy)]
     low = [dtype for dtype in ledger.reduced_in if dtype.itemsize < policy.reduce.itemsize]
@@ -154,7 +153,7 @@ def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Viol
     for stage, dtypes in entry.stages.items():
         for dtype in sorted(dtypes, key=str):
             if stage.startswith(STATE):
-                # Integers are counts, masks, and moments that an optimizer quantises itself, the same on every engine.
+                # Integers are counts, masks, and moments that an optimizer quantises itself, alike on every engine.
                 if dtype.is_floating_point and dtype.itemsize < policy.master.itemsize:
                     yield _violation(name, stage, dtype, policy.master)
             elif stage in exact and dtype != exact[stage] and not dtype.is_complex:
@@ -162,7 +161,7 @@ def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Viol
 
 
 def contract_error(found: Sequence[Violation], when: str) -> PrecisionContractError:
-    """The error that names what ``violations`` found, the first ones of many."""
+    """The error that names the first of ``found``."""
     shown = "; ".join(v.text() for v in found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
     return PrecisionContractError(
         f"The aligned precision contract is broken {when}: {shown}. {found[0].texts[1]}, or use the strategy's name "

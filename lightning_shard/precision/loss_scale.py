@@ -1,9 +1,9 @@
-"""Dynamic loss scaling: one arithmetic for every engine, by the rules of ``torch.amp.GradScaler``, with the hysteresis
+"""Dynamic loss scaling, by one arithmetic on every engine: the rules of ``torch.amp.GradScaler``, with the hysteresis
 and the minimum of Megatron-LM and DeepSpeed.
 
-fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale, a power of two, before backward and the fp32
-gradients are divided by it. When one of any rank is inf or NaN, every rank skips the step and the scale falls; it rises
-after enough good ones.
+fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale, a power of two, before backward, and the fp32
+gradients are divided by it. If a gradient of any rank is inf or NaN, every rank skips the step and the scale falls. It
+rises after enough good steps.
 """
 
 import math
@@ -28,30 +28,30 @@ LARGEST = 2.0**126  # The scale and its inverse are normal fp32 numbers up to he
 @checked_fields("loss_scale", error=PrecisionError)
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How the loss scale moves.
+    """Settings of a dynamic loss scale.
 
     Raises:
-        PrecisionError: a value that can't work; scales and factors must be powers of two.
+        PrecisionError: a value that can't work. Scales and factors must be powers of two.
     """
 
     initial: float = 2.0**16
     """The first scale. A loss that is itself in fp16 needs 2**15 or less, and gets there by a skipped step."""
 
     growth_factor: float = 2.0
-    """What the scale is multiplied by after ``growth_interval`` good steps in a row."""
+    """Factor of the scale after ``growth_interval`` good steps in a row."""
 
     backoff_factor: float = 0.5
-    """What it is multiplied by after an overflow."""
+    """Factor of the scale after an overflow."""
 
     growth_interval: int = 2000
     """Steps without an overflow before the scale grows."""
 
     hysteresis: int = 1
-    """Overflows, counted since the scale last grew, up to which all but the last leave the scale as it is. Their
-    steps are skipped all the same. 1: each lowers it."""
+    """Number of overflows since the scale last grew until one lowers the scale. Steps with any overflow are skipped.
+    1: each lowers the scale."""
 
     minimum: float = 1.0
-    """The scale never falls below; an overflow there ends the run."""
+    """Lowest scale. An overflow at it ends the run."""
 
     def __post_init__(self) -> None:
         for name in ("initial", "growth_factor", "backoff_factor", "minimum"):
@@ -77,16 +77,16 @@ class LossScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """Where the scale stands; the same on every rank."""
+    """State of the scale, the same on every rank."""
 
-    scale: float  # What the next loss is multiplied by.
+    scale: float  # Factor of the next loss.
     good_steps: int  # Steps since the last overflow or growth.
-    overflows_left: int  # Overflows until the scale falls; it stays at 1 until the scale grows.
+    overflows_left: int  # Overflows until the scale falls, then 1 until it grows.
     skipped: int = 0  # Steps skipped in the whole run.
 
 
 def next_state(scaling: LossScaling, state: LossScaleState, *, overflow: bool) -> LossScaleState:
-    """The state after a step that was taken, or skipped for an overflow; DataError: an overflow at the minimum."""
+    """The state after a step, which an ``overflow`` skipped. DataError: an overflow at the minimum."""
     if overflow:
         if state.overflows_left > 1:
             return replace(state, good_steps=0, overflows_left=state.overflows_left - 1, skipped=state.skipped + 1)
@@ -105,7 +105,7 @@ def next_state(scaling: LossScaling, state: LossScaleState, *, overflow: bool) -
 
 
 def state_from_dict(values: dict[str, Any]) -> LossScaleState:
-    """The state whose ``asdict`` these are; CheckpointMismatchError: other keys, as a stock GradScaler's state has."""
+    """The state of its ``asdict``. CheckpointMismatchError: other keys, such as a stock GradScaler's."""
     expected = set(LossScaleState.__dataclass_fields__)
     if set(values) != expected:
         raise CheckpointMismatchError(
@@ -124,29 +124,29 @@ class LossScaler:
         self._overflows: dict[int, bool] = {}
 
     def begin_batch(self) -> None:
-        """Say that gradients of the batch to come are scaled, of all optimizers."""
+        """Take the next batch's gradients of all optimizers for scaled."""
         self._overflows = {}
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale, in fp32, of which any scale is a finite number."""
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss`` times the scale, in fp32, which can hold any scale."""
         return loss.float() * self.state.scale
 
     @torch.no_grad()
-    def unscale(self, optimizer: Optimizer, gradients: Gradients, *, device: torch.device) -> bool:
-        """Divide the gradients of ``optimizer`` by the scale in place, unless that was done in this batch; whether any,
-        on any rank, is inf or NaN. All ranks call it: one all-reduce of a number on ``device``. ``gradients`` gives
-        this rank's: full or sharded, DTensors, on the host or on the device; a rank may have none.
+    def unscale_gradients(self, optimizer: Optimizer, gradients: Gradients, *, device: torch.device) -> bool:
+        """Divide the gradients of ``optimizer`` by the scale in place, once in a batch. Returns whether any, on any
+        rank, is inf or NaN. All ranks call it: one all-reduce of a number on ``device``. ``gradients`` gives this
+        rank's, maybe none: full or sharded, plain or DTensors, on the host or on the device.
         """
         if id(optimizer) not in self._overflows:
-            found = clipping.unscale(gradients(optimizer), self.state.scale, device=device)
+            found = clipping.unscale_gradients(gradients(optimizer), self.state.scale, device=device)
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             self._overflows[id(optimizer)] = bool(found.item())
         return self._overflows[id(optimizer)]
 
-    def stepped(
+    def update_scale(
         self, optimizer: Optimizer, optimizers: Iterable[Optimizer], gradients: Gradients, *, counts: bool
     ) -> None:
-        """Move the scale after a step of ``optimizer``, unless that was left out for another reason (``counts``)."""
+        """Move the scale after ``optimizer``'s step. ``counts`` is false for a step skipped for another reason."""
         before, overflow = self.state.scale, self._overflows.pop(id(optimizer))
         if counts:
             self.state = next_state(self._scaling, self.state, overflow=overflow)
@@ -154,7 +154,7 @@ class LossScaler:
             return
         own = {id(gradient) for gradient in gradients(optimizer)}
         for other in optimizers:
-            # Its gradients, from a backward before this step, wait for a step of their own.
+            # The other's gradients, from a backward before this step, wait for their own step.
             if other is not optimizer and id(other) not in self._overflows:
                 waiting = [gradient for gradient in gradients(other) if id(gradient) not in own]
-                clipping.multiply(waiting, torch.tensor(self.state.scale / before))
+                clipping.multiply_gradients(waiting, torch.tensor(self.state.scale / before))

@@ -1,12 +1,12 @@
-"""Losses that come with a weight, such as their number of valid tokens, averaged by it over ranks and micro-batches.
+"""Averages of losses over ranks and micro-batches, weighted for example by their numbers of valid tokens.
 
-Engines average gradients over ranks, and Lightning over micro-batches, whatever the number of tokens in each. With a
-weight ``w`` of each loss ``l`` (the mean over ``w`` tokens) the gradient of a step is that of ``sum(w * l) / sum(w)``,
-over all ranks and micro-batches. The divisor is known at the accumulation boundary only: each loss is multiplied by its
-weight before backward, and the reduced gradients by ``ranks * micro-batches / sum(w)`` before they are clipped.
+Engines average gradients over ranks, and Lightning over micro-batches, for any number of tokens in each. With a weight
+``w`` of each loss ``l`` (the mean over ``w`` tokens) a step has the gradient of ``sum(w * l) / sum(w)`` over all ranks
+and micro-batches. The divisor is known only at the accumulation boundary. So each loss is multiplied by its weight
+before backward, and the reduced gradients by ``ranks * micro-batches / sum(w)`` before they are clipped.
 
-In fp16, where the product might overflow, weights are divided by a power of two that is no smaller than any weight of
-the window; the gradients so far are divided with it where it grows.
+In fp16 the product might overflow. Weights are divided by a power of two, the unit, that is no smaller than any weight
+of the window. If the unit grows, the gradients so far are divided by the growth.
 """
 
 import math
@@ -21,22 +21,22 @@ from torch import Tensor
 
 from lightning_shard.errors import ConfigurationError, DataError
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.clipping import multiply
+from lightning_shard.tensors.clipping import multiply_gradients
 from lightning_shard.tensors.full import to_host_later
 
-WEIGHT, REDUCTION = "weight", "reduction"  # Keys of what ``training_step`` returns, beside "loss".
+WEIGHT, REDUCTION = "weight", "reduction"  # Keys of ``training_step``'s output, besides "loss".
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightKey:
-    """Where a batch has the weight of its loss."""
+    """The entry of a batch that gives the weight of its loss."""
 
     name: str  # A key of a mapping, the position in a tuple or list, or an attribute.
-    ignored: float | None = None  # Count the elements that differ from this number; None: the sum of all elements.
+    ignored: float | None = None  # Count the elements that differ from this number. None: sum all elements.
 
     @staticmethod
     def parse(text: str) -> "WeightKey":
-        """The key that ``"mask"``, ``"1"`` or ``"labels != -100"`` stands for; ConfigurationError: another form."""
+        """The key of ``"mask"``, ``"1"`` or ``"labels != -100"``. ConfigurationError: another form."""
         name, differs, number = (part.strip() for part in text.partition("!="))
         try:
             ignored = float(number) if differs else None
@@ -50,7 +50,7 @@ class WeightKey:
         return WeightKey(name=name, ignored=ignored)
 
     def weight_of(self, batch: Any) -> Tensor:
-        """The weight of a batch, a scalar on the entry's device; DataError: it has no such entry, or no number."""
+        """The weight of a batch, a scalar on the entry's device. DataError: no such entry, or no number."""
         try:
             entry = torch.as_tensor(self._entry(batch))
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
@@ -71,11 +71,11 @@ class LossWeights:
     """The weights of the losses of an optimizer step. All ranks call each method at the same point of a step."""
 
     def __init__(self, key: str | None, *, ranks: int, device: torch.device, scaled: bool) -> None:
-        """``key``: as `WeightKey.parse` takes it; ``scaled``: the loss is multiplied by a loss scale besides."""
+        """``key`` is for `WeightKey.parse`. ``scaled`` says that the loss is multiplied by a loss scale as well."""
         self._key = None if key is None else WeightKey.parse(key)
         self._ranks, self._device, self._scaled = ranks, device, scaled
         self.given: bool | None = None
-        """Whether the losses come with weights, the same on every rank; None before the first."""
+        """Whether the losses have weights, the same on every rank. None before the first."""
         self._weight: Tensor | None = None  # of the loss whose backward comes next
         self._is_sum = False
         self._unit = 1.0
@@ -86,8 +86,8 @@ class LossWeights:
         # fp64: sums of tokens are exact, also beyond 2**24.
         return torch.zeros(2, dtype=torch.float64, device=self._device)
 
-    def take(self, output: Any, batch: Any) -> None:
-        """Take the weight of a step's loss. DataError: some steps, here or elsewhere, give none, or it can't be one."""
+    def take_weight(self, output: Any, batch: Any) -> None:
+        """Take the weight of a step's loss. DataError: it is missing in some steps or on some ranks, or no weight."""
         if output is None:
             return  # no loss, and no backward
         weight = output.get(WEIGHT) if isinstance(output, Mapping) else None
@@ -120,54 +120,54 @@ class LossWeights:
         if not is_number or (tensor := torch.as_tensor(weight)).numel() != 1 or tensor.is_complex():
             found = f"shape {tuple(tensor.shape)}" if is_number else repr(weight)
             raise DataError(
-                f"training_step returns a weight of {found}, but must return one number with its loss: that of the "
-                "tokens or samples of which the loss is the mean."
+                f"training_step returns a weight of {found}, but must return one number with its loss: the count of "
+                "tokens or samples that the loss is the mean of."
             )
-        # A tensor on the device is not looked at: that would wait for it.
+        # A check of a tensor on the device would wait for it.
         if tensor.device.type == "cpu" and not (math.isfinite(value := float(tensor)) and value >= 0):
             raise DataError(f"training_step returns a weight of {value}, but it must be 0 or more, and finite.")
         return tensor.detach().reshape(()).to(self._device, torch.float64, non_blocking=True)
 
     @torch.no_grad()
-    def _grow(self, weight: Tensor, waiting: Callable[[], Iterable[Tensor]]) -> None:
+    def _grow_unit(self, weight: Tensor, waiting: Callable[[], Iterable[Tensor]]) -> None:
         largest = weight.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         needed = 2.0 ** math.ceil(math.log2(max(1.0, float(largest))))
         if needed > self._unit:
-            multiply(waiting(), torch.tensor(self._unit / needed, dtype=torch.float32))
+            multiply_gradients(waiting(), torch.tensor(self._unit / needed, dtype=torch.float32))
             self._unit = needed
 
-    def scale(self, loss: Tensor, *, ends: bool, waiting: Callable[[], Iterable[Tensor]]) -> Tensor:
-        """``loss`` for backward: the mean over, or sum of, what its weight counts, by micro-batches. ``ends``: its
-        backward ends an accumulation; ``waiting``: earlier micro-batches' gradients.
+    def scale_loss(self, loss: Tensor, *, ends: bool, waiting: Callable[[], Iterable[Tensor]]) -> Tensor:
+        """``loss``, a mean over its weight or a sum, times its weight for backward. ``ends`` says that the backward
+        ends an accumulation. ``waiting`` gives earlier micro-batches' gradients.
         """
         weight, self._weight = self._weight, None
         assert weight is not None, "each loss was taken"
         if self._scaled:
-            self._grow(weight, waiting)
+            self._grow_unit(weight, waiting)
         # The mean of nothing is often NaN.
         counted = torch.where(weight > 0, loss, torch.zeros_like(loss))
         with torch.no_grad():
             total = counted.double() * (1.0 if self._is_sum else weight)
             self._sums += torch.stack((weight, total.to(self._device)))
         if ends:
-            # It is read after backward was launched, which then is not waited for.
-            self._total = self._reduce()
+            # It is read after backward was launched, so that reading does not wait for backward.
+            self._total = self._reduce_sums()
         factor = 1.0 / self._unit if self._is_sum else (weight / self._unit).to(torch.float32)
         return counted * factor
 
-    def _reduce(self) -> Callable[[], Tensor]:
+    def _reduce_sums(self) -> Callable[[], Tensor]:
         dist.all_reduce(self._sums)
         return to_host_later(self._sums[0])
 
     @torch.no_grad()
-    def finish(self, gradients: Iterable[Tensor], *, micro_batches: int) -> Tensor | None:
-        """At the accumulation boundary: divide this rank's reduced ``gradients`` by the weights' sum, in place. Returns
-        the weighted mean loss, a scalar on the device, the same on all ranks; None: the weights are 0: skip it.
+    def average_gradients(self, gradients: Iterable[Tensor], *, micro_batches: int) -> Tensor | None:
+        """At the accumulation boundary, divide this rank's reduced ``gradients`` by the weights' sum, in place. Returns
+        the weighted mean loss, a scalar on the device, equal on all ranks. None: all weights are 0, skip the step.
         """
-        total, sums, unit = self._total or self._reduce(), self._sums, self._unit
+        total, sums, unit = self._total or self._reduce_sums(), self._sums, self._unit
         self._total, self._sums, self._unit = None, self._zeros(), 1.0
         if total() == 0:
             return None
-        multiply(gradients, (self._ranks * micro_batches * unit / sums[0]).to(torch.float32))
+        multiply_gradients(gradients, (self._ranks * micro_batches * unit / sums[0]).to(torch.float32))
         return (micro_batches * sums[1] / sums[0]).to(torch.float32)

@@ -1,4 +1,4 @@
-"""The precision policy: which dtype is used where. Plain data, the same for every engine."""
+"""The precision policy: the dtypes of a run as plain data, the same for every engine."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.words import PRECISIONS
 
-FLOAT8 = "fp8-mixed"  # `ShardPrecision` runs it too; the Trainer's own flag does not know it.
+FLOAT8 = "fp8-mixed"  # For `ShardPrecision` alone. The Trainer's own flag does not know it.
 ALL = f"{', '.join(PRECISIONS)}, and by ShardPrecision in plugins {FLOAT8}"
 SHORT_FORMS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-"""Lightning's short words for some of its precision strings, one of which does not run here."""
+"""Lightning's short words for some of its precision strings. 64-true does not run here."""
 
 BITS = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16, "fp8": torch.bfloat16}
-"""What a precision string begins with, to the dtype that is computed in, but for products in float8."""
+"""Compute dtype by the beginning of a precision string, products in float8 aside."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes that a policy may name, as they are written in YAML and in logs."""
+"""The dtypes of a policy, by their words in YAML and logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
     """Dtypes of one run.
 
-    Frozen parameters, buffers and torchmetrics states always keep the dtype that the model gave them; inside a forward
-    the parameters, trainable or frozen, are seen in ``compute``.
+    Frozen parameters, buffers and torchmetrics states keep the model's dtype. Inside a forward all parameters,
+    trainable or frozen, are seen in ``compute``.
 
     Raises:
-        PrecisionError: fields that contradict each other, or that no engine can do; it names them.
+        PrecisionError: fields that contradict each other, or that no engine can do.
     """
 
     compute: torch.dtype
@@ -44,21 +44,20 @@ class PrecisionPolicy:
     """Dtype in which gradients cross the network."""
 
     accumulate: torch.dtype
-    """Dtype in which gradients of several micro-batches are summed: the master's where each is reduced, the
-    reduction's where they wait for the boundary."""
+    """Dtype in which gradients of several micro-batches are summed: the master's if each is reduced, the reduction's if
+    they wait for the accumulation boundary."""
 
     output: torch.dtype | None = None
-    """Dtype of what modules return to the LightningModule's own code; None: the compute dtype."""
+    """Dtype of modules' outputs in the LightningModule's own code. None: the compute dtype."""
 
     autocast: torch.dtype | None = None
-    """Dtype that ``torch.autocast`` casts operators' inputs to inside of steps, while ``compute`` is fp32; None: no
-    autocast."""
+    """Dtype of ``torch.autocast`` inside of steps, while ``compute`` is fp32. None: no autocast."""
 
     loss_scale: LossScaling | None = None
-    """How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all."""
+    """Loss scaling for fp16 compute with fp32 masters. None: not at all."""
 
     float8: Float8 | None = None
-    """Which linear layers take their products in float8, while ``compute`` is bf16; None: none."""
+    """Linear layers with products in float8, while ``compute`` is bf16. None: none."""
 
     def __post_init__(self) -> None:
         known = ", ".join(DTYPES)
@@ -66,25 +65,25 @@ class PrecisionPolicy:
             dtype = getattr(self, name)
             if dtype not in DTYPES.values() and not (name == "output" and dtype is None):
                 raise PrecisionError(f"{name} is {short(dtype)}, but must be one of {known}.")
-        self._check("master", "compute", "an optimizer steps parameters in fp32 or in the dtype that they compute in")
-        self._check("reduce", "compute", "gradients cross the network in fp32 or in the dtype that they come in")
+        self._check("master", "compute", "an optimizer steps parameters in fp32 or in the compute dtype")
+        self._check("reduce", "compute", "gradients cross the network in fp32 or in their own dtype")
         if self.accumulate not in (self.master, self.reduce):
             raise PrecisionError(
                 f"accumulate is {short(self.accumulate)}, with master {short(self.master)} and reduce "
                 f"{short(self.reduce)}, but must be one of these two: DDP and FSDP sum gradients of micro-batches in "
-                "the master's dtype once reduced, and in that of the reduction before it."
+                "the master's dtype after the reduction, and in the reduction's dtype before it."
             )
         if self.output is not None:
-            self._check("output", "compute", "modules return what they computed, or that widened")
+            self._check("output", "compute", "modules return their results as computed, or widened")
         if self.autocast is not None and (self.compute, self.master) != (torch.float32, torch.float32):
             raise PrecisionError(
                 f"autocast is {short(self.autocast)} while compute is {short(self.compute)} and master "
-                f"{short(self.master)}, but both must be fp32: autocast casts what each operator is given."
+                f"{short(self.master)}, but both must be fp32: autocast casts each operator's inputs."
             )
         self._check_loss_scale()
 
     def _check(self, name: str, other: str, reason: str) -> None:
-        """Field ``name`` must be fp32 or what field ``other`` is."""
+        """Field ``name`` must be fp32 or equal to field ``other``."""
         value, allowed = getattr(self, name), getattr(self, other)
         if value not in (torch.float32, allowed):
             choice = "fp32" if allowed == torch.float32 else f"fp32 or {short(allowed)}"
@@ -97,7 +96,7 @@ class PrecisionPolicy:
         if self.loss_scale is not None and (self.products != fp16 or self.master == fp16):
             # torch.amp.GradScaler refuses fp16 gradients too.
             reason = (
-                "gradients scaled back in fp16 lose again what the scale has saved"
+                "fp16 gradients underflow again when they are scaled back"
                 if self.master == fp16
                 else "the range of bf16 and fp32 needs no scale"
             )
@@ -113,7 +112,7 @@ class PrecisionPolicy:
 
     @property
     def products(self) -> torch.dtype:
-        """Dtype of matrix products, of linear layers at least."""
+        """Dtype of matrix products, at least in linear layers."""
         return torch.float8_e4m3fn if self.float8 is not None else self.autocast or self.compute
 
     @property
@@ -136,9 +135,9 @@ class PrecisionPolicy:
 
 
 def autocasting(policy: PrecisionPolicy, device_type: str, *, cache: bool) -> AbstractContextManager[Any]:
-    """The context in which the LightningModule's own code runs: ``torch.autocast`` where the policy has it, or for fp32
-    outputs that meet cast parameters; modules switch it off (`install_casts`). ``cache`` keeps a parameter's cast,
-    which is wrong where its memory is freed in the step.
+    """The context of the LightningModule's own code: ``torch.autocast`` if the policy has it, or for fp32 outputs that
+    meet cast parameters. Modules switch it off (`install_casts`). ``cache`` keeps a parameter's cast, which is wrong if
+    its memory is freed in the step.
     """
     if policy.autocast is not None:
         return torch.autocast(device_type, dtype=policy.autocast, cache_enabled=cache)
@@ -148,7 +147,7 @@ def autocasting(policy: PrecisionPolicy, device_type: str, *, cache: bool) -> Ab
 
 
 def short(dtype: torch.dtype) -> str:
-    """``"bf16"`` and the like; torch's own name for a dtype that has none here."""
+    """``"bf16"`` and the like, or torch's own name of a dtype without one here."""
     return {d: name for name, d in DTYPES.items()}.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -163,9 +162,9 @@ def policy_from(
     float8: Float8 | None = None,
     at_boundary: bool = False,
 ) -> PrecisionPolicy:
-    """The policy of a Trainer's ``precision``, one of `PRECISIONS` or `FLOAT8`, plain or aligned, by
-    ``ShardPrecision``'s arguments. Plain ``16-true`` has no loss scale: to divide fp16 gradients would lose what it
-    saved. ``at_boundary``: accumulated gradients wait for one reduction. PrecisionError: overrides that can't be.
+    """The policy of a Trainer's ``precision``, one of `PRECISIONS` or `FLOAT8`, plain or aligned, with
+    ``ShardPrecision``'s overrides. Plain ``16-true`` has no loss scale: fp16 gradients would underflow again when
+    divided. With ``at_boundary`` accumulated gradients wait for one reduction. PrecisionError: impossible overrides.
     """
     if float8 is not None and precision != FLOAT8:
         raise PrecisionError(f"float8 is set with precision {precision!r}, but goes with {FLOAT8!r} alone.")
@@ -182,8 +181,8 @@ def policy_from(
         if form != "mixed" or bits == "fp8" or output is not None:
             given = f"precision is {precision!r}" if output is None else f"output is {short(output)}"
             raise PrecisionError(
-                f"{given} with autocast: true, but autocast runs under 'bf16-mixed' and '16-mixed', and returns what "
-                "torch's rules say. Set one of these, without output, or remove autocast."
+                f"{given} with autocast: true, but autocast runs under 'bf16-mixed' and '16-mixed', and torch's "
+                "rules decide its outputs. Set one of these, without output, or remove autocast."
             )
         lower, compute = compute, torch.float32
     reduce = master if reduce is None else reduce

@@ -1,4 +1,4 @@
-"""The words for precisions and dtypes, which commands read without torch."""
+"""Words for precisions and dtypes, which commands read without torch."""
 
 from typing import Literal, get_args
 
@@ -7,4 +7,4 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 """The Trainer's strings that run."""
 
 DType = Literal["fp32", "bf16", "fp16"]
-"""The dtypes that a policy may name; `lightning_shard.precision.policy.DTYPES` has torch's."""
+"""The dtypes of a policy. `lightning_shard.precision.policy.DTYPES` has torch's."""

@@ -139,7 +139,7 @@ class ShardPrecision(Precision):
         """Take the weight from a training step's output for ``arguments``, and return the output. All ranks call it."""
         if self._run.automatic:
             refuse_loss(output, self._module)
-            self._weights.take(output, arguments[0] if arguments else None)
+            self._weights.take_weight(output, arguments[0] if arguments else None)
         return output
 
     # Loss scale
@@ -187,11 +187,11 @@ class ShardPrecision(Precision):
         self._backward_ran = self.backward_pending = True
         if self._weights.given:
             ends = not loops.should_accumulate(module.trainer)
-            tensor = self._weights.scale(tensor, ends=ends, waiting=self._accumulated_parts)
+            tensor = self._weights.scale_loss(tensor, ends=ends, waiting=self._accumulated_parts)
         if self.nonfinite is not None:
             self.nonfinite.check_loss(tensor)
         if self._scale is not None:
-            tensor = self._scale.scaled(tensor)
+            tensor = self._scale.scale_loss(tensor)
         return super().pre_backward(tensor, module)
 
     def _accumulated_parts(self) -> list[Tensor]:
@@ -242,7 +242,7 @@ class ShardPrecision(Precision):
         self._after_closure(model, optimizer)
         engine.step_optimizer(optimizer, skip=self.step_skipped, **kwargs)
         if self._scale is not None:
-            self._scale.stepped(optimizer, self._optimizers, self._gradients, counts=counts)
+            self._scale.update_scale(optimizer, self._optimizers, self._gradients, counts=counts)
         return result
 
     def _refuses_nonfinite(self, optimizer: Optimizer, module: LightningModule) -> bool:
@@ -262,7 +262,9 @@ class ShardPrecision(Precision):
 
     def _divide_by_weights(self, optimizer: Optimizer, module: LightningModule) -> bool:
         """Divide the gradients by the weights of the step's losses. False: there are no weights."""
-        loss = self._weights.finish(self._gradients(optimizer), micro_batches=module.trainer.accumulate_grad_batches)
+        loss = self._weights.average_gradients(
+            self._gradients(optimizer), micro_batches=module.trainer.accumulate_grad_batches
+        )
         if loss is not None:
             module.log("weighted_loss", loss)
         return loss is not None
@@ -287,7 +289,7 @@ class ShardPrecision(Precision):
     def _unscale(self, optimizer: Optimizer) -> bool:
         """Unscale the gradients of ``optimizer``, unless a clip in this batch did. True: they overflowed."""
         scale = self._scale
-        return scale is not None and scale.unscale(optimizer, self._gradients, device=self._run.device)
+        return scale is not None and scale.unscale_gradients(optimizer, self._gradients, device=self._run.device)
 
     @override
     def clip_gradients(

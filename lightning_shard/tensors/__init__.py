@@ -1,1 +1,1 @@
-"""Words that engines and checkpoints share; nothing here imports Lightning."""
+"""Types and functions of tensors that engines and checkpoints share."""

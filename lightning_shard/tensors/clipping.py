@@ -1,9 +1,9 @@
-"""All gradients at once: their norm and clipping by one formula on every engine, and scaling.
+"""Norm, clipping and scaling of all gradients at once, by one formula on every engine.
 
-The norm is ``sqrt(sum(g ** 2))`` with squares and sums in fp64, rounded once to fp32; the coefficient is torch's,
-``clamp(max_norm / (norm + 1e-6), max=1)`` (``torch.nn.utils.clip_grads_with_norm_``). In fp64 the order of the
-sum, and so the way the gradients are sharded, changes the result by less than an fp32 spacing: every engine and
-every rank gets the same fp32 number and so the same coefficient.
+The norm is ``sqrt(sum(g ** 2))`` with squares and sums in fp64, rounded once to fp32. The coefficient is torch's,
+``clamp(max_norm / (norm + 1e-6), max=1)`` (``torch.nn.utils.clip_grads_with_norm_``). In fp64 the order of the sum,
+which depends on the sharding, changes the result by less than an fp32 spacing. So every engine and every rank gets the
+same fp32 norm and the same coefficient.
 """
 
 import math
@@ -28,8 +28,8 @@ require(torch, "_foreach_norm")
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Live gradients: of a sparse one, whose rows are summed first, the rows, and of a complex one its real view of
-    shape ``(*shape, 2)``, so that a norm and a limit are those of the real and imaginary parts.
+    """Live gradients. A sparse one is coalesced and gives its values. A complex one gives its real view of shape
+    ``(*shape, 2)``, so that a norm and a limit apply to real and imaginary parts.
     """
     found = []
     for parameter in parameters:
@@ -45,8 +45,8 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _shard_axes(mesh: DeviceMesh | None, placements: Any) -> tuple[tuple[dist.ProcessGroup, str], ...]:
-    """Process groups over which gradients of these placements (None: shards) are sharded over ``mesh``, one per mesh
-    axis, and the device type; none if they are full.
+    """Process group and device type of each axis of ``mesh`` that shards gradients of these placements. ``placements``
+    None means sharded over all axes. Full gradients have none.
     """
     if mesh is None:
         return ()
@@ -58,17 +58,18 @@ def _shard_axes(mesh: DeviceMesh | None, placements: Any) -> tuple[tuple[dist.Pr
 
 @torch.no_grad()
 def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | None = None) -> Tensor:
-    """Total 2-norm of ``gradients`` (fp32, bf16 or fp16); an fp32 scalar, the same on all. All ranks call it with the
-    same parameters': DTensors over any mesh, or plain tensors, full and equal or disjoint shards over ``sharded_over``.
+    """Total 2-norm of ``gradients`` (fp32, bf16 or fp16), an fp32 scalar, equal on all ranks. All ranks call it with
+    the same parameters' gradients: DTensors over any mesh, or plain tensors, either full and equal or disjoint shards
+    over ``sharded_over``.
     """
     by_axes: dict[tuple[tuple[tuple[dist.ProcessGroup, str], ...], torch.device], list[Tensor]] = defaultdict(list)
     placed: Any = None
     for grad in gradients:
         mesh, placements = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (sharded_over, None)
-        if placed is None or placed[0] is not mesh or placed[1] != placements:  # mostly they are the last one's
+        if placed is None or placed[0] is not mesh or placed[1] != placements:  # mostly equal to the last one's
             placed = mesh, placements, _shard_axes(mesh, placements)
         own = local(grad)
-        # Beside sharded gradients that are offloaded there may be full ones on the device.
+        # Besides offloaded shards there may be full gradients on the device.
         by_axes[placed[2], own.device].append(own)
     if not by_axes:
         return torch.zeros(())
@@ -79,7 +80,7 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
             # Without fp64 copies of the gradients.
             square = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
         for group, device_type in axes:
-            # A CPU-offloaded shard of a CUDA mesh has its gradient on the host, where the group may have no backend.
+            # An offloaded shard of a CUDA mesh has its gradient on the host, for which the group may have no backend.
             moved = square.to(device_type, non_blocking=True)
             dist.all_reduce(moved, group=group)
             square = moved.to(square.device)
@@ -90,7 +91,7 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
 
 @torch.no_grad()
 def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor, error_if_nonfinite: bool = False) -> None:
-    """Scale gradients with ``norm`` in place to at most ``max_norm``; DataError: inf or NaN, ``error_if_nonfinite``."""
+    """Scale gradients with ``norm`` in place to at most ``max_norm``. DataError: inf or NaN, ``error_if_nonfinite``."""
     if error_if_nonfinite and not torch.isfinite(norm):
         raise DataError(
             f"The gradient norm is {norm.item()}, and error_if_nonfinite is set. Look for a loss of inf or NaN, "
@@ -102,19 +103,19 @@ def clip_by_norm(gradients: Iterable[Tensor], max_norm: float, norm: Tensor, err
 
 @torch.no_grad()
 def clip_by_value(gradients: Iterable[Tensor], max_value: float) -> None:
-    """Clamp every element of the gradients to ``[-max_value, max_value]`` in place; no communication."""
+    """Clamp every element of the gradients to ``[-max_value, max_value]`` in place. No communication."""
     for locals_ in _by_device_and_dtype(gradients):
         clip_grad_value_(_holders(locals_), max_value)
 
 
 def _holders(gradients: list[Tensor]) -> Any:
-    """What holds gradients as parameters do."""
+    """Objects with a ``grad``, as torch's functions take parameters."""
     return [SimpleNamespace(grad=each) for each in gradients]
 
 
 @torch.no_grad()
-def multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients by a scalar in place; no communication."""
+def multiply_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients by a scalar in place. No communication."""
     for locals_ in _by_device_and_dtype(gradients):
         here = factor.to(locals_[0].device)
         for gradient in locals_:
@@ -122,8 +123,8 @@ def multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
 
 
 @torch.no_grad()
-def unscale(gradients: Iterable[Tensor], scale: float, *, device: torch.device) -> Tensor:
-    """Divide the gradients by ``scale`` in place; a scalar on ``device``: 1 if any is inf or NaN here, else 0."""
+def unscale_gradients(gradients: Iterable[Tensor], scale: float, *, device: torch.device) -> Tensor:
+    """Divide the gradients by ``scale`` in place. Returns a scalar on ``device``: 1 if any is inf or NaN here, or 0."""
     gradients = list(gradients)
     found = (~all_finite(gradients, device=device)).to(torch.float32)
     for locals_ in _by_device_and_dtype(gradients):
@@ -134,7 +135,7 @@ def unscale(gradients: Iterable[Tensor], scale: float, *, device: torch.device) 
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor:
-    """Whether no element on this rank is inf or NaN, a boolean scalar on ``device``; no communication."""
+    """Whether no element on this rank is inf or NaN, a boolean scalar on ``device``. No communication."""
     finite = torch.ones((), dtype=torch.bool, device=device)
     for locals_ in _by_device_and_dtype(tensors):
         if filled := [t for t in locals_ if t.numel() > 0]:

@@ -1,6 +1,5 @@
-"""Tensors with shapes, dtypes and devices and without memory, on which a step is traced: for model FLOPs
-(`lightning_shard.meters.flops`) and bytes (`lightning_shard.planning.memory_trace`). Fake tensors are documented
-(https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but lie below a private module.
+"""Fake tensors, with shapes, dtypes and devices but no memory, on which a step is traced for FLOPs and bytes. They are
+documented (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but lie below a private module.
 """
 
 import copy
@@ -25,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @contextmanager
 def fake_operations() -> Generator[None, None, None]:
-    """Inside, operations give fake tensors, of real ones too; where such a mode is on already it stays."""
+    """Inside, operations give fake tensors, of real ones too. An outer mode of that kind stays on."""
     made = torch.empty(0)
     mode = made.fake_mode if isinstance(made, FakeTensor) else FakeTensorMode()
     with nullcontext() if isinstance(made, FakeTensor) else mode, _FakeInputs(mode):
@@ -33,7 +32,7 @@ def fake_operations() -> Generator[None, None, None]:
 
 
 class _FakeInputs(TorchDispatchMode):
-    """Replaces real inputs by fake ones. With ``allow_non_fake_inputs`` the mode itself runs ``x.add_(1)`` on them."""
+    """Replaces real inputs by fake ones. torch's ``allow_non_fake_inputs`` runs ``x.add_(1)`` on the real ones."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fake_world(ranks: int) -> Generator[None, None, None]:
-    """A process group whose rank 0 this process is, without others; ConfigurationError: it has one already."""
+    """A process group of ``ranks`` whose rank 0 is this process, alone. ConfigurationError: it has one already."""
     if dist.is_initialized():
         raise ConfigurationError("This process has a process group already; plan in a process of its own.")
     dist.init_process_group("fake", rank=0, world_size=ranks)
@@ -65,7 +64,7 @@ def fake_world(ranks: int) -> Generator[None, None, None]:
 
 
 def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake copy of ``tensor`` on the CPU; copies of views of one storage are views of one storage."""
+    """A fake copy of ``tensor`` on the CPU. Copies of views of one storage are views of one storage."""
     if isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
         return tensor
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
@@ -75,11 +74,13 @@ def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def make_fake(root: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace every parameter and buffer of ``root`` by a fake one on the CPU; ties stay ties."""
+    """Replace every parameter and buffer of ``root`` by a fake one on the CPU. Ties stay ties."""
     replace_tensors(root, lambda tensor: as_fake(tensor, mode))
 
 
 def meta_copy(module: M) -> M:
-    """A deep copy on the meta device, ties and all; what else ``module`` (full) holds is copied, or raises."""
+    """A deep copy of ``module`` (full) with its tensors on the meta device, ties kept. Copies of its other attributes
+    may raise.
+    """
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): of_its_class(t, torch.empty_like(t, device="meta")) for t in tensors})

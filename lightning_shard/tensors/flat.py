@@ -1,8 +1,8 @@
 """Tensors whose slices lie in flat memory, and optimizers that step such memory.
 
 An engine that flattens parameters and divides them over the ranks (ZeRO) leaves each rank contiguous row-major slices
-of some. Such a slice is a handful of axis-aligned boxes, which torch.distributed.checkpoint stores; each is contiguous
-in the slice, so that a view of the flat memory is the box's tensor, read and written in place.
+of some. Such a slice is a handful of axis-aligned boxes, which torch.distributed.checkpoint stores. Each is contiguous
+in the slice, so a view of the flat memory is the box's tensor, read and written in place.
 """
 
 import math
@@ -23,17 +23,13 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int  # Where it begins in the slice that it is a part of, in elements.
-
-    @property
-    def length(self) -> int:
-        return math.prod(self.sizes)
+    start: int  # First element in the slice that it is a part of.
 
 
 def boxes(shape: Sequence[int], start: int, length: int) -> list[Box]:
-    """Elements ``[start, start + length)`` of a tensor's row-major order as boxes, in that order; ValueError: outside.
-    There are at most ``2 * len(shape) - 1``: the rest of a begun row, full rows, the beginning of one more; and the
-    same in each of the two rows that are not full. An empty slice has no box.
+    """Elements ``[start, start + length)`` of a tensor's row-major order as boxes, in that order. ValueError: outside.
+    There are at most ``2 * len(shape) - 1``: the end of one row, full rows and the beginning of another row, likewise
+    within these two partial rows. An empty slice has no box.
     """
     if start < 0 or length < 0 or start + length > math.prod(shape):
         raise ValueError(f"elements [{start}, {start + length}) are not all in a tensor of shape {tuple(shape)}")
@@ -45,7 +41,7 @@ def boxes(shape: Sequence[int], start: int, length: int) -> list[Box]:
 def _append_boxes(
     shape: tuple[int, ...], begin: int, end: int, prefix: tuple[int, ...], origin: int, found: list[Box]
 ) -> None:
-    """Append the boxes of ``[begin, end)`` of the sub-tensor at ``prefix``; the slice begins at ``origin`` in it."""
+    """Append the boxes of ``[begin, end)`` of the sub-tensor at ``prefix``. The slice begins at ``origin`` in it."""
     if begin == end:
         return
     if not shape:
@@ -71,12 +67,12 @@ def _append_boxes(
 class FlatSlice:
     """Live flat memory that is a contiguous row-major slice of a tensor."""
 
-    data: Tensor  # 1-D, contiguous; loading a checkpoint writes to it.
-    start: int  # Where the slice begins in the tensor, in elements of its row-major order.
+    data: Tensor  # 1-D, contiguous, written to by loading a checkpoint.
+    start: int  # First element of the slice in the tensor's row-major order.
 
 
 class BoxTensor:
-    """This rank's boxes of a tensor of ``shape``, by their offsets, with what `tensor_files` asks of a tensor."""
+    """This rank's boxes of a tensor of ``shape``, by their offsets, with DCP's protocol of checkpointable tensors."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[tuple[int, ...], Tensor]) -> None:
         self.shape, self.dtype, self._pieces = torch.Size(shape), dtype, dict(pieces)
@@ -94,7 +90,7 @@ class BoxTensor:
 
 
 class FlatTensor(BoxTensor):
-    """This rank's slices of a tensor, if any; those of all ranks, which may be equal, have all elements."""
+    """This rank's slices of a tensor, if any. All ranks' slices together, some maybe equal, have all elements."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Iterable[FlatSlice]) -> None:
         pieces: dict[tuple[int, ...], Tensor] = {}
@@ -105,19 +101,19 @@ class FlatTensor(BoxTensor):
             assert form == (1, True, dtype), f"a slice of a flat {dtype} tensor is {form}"
             assert part.start >= end, f"slices overlap: one begins at {part.start}, the one before ends at {end}"
             for box in boxes(shape, part.start, data.numel()):
-                pieces[box.offsets] = data[box.start : box.start + box.length].view(box.sizes)
+                pieces[box.offsets] = data[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
             end = part.start + data.numel()
         if math.prod(shape) == 0:
-            # No slice has elements of such a tensor, but a checkpoint has the tensor: any rank can write it.
+            # No slice has elements of an empty tensor, but a checkpoint has the tensor. Any rank can write it.
             pieces = {(0,) * len(shape): torch.empty(tuple(shape), dtype=dtype)}
         super().__init__(shape, dtype, pieces)
 
 
 LiveTensor = Tensor | FlatTensor
-"""What this rank has of a tensor: a plain tensor (full, the same on all ranks), a DTensor, or slices in flat memory."""
+"""This rank's part of a tensor: a plain tensor (full, equal on all ranks), a DTensor, or slices in flat memory."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element: the dtype that a tensor's bits are seen in."""
+"""Integer dtype of a tensor's bits, by the bytes of an element."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -127,18 +123,17 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatMember:
-    """Which slice of a parameter lies where in this rank's flat tensor."""
+    """The place of a parameter's slice in this rank's flat tensor."""
 
     fqn: str
     shape: Sequence[int]  # The full parameter's shape.
-    offset: int = 0  # Where the slice begins in the flat tensor, in elements.
-    start: int = 0  # Where the slice begins in the parameter's row-major order, in elements.
-    length: int = 0  # Elements of the slice; 0 where this rank's flat tensor has none of the parameter.
-    # False for a parameter that is in the group but in no flat tensor on any rank (frozen): it has no state.
-    stepped: bool = True
+    offset: int = 0  # First element of the slice in the flat tensor.
+    start: int = 0  # First element of the slice in the parameter's row-major order.
+    length: int = 0  # Elements of the slice, 0 if this rank's flat tensor has none of the parameter.
+    stepped: bool = True  # False if no rank's flat tensor has the group's parameter (frozen), which has no state.
 
     def view(self, flat: Tensor) -> FlatTensor:
-        """What of the parameter, or of a slot of its, lies in this rank's flat tensor, in place."""
+        """The slice of the parameter, or of its slot, in this rank's flat tensor, as a view."""
         part = flat.detach().narrow(0, self.offset, self.length)
         return FlatTensor(self.shape, flat.dtype, [FlatSlice(part, self.start)])
 
@@ -147,12 +142,12 @@ class FlatMember:
 class FlatGroup:
     """A flat tensor that an optimizer steps, and the parameters whose slices lie in it."""
 
-    flat: Tensor  # 1-D; what the optimizer's ``state`` is keyed by. Padding may be anywhere in it; it may be empty.
-    members: tuple[FlatMember, ...]  # The same names, shapes and order on every rank, whatever slices this rank has.
+    flat: Tensor  # 1-D, the key in the optimizer's ``state``. It may be empty and have padding anywhere.
+    members: tuple[FlatMember, ...]  # The same names, shapes and order on every rank.
     # The live parameter group with the hyperparameters. Flat groups may share one: their members follow each other in
     # its list of parameters.
     group: dict[str, Any]
-    # Makes a zero tensor like ``flat`` for the slot of this name, where slots are in files; None: in memory.
+    # Makes a zero tensor like ``flat`` for the slot of this name if slots are in files. None: slots are in memory.
     new_slot: Callable[[str], Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -167,7 +162,7 @@ class FlatGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatOptimizer:
-    """An optimizer that steps flat tensors. Its ``param_groups[i]["params"]`` is never looked at."""
+    """An optimizer that steps flat tensors. Its ``param_groups[i]["params"]`` is never read."""
 
     optimizer: Optimizer
     groups: Sequence[FlatGroup]  # In the order of the parameter groups.
@@ -188,26 +183,26 @@ class OwnedParameter:
     fqn: str
     shape: tuple[int, ...]  # The full parameter's.
     group: dict[str, Any]  # The live parameter group with the hyperparameters.
-    tensor: Tensor | None  # On the owner what the optimizer's ``state`` is keyed by.
+    tensor: Tensor | None  # The key in the optimizer's ``state``, on the owner.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedOptimizer:
-    """Steps full parameters at owners, in other groups; every rank has all ``parameters``, ``slots``, ``values``."""
+    """Steps full parameters at owner ranks. Every rank has all ``parameters``, ``slots`` and ``values``."""
 
     optimizer: Optimizer
     parameters: Sequence[OwnedParameter]  # In the order of the parameter groups.
-    slots: Mapping[str, Mapping[str, Slot]]  # FQN to the tensors of its state that there are on its owner.
-    values: Mapping[str, Mapping[str, Any]]  # FQN to the state that is in no tensor.
+    slots: Mapping[str, Mapping[str, Slot]]  # FQN to the tensors of its state on its owner.
+    values: Mapping[str, Mapping[str, Any]]  # FQN to the state without tensors.
 
 
 AnyOptimizer = Optimizer | FlatOptimizer | OwnedOptimizer
-"""An optimizer that steps a module's parameters (plain, or DTensors), flat tensors with slices of them, or full ones
-of other ranks' shards."""
+"""An optimizer of a module's parameters (plain or DTensors), of flat tensors with their slices, or of full parameters
+whose shards are on other ranks."""
 
 
 def plain_slots(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state, in which a tensor of a class of its own is the tensors inside: ``exp_avg.codes``."""
+    """A parameter's state, in which a tensor subclass is replaced by its inner tensors: ``exp_avg.codes``."""
     found: dict[str, Any] = {}
     for name, value in state.items():
         if has_tensors_inside(value):
@@ -219,7 +214,7 @@ def plain_slots(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_tensors_inside(value: Any) -> bool:
-    """Whether it is a tensor of a class of its own, such as a quantised one; a DTensor is none."""
+    """Whether it is a tensor subclass with inner tensors, such as a quantised one, but no DTensor."""
     return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
 
 

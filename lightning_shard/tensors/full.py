@@ -1,4 +1,4 @@
-"""Full tensors gathered from what each rank has of them, and scattered back, whichever way an engine shards them."""
+"""Full tensors gathered from each rank's part and scattered back, for every way to shard."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ from lightning_shard.tensors.flat import FlatTensor, LiveTensor
 
 @torch.no_grad()
 def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
-    """A bitwise copy of the full tensor on every rank. All ranks call it; a `FlatTensor`'s is made on ``device``."""
+    """A bitwise copy of the full tensor on every rank, of a `FlatTensor` on ``device``. All ranks call it."""
     if isinstance(live, DTensor):
         return full_of(live).clone()
     if isinstance(live, Tensor):
@@ -21,7 +21,7 @@ def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
     full = torch.zeros(live.shape, dtype=live.dtype, device=device)
     for index, part in _boxes(live):
         full[index] = part.to(device)
-    # Ranks that have an element have the same, replicas too, and the others zeros: the largest byte keeps every bit.
+    # Ranks that have an element agree on it, and the others have zeros, so the largest byte keeps every bit.
     if full.numel() > 0:
         dist.all_reduce(full.reshape(-1).view(torch.uint8), dist.ReduceOp.MAX)
     return full
@@ -29,7 +29,7 @@ def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def scatter_full(value: Tensor, live: LiveTensor) -> None:
-    """Write a full tensor of this shape, the same on all ranks, into what this rank has. No communication."""
+    """Write a full tensor, equal on all ranks, into this rank's part ``live``. No communication."""
     if isinstance(live, DTensor):
         live.to_local().copy_(own_part(value.to(live.device_mesh.device_type, live.dtype), live))
     elif isinstance(live, Tensor):
@@ -40,16 +40,16 @@ def scatter_full(value: Tensor, live: LiveTensor) -> None:
 
 
 def full_of(tensor: DTensor) -> Tensor:
-    """All of ``tensor`` on its mesh's device, which may share its memory where each rank has it. All ranks call it."""
+    """The full ``tensor`` on its mesh's device, maybe in its memory if it is replicated. All ranks call it."""
     mesh, size, placed = tensor.device_mesh, tensor.shape, tensor.placements
     with torch.no_grad():
-        # It moves an offloaded shard, which is on the host, where the mesh may have no backend; ``to`` reduces sums.
+        # It moves an offloaded shard off the host, for which the mesh may have no backend. ``to`` would reduce sums.
         part = tensor.to_local()
         return DTensor.from_local(part, mesh, placed, run_check=False, shape=size, stride=tensor.stride()).full_tensor()
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a full tensor, the same on all ranks, sharded as ``like`` is. No communication."""
+    """This rank's part of a full tensor, equal on all ranks, sharded as ``like`` is. No communication."""
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
@@ -60,7 +60,7 @@ def _boxes(live: FlatTensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
 
 
 def to_host_later(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a small tensor to the host; the result waits for that copy alone, and gives it."""
+    """Begin to copy a small tensor to the host. The result waits for that copy alone and returns it."""
     if tensor.device.type == "cpu":
         copy = tensor.detach().to("cpu", copy=True)
         return lambda: copy

@@ -1,5 +1,5 @@
-"""The master weights of a module's parameters, found from the parameters themselves while an engine runs, by code that
-has but a part of a module (pretrained weights for an encoder), which fills them and lets the module see the values.
+"""The master weights of parameters while an engine runs, for code that has only a part of the module, such as an
+encoder that gets pretrained weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +14,8 @@ from lightning_shard.tensors.names import named_parameters
 _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter to its FQN and engine
 
 
-def register(module: nn.Module, engine: Any) -> Callable[[], None]:
-    """Have `live_tensors` find the masters that ``engine`` (an `Engine`) keeps beside ``module``'s, until undone."""
+def register_masters(module: nn.Module, engine: Any) -> Callable[[], None]:
+    """Have `live_tensors` find the masters that ``engine`` (an `Engine`) keeps of ``module``. Returns the undo."""
     for fqn, parameter in named_parameters(module).items():
         _found[parameter] = fqn, engine
 
@@ -27,7 +27,7 @@ def register(module: nn.Module, engine: Any) -> Callable[[], None]:
 
 
 def live_tensors(tensors: Mapping[str, Tensor]) -> dict[str, LiveTensor]:
-    """The master of each tensor that has one, or else the tensor itself, under the same name."""
+    """The master of each tensor, or the tensor itself if it has none, under the same name."""
     by_owner: dict[Any, Mapping[str, LiveTensor]] = {}
     found: dict[str, LiveTensor] = {}
     for name, tensor in tensors.items():
@@ -38,7 +38,7 @@ def live_tensors(tensors: Mapping[str, Tensor]) -> dict[str, LiveTensor]:
     return found
 
 
-def publish(tensors: Iterable[Tensor]) -> None:
-    """Let the modules of ``tensors`` see what was written into their masters. All ranks call it with the same ones."""
+def refresh_model_weights(tensors: Iterable[Tensor]) -> None:
+    """Update the model weights of ``tensors``' modules from their masters. All ranks call it with the same tensors."""
     for owner in dict.fromkeys(_found[tensor][1] for tensor in tensors if tensor in _found):
         owner.refresh_model_weights()

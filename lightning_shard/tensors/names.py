@@ -1,4 +1,4 @@
-"""The names of a module's tensors: FQNs in the unwrapped module, as its author wrote it, whatever wraps it now."""
+"""FQNs of a module's tensors, as its author wrote it, without wrappers' parts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lightning_shard.text import did_you_mean
 
 require(nn.Module, "_compiled_call_impl _non_persistent_buffers_set")
 
-# The attributes under which wrappers hold what they wrap; no user's module has these names.
+# The attributes under which wrappers hold the wrapped module. No user's module has these names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
@@ -22,19 +22,17 @@ _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 class Names:
     """The names of a module's parameters and persistent buffers."""
 
-    # FQN to live tensor, each tensor once, in the order in which the module registers them.
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # FQN to live tensor, each tensor once, in registration order.
     aliases: Mapping[str, str]  # FQN of a tied name to the FQN of the same tensor in ``tensors``.
     identities: Mapping[int, str]  # ``id`` of a live tensor to its FQN.
-    # Prefix of each module's names in ``state_dict()`` (``""`` or with a dot at its end) to that without wrappers.
-    prefixes: Mapping[str, str]
+    prefixes: Mapping[str, str]  # Prefix in ``state_dict()`` (``""`` or with a dot at its end) to prefix of FQNs.
 
     def of(self, tensor: Tensor) -> str | None:
-        """FQN of a live tensor; None if the module does not have it."""
+        """FQN of a live tensor, or None if the module does not have it."""
         return self.identities.get(id(tensor))
 
     def canonical(self, fqn: str) -> str:
-        """The name that ``fqn``, with or without wrappers in it, is registered by first; else ConfigurationError."""
+        """The first registered name of the tensor ``fqn``, which may have wrappers' parts. ConfigurationError: none."""
         unwrapped = self.unwrapped(fqn)
         name = self.aliases.get(unwrapped, unwrapped)
         if name not in self.tensors:
@@ -42,7 +40,7 @@ class Names:
         return name
 
     def unwrapped(self, key: str) -> str:
-        """The name without wrappers of a key of the module's ``state_dict()``, of tensors and extra state."""
+        """FQN of a key of the module's ``state_dict()``, of tensors and extra state."""
         owner = key.rpartition(".")[0]
         while owner and f"{owner}." not in self.prefixes:
             owner = owner.rpartition(".")[0]
@@ -51,8 +49,8 @@ class Names:
 
 
 def fqns(module: nn.Module) -> Names:
-    """The names of ``module``'s parameters and persistent buffers without wrappers (DDP, compile, checkpointing, FSDP).
-    Of several names of a tensor the first one registered is its name, the others are aliases.
+    """FQNs of ``module``'s parameters and persistent buffers, without wrappers (DDP, compile, checkpointing, FSDP). The
+    first registered name of a tied tensor is its name, the others are aliases.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -73,7 +71,7 @@ def fqns(module: nn.Module) -> Names:
 
 
 def parameter_names(module: nn.Module) -> dict[Any, str]:
-    """Parameter to FQN, its first one, in the order in which the module registers them."""
+    """Parameter to its first FQN, in registration order."""
     first: dict[nn.Parameter, str] = {}
     for _, prefix, owner in _modules(module):
         for name, parameter in owner.named_parameters(recurse=False):
@@ -82,12 +80,12 @@ def parameter_names(module: nn.Module) -> dict[Any, str]:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """FQN to parameter: ``module.named_parameters()`` without what wrappers put into the names."""
+    """FQN to parameter: ``module.named_parameters()`` without wrappers' parts."""
     return {fqn: parameter for parameter, fqn in parameter_names(module).items()}
 
 
 def unwrapped_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As ``module.named_modules()``, each module once, with names from which wrappers' are left out."""
+    """``module.named_modules()``, each module once, without wrappers' parts in the names."""
     seen: set[int] = set()
     for _, prefix, part in _modules(module):
         if id(part) not in seen:
@@ -96,12 +94,12 @@ def unwrapped_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def without_wrappers(fqn: str) -> str:
-    """A name without the parts that wrappers put into it, where there is no module to ask."""
+    """``fqn`` without wrappers' parts, for names without a module."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)
 
 
 def _modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Each module under each of its names, in registration order: prefix in ``state_dict()``, prefix of FQNs."""
+    """Prefix in ``state_dict()``, prefix of FQNs and module, for each module under each name, in registration order."""
     found: dict[str, tuple[str, nn.Module]] = {"": ("", module)}
     for path, part in module.named_modules(remove_duplicate=False):
         above, _, name = path.rpartition(".")
@@ -112,7 +110,7 @@ def _modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that are ``module``'s own, under each of their names there."""
+    """The direct parameters and buffers of ``module``, under each of their names there."""
     own: dict[str, Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     return {**own, **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
@@ -131,7 +129,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """``root`` and the modules below it, but not those in a compiled module, whose hooks would be compiled in."""
+    """``root`` and the modules below it, except those in a compiled module, whose hooks would be compiled in."""
     seen = set() if seen is None else seen
     if root in seen or root._compiled_call_impl is not None or isinstance(root, torch.jit.ScriptModule):
         return
@@ -144,7 +142,7 @@ def outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Itera
 
 
 def compiled_in_place(root: nn.Module) -> list[str]:
-    """FQNs of the modules below ``root`` with parameters whose ``compile`` was called: their hooks are compiled too."""
+    """FQNs of modules with parameters below ``root`` whose ``compile`` was called, which compiles their hooks too."""
     return [
         n
         for n, m in unwrapped_modules(root)
@@ -153,19 +151,19 @@ def compiled_in_place(root: nn.Module) -> list[str]:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's own class, also once an engine has put its own class in front (``FSDPBlock``)."""
+    """Name of a module's own class, without an engine's class in front (``FSDPBlock``)."""
     return own_class(module).__name__
 
 
 def own_class(module: nn.Module) -> Any:
-    """The class of a module without one that an engine has put in front."""
+    """Class of a module, without an engine's class in front."""
     own = (c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed"))
     return next(c for c in own if c.__module__ != "abc")
 
 
 def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Replace parameters and buffers by what ``make`` gives for each, ties kept; the result puts those before back."""
-    # With the replaced tensors, whose ids must stay theirs.
+    """Replace each parameter and buffer by ``make`` of it, ties kept. Returns the undo."""
+    # The replaced tensors are kept, so that their ids are not used again.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     before: list[tuple[nn.Module, str, Tensor]] = []
     for module in root.modules():
@@ -184,6 +182,6 @@ def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> Callab
 
 
 def of_its_class(tensor: Tensor, made: Tensor) -> Tensor:
-    """``made`` as a parameter where ``tensor`` is one."""
+    """``made`` as a parameter if ``tensor`` is one."""
     is_parameter = isinstance(tensor, nn.Parameter) and made is not tensor
     return nn.Parameter(made, tensor.requires_grad) if is_parameter else made

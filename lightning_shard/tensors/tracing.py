@@ -1,4 +1,4 @@
-"""Torch's private parts that follow operators: containers, dispatch modes, storages and writes to them, operators."""
+"""Torch's private names for tracing: containers, dispatch modes, storages, counts of writes, operators."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def operator(name: str) -> Any:
-    """An operator by its name in torch's dispatcher, ``aten::mm``, of which torch keeps the schema compatible."""
+    """An operator by its name in torch's dispatcher, ``aten::mm``. torch keeps its schema compatible."""
     space, _, own = name.partition("::")
     require(getattr(torch.ops, space), own)
     return getattr(getattr(torch.ops, space), own)
@@ -33,21 +33,21 @@ ATTENTION, ATTENTION_BACKWARD = (
 """Fused kernels of attention on a CPU, and on GPUs."""
 RECURRENT = (operator("aten::mkldnn_rnn_layer"), operator("aten::_cudnn_rnn"))
 RECURRENT_BACKWARD = (operator("aten::mkldnn_rnn_layer_backward"), operator("aten::_cudnn_rnn_backward"))
-"""An LSTM on a CPU, and recurrent modules on a GPU: fused kernels over all time steps."""
+"""Fused kernels over all time steps: an LSTM on a CPU, and recurrent modules on a GPU."""
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same number for all tensors that share a storage, real and fake ones, for as long as it lives."""
-    return id(tensor.untyped_storage())  # torch keeps the object as long as its memory
+    """The same number for all tensors, real or fake, that share a storage, until it is freed."""
+    return id(tensor.untyped_storage())  # torch keeps the Python object until the memory is freed
 
 
 def schema_of(operator: Any) -> Any:
-    """An operator's arguments, and whether it writes to one; None of a higher-order one."""
+    """An operator's arguments, and whether it writes to them. None of a higher-order operator."""
     return getattr(operator, "_schema", None)
 
 
 def version(tensor: Tensor) -> int:
-    """How often its memory was written to, without reading the device, as autograd counts: what is written to
-    ``tensor.data`` is not counted, and inference tensors count nothing.
+    """Autograd's count of writes to the tensor's memory, without reading the device. It counts no writes to
+    ``tensor.data`` and none to inference tensors.
     """
     return 0 if tensor.is_inference() else tensor._version

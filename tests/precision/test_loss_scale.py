@@ -98,7 +98,7 @@ def test_the_state_in_a_checkpoint() -> None:
 
 def test_a_loss_in_fp16_is_scaled_in_fp32() -> None:
     loss = torch.tensor(3.0, dtype=torch.float16)
-    assert LossScaler(LossScaling()).scaled(loss) == 3 * 2.0**16
+    assert LossScaler(LossScaling()).scale_loss(loss) == 3 * 2.0**16
 
 
 def _unscale(overflow: float | None, where: str) -> tuple[bool, bool]:
@@ -133,7 +133,7 @@ def _unscale(overflow: float | None, where: str) -> tuple[bool, bool]:
 
 def _scaled_back(scaler: LossScaler, parameters: Iterable[nn.Parameter]) -> bool:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    return scaler.unscale(optimizer, lambda _: gradients_of(parameters), device=torch.device("cpu"))
+    return scaler.unscale_gradients(optimizer, lambda _: gradients_of(parameters), device=torch.device("cpu"))
 
 
 def _local(tensor: Any) -> torch.Tensor:

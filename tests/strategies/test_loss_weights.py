@@ -239,7 +239,7 @@ def test_weights_that_can_not_be(output: dict[str, Any], message: str) -> None:
     weights = LossWeights(None, ranks=1, device=torch.device("cpu"), scaled=False)
     weights.given = True
     with pytest.raises(DataError, match=message):
-        weights.take(output, None)
+        weights.take_weight(output, None)
 
 
 def test_a_key_that_is_none() -> None:
@@ -261,8 +261,8 @@ def test_a_loss_after_a_sum_is_a_mean_again() -> None:
     weights.given = True
 
     def scaled(output: Any) -> float:
-        weights.take(output, (None, torch.tensor(3.0)))
-        return float(weights.scale(torch.tensor(2.0), ends=False, waiting=list))
+        weights.take_weight(output, (None, torch.tensor(3.0)))
+        return float(weights.scale_loss(torch.tensor(2.0), ends=False, waiting=list))
 
     assert scaled({"loss": torch.tensor(2.0), "weight": 3, "reduction": "sum"}) == 2
     assert scaled(torch.tensor(2.0)) == 6

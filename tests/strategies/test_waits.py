@@ -34,7 +34,7 @@ EVERYWHERE = {
     "lightning_shard/ranks.py:same",
 }
 # Whether a step overflowed, in fp16: once in a step.
-SCALER = "lightning_shard/precision/loss_scale.py:unscale"
+SCALER = "lightning_shard/precision/loss_scale.py:unscale_gradients"
 NORM_ON_HOST = {"lightning_shard/tensors/clipping.py:gradient_norm": 1}  # all-reduced on the device
 ON_A_DEVICE: dict[str, dict[str, int]] = {
     "offload": {

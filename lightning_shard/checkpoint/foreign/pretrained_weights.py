@@ -172,7 +172,7 @@ def load_pretrained(
                 fill(name, tensor, partial(reader.read, chosen[name]))
 
         ranks.agree(f"reading {path}", read)
-    masters.publish(names.tensors[name] for name in chosen)
+    masters.refresh_model_weights(names.tensors[name] for name in chosen)
     return report
 
 

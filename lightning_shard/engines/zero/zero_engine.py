@@ -139,7 +139,7 @@ class ZeroEngine(Engine):
                 self._start_evaluation()
             else:
                 self._values.round_parameters(policy.compute)
-            self._closing.callback(masters.register(self._module, self))
+            self._closing.callback(masters.register_masters(self._module, self))
         return module
 
     def _start_evaluation(self) -> None:
@@ -192,7 +192,7 @@ class ZeroEngine(Engine):
         self._closing.callback(self._writes.close)
         self._note_written()
         self._closing.callback(module_checks.refuse_new_groups(self._optimizers, self._called))
-        self._closing.callback(masters.register(self._module, self))
+        self._closing.callback(masters.register_masters(self._module, self))
         return list(self._optimizers), running.scheduler
 
     def replicas(self) -> dist.ProcessGroup | None:
