@@ -1,7 +1,7 @@
-"""Everything that this package uses of Lightning's private names, and all that it replaces on live Lightning objects.
+"""All private names of Lightning that this package uses, and all attributes that it replaces on live Lightning objects.
 
-All names are required here, so that a version of Lightning that lacks one fails on import of any of the modules. What
-is replaced, on what and why is the table `REPLACED`; the run's `Replacements` put it back when the run ends.
+The names are required here, so that a version of Lightning without one fails when any module of this folder is
+imported. `REPLACED` lists the replaced attributes with reasons. The run's `Replacements` restore them when it ends.
 """
 
 from collections.abc import Callable
@@ -46,28 +46,28 @@ for _owner, _names in _REQUIRED:
 
 REPLACED = {
     "LightningModule.log": "values of sharded tensors are logged in full",
-    "LightningModule.lr_scheduler_step": "schedules that monitor a value get rank 0's; skipped steps step none",
+    "LightningModule.lr_scheduler_step": "schedules that monitor a value get rank 0's, skipped steps step no schedule",
     "Logger.log_graph": "the graph is drawn before the model is sharded",
-    "ModelCheckpoint._link_checkpoint": "a link to a checkpoint that is still being written is made once that is full",
+    "ModelCheckpoint._link_checkpoint": "a link to a checkpoint that is still being written is made once it is full",
     "ModelCheckpoint._should_skip_saving_checkpoint": "saves come after an optimizer step and the module's own hook",
     "ModelCheckpoint.file_exists": "the name of a checkpoint that is still being written is taken",
     "ModelSummary._summary": "Lightning counts parameters that ZeRO-3 has sharded under its own strategy alone",
-    "Trainer.profiler": "what the main thread does is noted, and a meter sums up the seconds of some actions",
+    "Trainer.profiler": "the main thread's actions are noted, and a meter sums up the seconds of some",
     "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",
     "_DataConnector._resolve_sampler": "training dataloaders keep their order",
     "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",
-    "_TrainingEpochLoop._broadcast_sigterm_tensor": "nothing reads what Lightning's handlers would have noted",
+    "_TrainingEpochLoop._broadcast_sigterm_tensor": "nothing reads the signals that Lightning's handlers note",
     "_TrainingEpochLoop.max_steps": "a validation that was interrupted runs although the last step is done",
     "_TrainingEpochLoop.on_advance_end": "a run is stopped between a batch and the validation after it",
     "_TrainingEpochLoop.reset": "a run that goes on at an epoch's end runs no batch before it",
 }
-"""Class and attribute, and why. `Replacements` refuses anything else."""
+"""Class and attribute, with the reason. `Replacements` refuses anything else."""
 
 _NOTHING = object()
 
 
 class Replacements:
-    """What one run has replaced; nothing else in this package sets such an attribute of a Lightning object."""
+    """The attributes of Lightning objects that one run has replaced. Nothing else in this package sets one."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -80,11 +80,11 @@ class Replacements:
         vars(owner)[name] = value
 
     def wrap(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Let ``owner.name(...)`` be ``call(what it was, ...)``; `replace` with one that calls what was there."""
+        """Replace the method ``owner.name`` by ``call``, which gets the original as its first argument."""
         self.replace(owner, name, partial(call, getattr(owner, name)))
 
     def restore(self, owner: Any = None, name: str = "") -> None:
-        """Put back what was replaced, the last first; with ``owner`` and ``name`` that attribute alone, if it was."""
+        """Restore replaced attributes, the last first, or only ``owner.name`` if it was replaced."""
         before, self._before = self._before, []
         for entry in reversed(before):
             if owner is not None and not (entry[0] is owner and entry[1] == name):

@@ -1,5 +1,5 @@
-"""A Trainer's callbacks: those that watch gradients being dropped, when ``ModelCheckpoint`` saves and which
-checkpoint a run resumes from.
+"""A Trainer's callbacks: hooks at dropped gradients, the moment of ``ModelCheckpoint``'s saves, the checkpoint that a
+run resumes from, and states of callbacks.
 """
 
 import os
@@ -17,12 +17,12 @@ from lightning_shard._lightning.loops import counted_in_batch, should_accumulate
 
 
 def callbacks_of(trainer: Trainer, kind: Any = object) -> list[Any]:
-    """The Trainer's callbacks of a class, or of one of several; its own class does not declare the attribute."""
+    """The Trainer's callbacks of a class, or of a union. Trainer does not declare the attribute for type checkers."""
     return [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, kind)]
 
 
 def watches_zero_grad(trainer: Trainer) -> bool:
-    """Whether the module or a callback has a hook that Lightning calls where it drops gradients, or does so itself."""
+    """Whether the module or a callback overrides a hook at the drop of gradients, or the drop itself."""
     module, hooks = trainer.lightning_module, ("on_before_zero_grad", "optimizer_zero_grad")
     return any(is_overridden(hook, module) for hook in hooks) or any(
         is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in callbacks_of(trainer)
@@ -39,17 +39,17 @@ def count_partitioned(replacements: Replacements, trainer: Trainer) -> None:
 _TRAINABLE = "trainable_parameters"
 
 
-def thawed(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint says of which parameters are trainable, where callbacks freeze and thaw."""
+def trainable_state(trainer: Trainer) -> dict[str, Any]:
+    """A checkpoint's entry with the trainable parameters' names, if callbacks freeze and thaw."""
     if not callbacks_of(trainer, stock.BaseFinetuning):
         return {}
     named = trainer.lightning_module.named_parameters()
     return {_TRAINABLE: [name for name, parameter in named if parameter.requires_grad]}
 
 
-def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Give a resumed fit the trainable parameters and the optimizers' groups that the checkpoint's had: Lightning makes
-    groups before it restores under engines what they follow from, and thaws nothing.
+def restore_trainable(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Give a resumed fit the checkpoint's trainable parameters and optimizer groups. Lightning would make the groups
+    before it restores the callbacks' states, and thaws nothing.
     """
     states = checkpoint.get("callbacks", {})
     for callback in callbacks_of(trainer, stock.BaseFinetuning):
@@ -63,8 +63,8 @@ def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
 def let_checkpoints_wait(
     replacements: Replacements, trainer: Trainer, *, is_writing: Callable[[str], bool], link: Callable[[str, str], None]
 ) -> None:
-    """Let ``ModelCheckpoint`` callbacks know of a checkpoint that is written in the background: while ``is_writing``,
-    its path is taken. ``link`` links the second path to the first once that is full; all ranks call it.
+    """Let ``ModelCheckpoint`` callbacks know of a checkpoint that is written in the background. Its path is taken while
+    ``is_writing(path)``. ``link`` links the second path to the first once the first is full. All ranks call it.
     """
 
     def file_exists(exists: Callable[..., bool], filepath: Any, trainer: Trainer) -> bool:
@@ -82,28 +82,28 @@ def let_checkpoints_wait(
 
 
 class HeldSaves:
-    """Saves of ``ModelCheckpoint`` callbacks, each held until the module's own hook has run and no gradients wait for a
-    step. A save that is due before that, or while another one is written, follows after the first step that allows it,
-    one callback after the other, or at the end of training.
+    """Holds each save of a ``ModelCheckpoint`` callback until the module's own hook has run and no gradients wait for a
+    step. A save that is due before that, or while another one is written, follows the first step that allows it, one
+    callback after the other, or the end of training.
     """
 
     def __init__(self) -> None:
         self._callbacks: list[stock.ModelCheckpoint] = []
-        self._calls = False  # Whether a callback's hook is called here, and not by Lightning.
-        self._asked: list[stock.ModelCheckpoint] = []  # Whose hook Lightning has called.
-        self._validated: list[stock.ModelCheckpoint] = []  # Which are due since a validation.
-        self._queue: list[stock.ModelCheckpoint] = []  # Which are due by their number of steps.
-        self._checked: dict[stock.ModelCheckpoint, float | None] = {}  # When a callback last saved by the clock.
+        self._calls = False  # Whether a callback's hook is called here, not by Lightning.
+        self._asked: list[stock.ModelCheckpoint] = []  # Lightning has called their hooks.
+        self._validated: list[stock.ModelCheckpoint] = []  # They are due since a validation.
+        self._queue: list[stock.ModelCheckpoint] = []  # They are due by their number of steps.
+        self._checked: dict[stock.ModelCheckpoint, float | None] = {}  # Times of the last saves by the clock.
 
-    def begin(self, replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
+    def hold_saves(self, replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
         """Hold the saves of a fit. ``busy``: whether the Trainer has to wait for another save (same on all ranks)."""
         HeldSaves.__init__(self)
         self._trainer, self._busy = trainer, busy
         self._callbacks = callbacks_of(trainer, stock.ModelCheckpoint)
         for callback in self._callbacks:
-            replacements.wrap(callback, "_should_skip_saving_checkpoint", partial(self._skip, callback))
+            replacements.wrap(callback, "_should_skip_saving_checkpoint", partial(self._skip_save, callback))
 
-    def _skip(self, callback: stock.ModelCheckpoint, skip: Callable[[Trainer], bool], trainer: Trainer) -> bool:
+    def _skip_save(self, callback: stock.ModelCheckpoint, skip: Callable[[Trainer], bool], trainer: Trainer) -> bool:
         hook = trainer.lightning_module._current_fx_name
         if self._calls or trainer.sanity_checking or hook not in ("on_train_batch_end", "on_validation_end"):
             return skip(trainer)
@@ -111,8 +111,8 @@ class HeldSaves:
         self._checked.setdefault(callback, callback._last_time_checked)
         return True
 
-    def _call(self, hook: Callable[..., None], callback: stock.ModelCheckpoint, *batch: Any) -> None:
-        """Call the stock class's hook, as an overridden one was called by Lightning."""
+    def _call_hook(self, hook: Callable[..., None], callback: stock.ModelCheckpoint, *batch: Any) -> None:
+        """Call the stock class's hook. Lightning has called an overridden one."""
         self._calls = True
         try:
             hook(callback, self._trainer, self._trainer.lightning_module, *batch)
@@ -120,9 +120,9 @@ class HeldSaves:
             self._calls = False
 
     def after_batch(self) -> None:
-        """Save what is due between a training batch and a validation. All ranks call it."""
+        """Make the saves that are due between a training batch and a validation. All ranks call it."""
         asked, self._asked = self._asked, []
-        for callback in asked:  # The clock goes on until the callback saves.
+        for callback in asked:  # The clock runs on until the callback saves.
             callback._last_time_checked = self._checked[callback]
         if should_accumulate(self._trainer) or not (asked or self._validated or self._queue):
             return
@@ -133,21 +133,21 @@ class HeldSaves:
     def _save_after_step(self, callback: stock.ModelCheckpoint, *, asked: bool) -> None:
         trainer, queue = self._trainer, self._queue
         every, stops = callback._every_n_train_steps, trainer.should_stop
-        # A stop is followed by a validation, whose draws a run that goes on lacks: what is due is saved before.
+        # Save before the validation that follows a stop: a resumed run would lack its random draws.
         if not stops and (self._busy() or (queue and queue[0] is not callback)):
             if asked and every > 0 and trainer.global_step % every == 0 and callback not in queue:
                 queue.append(callback)
             return
         self._save_due(callback)
         if asked and (stops or not self._busy()):
-            self._call(stock.ModelCheckpoint.on_train_batch_end, callback, None, None, 0)
+            self._call_hook(stock.ModelCheckpoint.on_train_batch_end, callback, None, None, 0)
             self._checked[callback] = callback._last_time_checked
 
     def _save_due(self, callback: stock.ModelCheckpoint) -> None:
         trainer = self._trainer
         if callback in self._validated:
             self._validated.remove(callback)
-            self._call(stock.ModelCheckpoint.on_validation_end, callback)
+            self._call_hook(stock.ModelCheckpoint.on_validation_end, callback)
         if callback not in self._queue:
             return
         candidates = callback._monitor_candidates(trainer)
@@ -158,22 +158,22 @@ class HeldSaves:
                 callback._save_last_checkpoint(trainer, candidates)
 
     def after_validation(self) -> None:
-        """Save what is due at the end of a validation in a fit. All ranks call it."""
+        """Make the saves that are due at the end of a fit's validation. All ranks call it."""
         asked, self._asked = self._asked, []
         for callback in asked:
             if should_accumulate(self._trainer) or self._busy():
                 self._validated.append(callback)
             else:
-                self._call(stock.ModelCheckpoint.on_validation_end, callback)
+                self._call_hook(stock.ModelCheckpoint.on_validation_end, callback)
 
     def after_training(self) -> None:
-        """Save what is still due. All ranks call it."""
+        """Make the saves that are still due. All ranks call it."""
         for callback in self._callbacks:
             self._save_due(callback)
 
 
 def choose_checkpoint(replacements: Replacements, trainer: Trainer, choose: Callable[[Any], Any]) -> None:
-    """Resume from ``choose(ckpt_path)``, None for nothing, where Lightning would resume from ``ckpt_path``."""
+    """Resume from ``choose(ckpt_path)``, None for nothing, instead of from ``ckpt_path``."""
 
     def resume_start(start: Callable[..., None], checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         start(choose(checkpoint_path), weights_only=weights_only)
@@ -181,16 +181,14 @@ def choose_checkpoint(replacements: Replacements, trainer: Trainer, choose: Call
     replacements.wrap(trainer._checkpoint_connector, "resume_start", resume_start)
 
 
-def go_on_in_mid_epoch(trainer: Trainer) -> None:
-    """Have a schedule of the batches to accumulate do in mid-epoch too what it does as an epoch begins, which Lightning
-    forgets.
-    """
+def apply_accumulation_schedule(trainer: Trainer) -> None:
+    """Have a schedule of accumulated batches set the number in mid-epoch too. Lightning does it at an epoch's start."""
     for callback in callbacks_of(trainer, stock.GradientAccumulationScheduler):
         callback.on_train_epoch_start(trainer)
 
 
-def restore_states(trainer: Trainer, checkpoint: Mapping[str, Any], kind: Any) -> None:
-    """Give the callbacks of a class the states that ``checkpoint`` has of them."""
+def restore_callback_states(trainer: Trainer, checkpoint: Mapping[str, Any], kind: Any) -> None:
+    """Restore the callbacks of a class from ``checkpoint``."""
     for callback in callbacks_of(trainer, kind):
         if (state := checkpoint.get("callbacks", {}).get(callback.state_key)) is not None:
             callback.load_state_dict(state)

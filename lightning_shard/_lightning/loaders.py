@@ -1,5 +1,5 @@
-"""The training dataloaders that Lightning was given and made, what they resume from, and steps of a fit that leave
-nothing, made as Lightning's learning rate finder makes them.
+"""Training dataloaders of a Trainer and their saved states, and trial steps of a fit that leave no trace, run as
+Lightning's learning rate finder runs them.
 """
 
 import os
@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_shard._lightning import Replacements
-from lightning_shard._lightning.loops import data_fetcher, loader_states_to_load, settle_progress
+from lightning_shard._lightning.loops import correct_loaded_counters, data_fetcher, loader_states_to_load
 from lightning_shard.resume.loader import ResumableLoader
 from lightning_shard.resume.rng import generators_in
 from lightning_shard.resume.shape import KINDS, has_state, stock_type
@@ -30,18 +30,18 @@ from lightning_shard.resume.wrap import resumable
 
 
 def train_batch_size(trainer: Trainer) -> int | None:
-    """Batch size of the training dataloader, if it was handed over as one; None where only a hook knows."""
+    """Batch size of a training dataloader that was given to the Trainer. None if a hook makes it."""
     size = getattr(trainer.fit_loop._data_source.instance, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
 def keep_order(replacements: Replacements, trainer: Trainer) -> None:
-    """Deal out a training loader's samples in the loader's own order, which is said once: Lightning shuffles them, and
-    forgets the batch size of a stock ``BatchSampler``.
+    """Divide a training loader's samples over ranks in the loader's own order, and say so once. Lightning shuffles
+    them, and forgets the batch size of a stock ``BatchSampler``.
     """
 
     @cache
-    def say() -> None:
+    def say_once() -> None:
         rank_zero_info(
             "The order of the training dataloader is kept. Stock Lightning shuffles it under distributed strategies: "
             "set DataLoader(shuffle=True) for that."
@@ -49,9 +49,9 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
 
     def resolve_sampler(resolve: Any, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage) -> Any:
         if mode == RunningStage.TRAINING:
-            sampler: Any = _dealt(dataloader, trainer.distributed_sampler_kwargs or {})
+            sampler: Any = _distributed_sampler(dataloader, trainer.distributed_sampler_kwargs or {})
             if not sampler.shuffle and not getattr(trainer, "overfit_batches", 0):
-                say()
+                say_once()
         else:
             sampler = resolve(dataloader, shuffle, mode)
         if stock_type(dataloader.batch_sampler) is BatchSampler and mode != RunningStage.PREDICTING:
@@ -64,18 +64,18 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
 _BATCHES = "shard_batches"
 
 
-def keep_batches(loader: Any) -> None:
+def keep_batch_size(loader: Any) -> None:
     """Give ``loader``, which Lightning made after `keep_order`, the batch size of a stock ``BatchSampler``."""
     dealing = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
     given: Any = getattr(dealing, _BATCHES, None)
     if dealing is not None and given is not None:
-        # A DataLoader refuses to have it set.
+        # A DataLoader refuses a plain assignment.
         vars(loader)["batch_sampler"] = BatchSampler(dealing, given.batch_size, given.drop_last)
         delattr(dealing, _BATCHES)
 
 
-def _dealt(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler[Any]:
-    """What deals out ``loader``'s samples: shuffled anew in each epoch where a RandomSampler does just that."""
+def _distributed_sampler(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler[Any]:
+    """Sampler that divides ``loader``'s samples over ranks, shuffled in each epoch if a RandomSampler only permutes."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler):
         return sampler
@@ -87,7 +87,7 @@ def _dealt(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler
 
 
 class DealtSampler(DistributedSamplerWrapper):
-    """Deals out the indices of the sampler ``dealt`` to the ranks in their order."""
+    """Divides the indices of the sampler ``dealt`` over the ranks in their order."""
 
     def __init__(self, sampler: Any, **ranks: Any) -> None:
         super().__init__(sampler, **ranks)
@@ -95,15 +95,16 @@ class DealtSampler(DistributedSamplerWrapper):
 
 
 def _seed() -> int:
-    """Of ``seed_everything``, which Lightning's samplers take too; 0 without it."""
+    """The seed of ``seed_everything``, as for Lightning's samplers, or 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def prepare_loader(trainer: Trainer, dataloader: Any, world_size: int, rank: int, *, sample_seeds: bool = False) -> Any:
-    """The training ``dataloader`` made resumable, with the loop's loaded counters settled. All ranks call it for each,
-    in order. Unlike in Lightning finished epochs' loaders get their state too: generators and persistent workers go on.
+    """Make a training ``dataloader`` resumable and correct the loop's loaded counters. All ranks call it for each
+    loader, in order. Unlike in Lightning, loaders of finished epochs get their state too: generators and persistent
+    workers go on.
     """
-    settle_progress(trainer)
+    correct_loaded_counters(trainer)
     loop = trainer.fit_loop
     samplers = [getattr(owner, "sampler", None) for owner in (dataloader, getattr(dataloader, "batch_sampler", None))]
     inner = next((sampler.dealt for sampler in samplers if isinstance(sampler, DealtSampler)), None)
@@ -118,8 +119,8 @@ def prepare_loader(trainer: Trainer, dataloader: Any, world_size: int, rank: int
 
 
 def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The training loaders', taken out of the loops' part of a checkpoint; those that ended in an epoch over several
-    stay so.
+    """States of the training loaders, taken out of the loops' part of a checkpoint. Of several loaders, those that are
+    used up in this epoch stay so.
     """
     states, loop = loops["fit_loop"]["state_dict"].pop("combined_loader", []), trainer.fit_loop
     if (combined := loop._combined_loader) is None or combined._mode != "max_size":
@@ -129,7 +130,7 @@ def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, 
 
 
 def unsaved_generators(trainer: Trainer) -> list[str]:
-    """Generators among the attributes of the module, the datamodule and callbacks that override no hook for saving."""
+    """Random generators in attributes of the module, the datamodule and callbacks without an own hook for saving."""
     module, datamodule = trainer.lightning_module, getattr(trainer, "datamodule", None)
     owners: list[Any] = [] if is_overridden("on_save_checkpoint", module) else [module]
     owners += [] if datamodule is None or is_overridden("state_dict", datamodule) else [datamodule]
@@ -138,9 +139,9 @@ def unsaved_generators(trainer: Trainer) -> list[str]:
 
 
 def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:
-    """Count the batches of an interrupted epoch in units of the present loaders, whose state was loaded (all ranks),
-    where the world or batch size differs, and tell iterable ones how far the loop fetches ahead. ``reloaded``: the
-    epoch in which the loaders of the interrupted run were made.
+    """Count the batches of an interrupted epoch in units of the present loaders, whose state was loaded, since world
+    size or batch size may differ. Tell iterable loaders how many batches the loop fetches ahead. All ranks call it.
+    ``reloaded``: the epoch in which the interrupted run made its loaders.
     """
     loop = trainer.fit_loop
     if reloaded is not None:
@@ -167,9 +168,9 @@ def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:
 
 
 @contextmanager
-def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None, None]:
-    """Give a function that runs so many optimizer steps of a fit that is about to begin, with one callback alone. All
-    ranks call it. At the end everything is as it was, from a checkpoint.
+def trial_steps(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None, None]:
+    """Give a function that runs a number of optimizer steps of a fit that is about to begin, with one callback alone.
+    All ranks call it. A checkpoint restores everything at the end.
     """
     path = os.path.join(trainer.default_root_dir, f".trial_{uuid.uuid4()}.ckpt")
     path = trainer.strategy.broadcast(path)
@@ -178,18 +179,18 @@ def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None,
     schedulers, steps = trainer.strategy.lr_scheduler_configs, epoch_loop.max_steps
     validation = trainer.limit_val_batches
 
-    def begin_anew() -> None:
+    def reset_loops() -> None:
         loop.load_state_dict(deepcopy(state))
         loop.restarting = epoch_loop.restarting = trainer.should_stop = False
         forget_loaders(trainer)
 
     def run(callback: Callback, count: int) -> None:
-        begin_anew()
+        reset_loops()
         trainer.callbacks, trainer.strategy.lr_scheduler_configs = [callback], []  # type: ignore[attr-defined]
         trainer.logger = None if trainer.logger is None else DummyLogger()
         epoch_loop.max_steps, trainer.limit_val_batches = count + trainer.global_step, 0
         loop.run()
-        # The next one begins where this one did.
+        # The next trial begins at the same state.
         trainer._checkpoint_connector.restore(path)
 
     try:
@@ -201,17 +202,17 @@ def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None,
         trainer.strategy.lr_scheduler_configs = schedulers
         epoch_loop.max_steps, trainer.limit_val_batches = steps, validation
         trainer.strategy.remove_checkpoint(path)
-    begin_anew()
+    reset_loops()
     loop.setup_data()
 
 
 def makes_loaders(trainer: Trainer) -> bool:
-    """Whether the fit's loaders come from the LightningModule or a datamodule, and can be made anew."""
+    """Whether the LightningModule or a datamodule makes the fit's loaders, and can make them again."""
     return bool(trainer.fit_loop._data_source.is_module())
 
 
 def first_batch(trainer: Trainer) -> tuple[Any, int]:
-    """The first batch of the fit's loaders, made for this alone, on the CPU; and this rank's samples, if they count."""
+    """The first batch, on the CPU, of loaders made for this call, and this rank's number of samples, if known."""
     loaders = trainer.fit_loop._data_source.dataloader()
     batch = batch_of(loaders)
     dataset = getattr(loaders, "dataset", None)
@@ -220,13 +221,13 @@ def first_batch(trainer: Trainer) -> tuple[Any, int]:
 
 
 def batch_of(loaders: Any) -> Any:
-    """The first batch of what ``train_dataloader`` returns, of several as a training step gets it."""
+    """The first batch of ``train_dataloader``'s loaders, in the form for a training step."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     batch, *_ = next(iter(combined))
     return batch
 
 
 def forget_loaders(trainer: Trainer) -> None:
-    """Have the fit's loaders, which ``estimated_stepping_batches`` makes early, made anew when its loop begins."""
+    """Have the fit's loaders, which ``estimated_stepping_batches`` makes early, made again when its loop begins."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop._combined_loader = None

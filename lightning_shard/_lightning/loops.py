@@ -1,10 +1,10 @@
-"""Where a run is in Lightning's loops, what is called between two batches and at its end, and its signal handlers.
+"""A run's position in Lightning's loops, calls between two batches and at its end, and signal handlers.
 
-The counters of the fit loop are set for Lightning's own classification of a loaded state (``_restart_stage``): it knows
-states written in ``on_train_batch_end`` and in the middle of a validation, and after neither repeats or leaves out a
-batch. It saves before or after it has counted: at an epoch's end under ``max_steps`` it takes the run for one in
-mid-epoch (its ``restarting`` is forced for iteration-based training) and ends the next epoch after one batch; and
-``max_steps``, ``max_time`` or ``should_stop`` in mid-epoch count the epoch as processed, so that its rest would come
+The counters of the fit loop are set for Lightning's own classification of a loaded state (``_restart_stage``). It knows
+states written in ``on_train_batch_end`` and in the middle of a validation, and repeats or skips no batch after these.
+Other saves come before or after it has counted. At an epoch's end under ``max_steps`` it takes the run for one in
+mid-epoch (``restarting`` is forced for iteration-based training) and ends the next epoch after one batch. A stop by
+``max_steps``, ``max_time`` or ``should_stop`` in mid-epoch counts the epoch as processed, so that its rest would come
 from the next epoch's order.
 """
 
@@ -28,8 +28,8 @@ from lightning_shard.resume.shape import KINDS, Delegating
 
 
 def validate_by_one_clock(trainer: Any, broadcast: Callable[[bool], bool]) -> Callable[[], None]:
-    """A function for the end of every batch: with ``val_check_interval`` as a time, it has validation follow on all
-    ranks when rank 0's clock says so, which they ``broadcast``.
+    """A function for the end of every batch. With ``val_check_interval`` as a time, all ranks validate when rank 0's
+    clock says so, by ``broadcast``.
     """
     began = time.monotonic()
 
@@ -53,7 +53,7 @@ def should_accumulate(trainer: Trainer) -> bool:
 
 
 def accumulated_batches(trainer: Trainer) -> int:
-    """How many batches the optimizer step to come has accumulated, between two batches or inside of one."""
+    """Number of batches that the next optimizer step has accumulated, between two batches or inside of one."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     if batches.processed == batches.ready and not should_accumulate(trainer):
         return 0
@@ -61,13 +61,13 @@ def accumulated_batches(trainer: Trainer) -> int:
 
 
 def prediction_batches(trainer: Trainer) -> int:
-    """How many batches this rank's prediction loop will run, over all loaders; 0 if that is not known."""
+    """Number of batches that this rank's prediction loop will run, over all loaders, 0 if unknown."""
     batches = sum(trainer.predict_loop.max_batches)
     return 0 if batches == float("inf") else int(batches)
 
 
 def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Callable[[], None]) -> None:
-    """Call each hook when a training batch is counted and logged, ahead of a validation after it."""
+    """Call each hook once a training batch is counted and logged, before a validation that follows it."""
 
     def on_advance_end(end: Callable[[Any], None], data_fetcher: Any) -> None:
         for hook in hooks:
@@ -77,45 +77,45 @@ def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Calla
     replacements.wrap(trainer.fit_loop.epoch_loop, "on_advance_end", on_advance_end)
 
 
-Told = Callable[[str], object]
+Follower = Callable[[str], object]
 _HOOK = re.compile(r"\[(LightningModule|Callback)\](.*)\.(on_\w+|optimizer_step)$")
 
 
 class FollowedProfiler(Delegating):
-    """The Trainer's profiler, as ``trainer.profiler`` during a run, of whose actions others are told too: steps, saves,
-    and the hooks that the module or a callback has, but for a progress bar's.
+    """The Trainer's profiler during a run, which also tells followers of actions: steps, saves, and overridden hooks of
+    the module or a callback, except progress bars.
     """
 
     _own = frozenset({"followers", "_trainer", "_known"})
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(vars(trainer)["profiler"])
-        self.followers: list[tuple[Told, Told]] = []
+        self.followers: list[tuple[Follower, Follower]] = []
         self._trainer, self._known = trainer, dict[str, bool]()
 
     def __bool__(self) -> bool:
         return True
 
-    def _is_told(self, action: str) -> bool:
+    def _is_followed(self, action: str) -> bool:
         if action not in self._known:
             self._known[action] = _has_hook(self._trainer, action)
         return self._known[action]
 
     def start(self, action_name: str) -> None:
         self._inner.start(action_name)
-        if self._is_told(action_name):
+        if self._is_followed(action_name):
             for begins, _ in self.followers:
                 begins(action_name)
 
     def stop(self, action_name: str) -> None:
-        if self._is_told(action_name):
+        if self._is_followed(action_name):
             for _, ends in reversed(self.followers):
                 ends(action_name)
         self._inner.stop(action_name)
 
     @contextmanager
     def profile(self, action_name: str) -> Generator[str, None, None]:
-        """As Lightning's, of these two."""
+        """`start` and `stop`, as Lightning's own method."""
         self.start(action_name)
         try:
             yield action_name
@@ -131,8 +131,8 @@ def _has_hook(trainer: Trainer, action: str) -> bool:
     return not named or any(is_overridden(hook, c) and not isinstance(c, ProgressBar) for c in named)
 
 
-def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Told, Told]) -> Callable[[], None]:
-    """Tell of the beginning and end of every action that Lightning names to its profiler. Returns what ends that."""
+def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Follower, Follower]) -> Callable[[], None]:
+    """Call ``told`` at the beginning and end of every action that Lightning names to its profiler. Returns the undo."""
     if not isinstance(vars(trainer)["profiler"], FollowedProfiler):
         replacements.replace(trainer, "profiler", FollowedProfiler(trainer))
     followers = vars(trainer)["profiler"].followers
@@ -141,24 +141,24 @@ def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Tol
 
 
 def keep_out_signal_handlers(replacements: Replacements, trainer: Trainer) -> None:
-    """Keep out Lightning's signal handlers, which save in whatever line a signal comes. All ranks and the device would
-    wait before every batch for the signals that they note.
+    """Keep out Lightning's signal handlers, which save at any line of code. All ranks and the device would wait before
+    every batch to exchange the noted signals.
     """
-    # Nothing is installed, and so the connector's own teardown has nothing to put back.
+    # As none is installed, the connector's own teardown has none to restore.
     replacements.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
     replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 @contextmanager
-def ending(replacements: Replacements, trainer: Trainer | None) -> Generator[None, None, None]:
-    """Restore all replaced attributes once the body has ended the run, with an error or without. ``trainer`` is None if
+def restored_at_end(replacements: Replacements, trainer: Trainer | None) -> Generator[None, None, None]:
+    """Restore all replaced attributes once the body has ended the run, with or without an error. ``trainer`` is None if
     the run failed before it was set up.
     """
     try:
         yield
     finally:
         replacements.restore()
-        # Of a resume that failed: the trainer's next run would go on with it.
+        # The trainer's next run would use the checkpoint of a resume that failed.
         if trainer is not None:
             trainer._checkpoint_connector._loaded_checkpoint = {}
 
@@ -167,19 +167,19 @@ def ending(replacements: Replacements, trainer: Trainer | None) -> Generator[Non
 
 
 def in_validation(trainer: Trainer) -> bool:
-    """Whether a validation of a fit has begun, and its end was not reached."""
+    """Whether a fit is in a validation."""
     hook = trainer.lightning_module._current_fx_name
     fits = trainer.validating and trainer.state.fn == TrainerFn.FITTING
     return fits and hook not in ("on_validation_end", "on_validation_model_train")
 
 
 def data_fetcher(trainer: Trainer) -> Any:
-    """What gives the training loop its batches."""
+    """Source of the training loop's batches."""
     return trainer.fit_loop._data_fetcher
 
 
 def validation_follows(trainer: Trainer) -> bool:
-    """Whether validation is run after the batch that has just ended."""
+    """Whether validation follows the batch that has just ended."""
     loop = trainer.fit_loop.epoch_loop
     return bool(loop._should_check_val_fx(data_fetcher(trainer)) and not loop._skip_next_val)
 
@@ -201,14 +201,14 @@ def batches_are_done(trainer: Trainer) -> bool:
 
 
 def stop_is_due(trainer: Trainer) -> bool:
-    """Whether the fit was told to stop, and goes on until it has had ``min_epochs`` and ``min_steps``."""
+    """Whether the fit was told to stop, but goes on until ``min_epochs`` and ``min_steps``."""
     epochs: Any = trainer.fit_loop.epoch_progress.current
     goes_on = epochs.processed < (trainer.min_epochs or 0) or trainer.global_step < (trainer.min_steps or 0)
     return bool(trainer.should_stop and goes_on)
 
 
 def mark_after_batch(trainer: Trainer) -> None:
-    """Make the counters those of a state saved in ``on_train_batch_end``, as `saved_after_batch` takes it."""
+    """Set the counters as in a state saved in ``on_train_batch_end``, as `saved_after_batch` expects it."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     for counter in (batches.total, batches.current):
         counter.completed = counter.processed - 1
@@ -216,7 +216,7 @@ def mark_after_batch(trainer: Trainer) -> None:
 
 @contextmanager
 def counted_in_batch(trainer: Trainer) -> Generator[None, None, None]:
-    """Inside, the counters are as `mark_after_batch` makes them."""
+    """Inside, the counters are set by `mark_after_batch`."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     total, current = batches.total.completed, batches.current.completed
     mark_after_batch(trainer)
@@ -227,7 +227,7 @@ def counted_in_batch(trainer: Trainer) -> Generator[None, None, None]:
 
 
 def _mark_before_validation(val: dict[str, Any]) -> None:
-    """Make counters those of a state saved in the first batch of validation, so that it runs again in full."""
+    """Set counters as in a state saved in the first batch of validation, so that all of it runs again."""
     before = val["total"]["completed"] - val["current"]["completed"]
     for counter, done in ((val["total"], before), (val["current"], 0)):
         counter.update(ready=done + 1, started=done + 1, processed=done, completed=done)
@@ -237,9 +237,9 @@ def _mark_before_validation(val: dict[str, Any]) -> None:
 def saved_after_batch(
     trainer: Trainer, loops: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Literal["validation", "end of the epoch"] | None]:
-    """A changed copy of the loops' part of a checkpoint, and what comes next of those two. Lightning takes a
-    validation after the batch in which it saves, and the end of the epoch, for done; where one is still to come, the
-    state is made that of the moment before it.
+    """A corrected copy of the loops' part of a checkpoint, and the next event, if it is one of these two. Lightning
+    takes a validation after the batch in which it saves, and the end of the epoch, for done. If one is still to come,
+    the copy's state is the one before it.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     interrupted = in_validation(trainer)
@@ -256,17 +256,17 @@ def saved_after_batch(
     if validates:
         _mark_before_validation(fit["epoch_loop.val_loop.batch_progress"])
     elif not should_accumulate(trainer):
-        # The loop counts it after the batch, which it has no part in any more when it goes on.
+        # The loop counts it after the batch, and a resumed loop does not run that code for this batch.
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
     return state, "validation" if validates else "end of the epoch"
 
 
-# When a run goes on
+# When a run is resumed
 
 
-def settle_progress(trainer: Trainer) -> None:
-    """Make the fit loop's loaded counters say what an uninterrupted run's would; after the loops' state was loaded and
-    before the dataloaders' is. No communication; may be called again.
+def correct_loaded_counters(trainer: Trainer) -> None:
+    """Set the fit loop's loaded counters as in an uninterrupted run, after the loops' state was loaded and before the
+    dataloaders'. No communication. May be called again.
     """
     loop = trainer.fit_loop
     if not loop.is_resuming:
@@ -281,13 +281,13 @@ def settle_progress(trainer: Trainer) -> None:
         for state in loader_states_to_load(trainer):
             if state.get("kind") in KINDS:
                 state["finished"] = True
-                # Where the epoch's end comes next a stream has nothing more to give, not even to be fetched ahead.
+                # If the epoch's end comes next, a stream has no batch left, not even to be fetched ahead.
                 state["spent"] = state["kind"] == "iterable" and current.started == current.processed + 1
     if current.started == current.ready - 1:
         # Saved in ``on_train_epoch_start``, with the batches of the epoch before.
         loop.epoch_loop.restarting = batches.is_last_batch = False
     elif batches.is_last_batch and closed:
-        _begin_epoch_anew(trainer)
+        _start_new_epoch(trainer)
     elif not batches.is_last_batch and closed and batches.current.ready > 0:
         for counter in (epochs.total, epochs.current):
             counter.processed -= 1
@@ -296,8 +296,8 @@ def settle_progress(trainer: Trainer) -> None:
 
 
 def _count_ended_epochs(batches: Any) -> None:
-    """Count the batches at which ``on_train_batch_start`` ended an epoch by -1, and those that are None, as others:
-    Lightning, which compares the totals, takes any later state for one in the middle of a batch, and repeats its index.
+    """Count batches at which ``on_train_batch_start`` ended an epoch by -1, and None batches, as others. Lightning
+    compares the totals: it would take any later state for one in the middle of a batch, and repeat its index.
     """
     current, total = batches.current, batches.total
     if batches.is_last_batch and current.started == current.completed == current.processed - 1:
@@ -313,23 +313,25 @@ def resumes_in_mid_epoch(trainer: Trainer) -> bool:
 
 
 def loader_states_to_load(trainer: Trainer) -> list[dict[str, Any]]:
-    """The states that the training loaders still get, one after the other."""
+    """States that the training loaders have yet to load, in their order."""
     return trainer.fit_loop._combined_loader_states_to_load
 
 
 def leave_restart(trainer: Trainer) -> None:
-    """Let the fit loop, not those in it, not restart, which its own setter forces in iteration-based training."""
+    """Unset ``restarting`` of the fit loop but not of its inner loops. In iteration-based training its setter forces
+    it.
+    """
     trainer.fit_loop._restarting = False
 
 
-def _begin_epoch_anew(trainer: Trainer) -> None:
+def _start_new_epoch(trainer: Trainer) -> None:
     leave_restart(trainer)
     trainer.fit_loop.epoch_loop.restarting = False
 
 
 def count_begun_epoch(trainer: Trainer) -> None:
-    """When training starts at an epoch's start: count that epoch, which Lightning forgets, so that states saved in it
-    would be taken for those of the epoch before.
+    """Count the epoch if a resumed training starts at its start. Lightning forgets to: states saved in it would be
+    taken for states of the epoch before.
     """
     if trainer.fit_loop.restarted_on_epoch_start:
         current = trainer.fit_loop.epoch_progress.current
@@ -337,26 +339,26 @@ def count_begun_epoch(trainer: Trainer) -> None:
 
 
 def end_epoch(replacements: Replacements, trainer: Trainer) -> None:
-    """After loading a state at the end of an epoch: run no batch, no validation, but step the epoch's schedulers."""
+    """After loading a state from an epoch's end, run no batch and no validation, but step the epoch's schedulers."""
     loop = trainer.fit_loop.epoch_loop
 
     def reset(reset_for_once: Callable[[], None]) -> None:
         replacements.restore(loop, "reset")
         reset_for_once()
-        _begin_epoch_anew(trainer)
+        _start_new_epoch(trainer)
 
     replacements.wrap(loop, "reset", reset)
 
 
-def settle_validation(replacements: Replacements, trainer: Trainer) -> None:
-    """After loading, and before the loop runs: let a validation that is due run although the training has ended."""
-    trainer.fit_loop.epoch_loop.val_loop._has_run = False  # in an earlier fit, for which all epochs would have no batch
+def run_due_validation(replacements: Replacements, trainer: Trainer) -> None:
+    """After loading and before the loop runs, let a validation that is due run although the training has ended."""
+    trainer.fit_loop.epoch_loop.val_loop._has_run = False  # if set, by an earlier fit, all epochs have no batch
     if _stopped_in_validation(trainer) and _steps_are_done(trainer):
         replacements.replace(trainer.fit_loop.epoch_loop, "max_steps", trainer.global_step + 1)
 
 
-def count_validation_anew(replacements: Replacements, trainer: Trainer) -> None:
-    """When validation starts again: forget the batch in which it stopped, which later states would seem to be in."""
+def reset_validation_count(replacements: Replacements, trainer: Trainer) -> None:
+    """When validation starts again, uncount the batch in which it stopped, or later states would seem to be in it."""
     loop = trainer.fit_loop.epoch_loop
     if _stopped_in_validation(trainer):
         total: Any = loop.val_loop.batch_progress.total
@@ -370,9 +372,9 @@ def _stopped_in_validation(trainer: Trainer) -> bool:
 
 
 def restore_steps(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Restore schedulers, the precision plugin and the count of optimizer steps, not the loops' place in the data."""
+    """Restore schedulers, the precision plugin and the count of optimizer steps, but no position in the data."""
     kinds = kinds_of(trainer.lr_scheduler_configs)
-    if checkpoint[RUN_STATE].get(SCHEDULES, kinds) == kinds:  # else a callback has put its own in their place
+    if checkpoint[RUN_STATE].get(SCHEDULES, kinds) == kinds:  # else a callback has replaced them
         for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
             config.scheduler.load_state_dict(state)
     plugin = trainer.precision_plugin

@@ -1,4 +1,4 @@
-"""Messages of Lightning that are not so, or do not help, and own ones beside its progress bar."""
+"""Filters for messages of libraries that are wrong or don't help here, and messages above Lightning's progress bar."""
 
 import logging
 import re
@@ -8,12 +8,12 @@ from functools import cache
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero
 
-# Of the two packages of Lightning the one that was imported last speaks for both.
+# Of Lightning's two packages the one that was imported last logs for both.
 _LOGGERS = [logging.getLogger(name) for name in (rank_zero.__name__, "pytorch_lightning.utilities.rank_zero")]
 
 
-def say(trainer: Trainer, text: str) -> None:
-    """Log ``text`` on rank 0, above the progress bar where there is one."""
+def print_above_bar(trainer: Trainer, text: str) -> None:
+    """Log ``text`` on rank 0, above the progress bar if there is one."""
     bar = trainer.progress_bar_callback
     if bar is not None and getattr(bar, "is_enabled", False):
         if trainer.is_global_zero:
@@ -23,18 +23,18 @@ def say(trainer: Trainer, text: str) -> None:
 
 
 @cache
-def leave_out_noise() -> None:
-    """Let Lightning advertise nothing, not say that the Trainer's flag means autocast, where modules are cast, and not
-    warn of its own calls of torch, in this process.
+def filter_messages() -> None:
+    """In this process, drop advertisements, Lightning's note that the precision flag means autocast (here modules are
+    cast), and warnings of libraries' own calls of torch.
     """
     for logger in _LOGGERS:
         logger.addFilter(lambda record: not re.search(r"Tip: |Automatic Mixed Precision \(AMP\)", str(record.msg)))
-    # DeepSpeed says when it is imported that there is no GPU, on machines that plan and migrate too.
+    # DeepSpeed's import reports a missing GPU, also for planning and migrating.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
-    # Lightning 2.6 says this of itself on every rank.
+    # Lightning 2.6 causes this warning itself, on every rank.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    # DeepSpeed calls these two, and torch's decorator is where the warning says it is from.
+    # DeepSpeed calls these two. The warning's place is torch's decorator.
     deprecated = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
-    # Lightning says so wherever there is a SLURM; `check_launch` looks at what a job asked for.
+    # Lightning warns on every machine with SLURM. `check_launch` compares the job's own settings.
     warnings.filterwarnings("ignore", message=r"The `srun` command is available on your system but is not used")

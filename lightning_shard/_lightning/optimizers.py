@@ -15,14 +15,14 @@ from lightning_shard.ranks import Ranks
 
 
 def is_missing_optimizer(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` stands for none, which Lightning puts where ``configure_optimizers`` returned None."""
+    """Whether ``optimizer`` is Lightning's placeholder for a ``configure_optimizers`` that returned None."""
     return type(optimizer).__module__ == LightningOptimizer.__module__
 
 
-def settle_wrappers(wrappers: list[LightningOptimizer]) -> None:
-    """Let optimizers as users see them do what those that an engine took over do. Of one of DeepSpeed's on the host a
-    wrapper has no ``opt_id``, by which it would free the compiled state when it is dropped
-    (``DeepSpeedCPUAdam.__del__``).
+def update_wrappers(wrappers: list[LightningOptimizer]) -> None:
+    """Give users' wrappers of optimizers the methods that an engine has set on the optimizers. A wrapper of one of
+    DeepSpeed's on the host has no valid ``opt_id``: with it, dropping the wrapper would free the optimizer's compiled
+    state (``DeepSpeedCPUAdam.__del__``).
     """
     for wrapper in wrappers:
         own = vars(wrapper.optimizer)
@@ -36,8 +36,8 @@ def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
 
 
 def hold_schedulers(replacements: Replacements, trainer: Trainer, when: Callable[[], bool]) -> None:
-    """Leave schedulers of interval ``step``, which Lightning advances after skipped steps too, where ``when`` says.
-    Those that monitor a value get rank 0's: shards of a parameter are stepped with one learning rate.
+    """Don't step schedulers of interval ``step`` while ``when()`` is true, since Lightning steps them after skipped
+    steps too. Schedulers that monitor a value get rank 0's, so that all shards of a parameter have one learning rate.
     """
 
     def step_by_rank_0(step: Callable[..., None], scheduler: Any, metric: Any) -> None:

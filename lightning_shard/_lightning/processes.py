@@ -1,6 +1,4 @@
-"""Processes under Lightning: how they are launched, connected and reduced over, and what Lightning is told of them."""
-
-# Some of the imports are for others.
+"""Processes under Lightning: their launch, connection and reductions, and their ranks and devices in Lightning."""
 
 import atexit
 import os
@@ -34,7 +32,7 @@ _LAST_WORDS_SECONDS = 5.0
 
 
 def init_process_group(environment: ClusterEnvironment, backend: str, **options: Any) -> None:
-    """Connect the processes as Lightning does, unless they are. All ranks call it; ``options``: torch's own."""
+    """Connect the processes as Lightning does, if they are not connected. All ranks call it. ``options``: torch's."""
     if dist.is_initialized():
         return
     os.environ.update(MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port))
@@ -46,24 +44,24 @@ def init_process_group(environment: ClusterEnvironment, backend: str, **options:
 
 
 def destroy_at_exit() -> None:
-    """Destroy the process group of a process that is the only one."""
+    """Destroy the default process group, if any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def reduce(tensor: Any, group: Any, reduce_op: Any, *, skip: bool = False) -> Any:
-    """As Lightning reduces, also a tensor on the host where the group reaches devices alone."""
+def reduce_tensor(tensor: Any, group: Any, reduce_op: Any, *, skip: bool = False) -> Any:
+    """Reduce as Lightning does, also a tensor on the host over a group for devices alone."""
     if skip or not isinstance(tensor, Tensor):
         return tensor
-    strategy: Any = None  # which it does not look at
+    strategy: Any = None  # DDPStrategy.reduce does not use it
     return DDPStrategy.reduce(strategy, reachable(tensor, group), group, reduce_op).to(tensor.device)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script again for each other process; where there is none, a notebook can be what runs."""
+    """Runs the script again for each other process. With a single process a notebook can run it."""
 
     def launch(self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        if self.is_interactive_compatible:  # else LOCAL_RANK is set, and a later fit takes its processes for started
+        if self.is_interactive_compatible:  # else LOCAL_RANK is set, and a later fit takes its processes as started
             return function(*args, **kwargs)
         os.environ[_STARTED_BY] = str(os.getpid())
         return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -74,11 +72,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 class ChildrenLauncher(MultiProcessingLauncher):
-    """Starts all processes as children of this one, whose module is given the full weights at the end of a fit."""
+    """Starts all processes as children of this one, whose module gets the full weights at the end of a fit."""
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         if self._start_method == "fork":
-            # Each child would take it for its own, and train alone.
+            # Each child would take a smaller group for its own, and train alone.
             refuse_smaller_group(len(self._strategy.parallel_devices or ()))
         return super().launch(*args, **kwargs)
 
@@ -89,34 +87,34 @@ class ChildrenLauncher(MultiProcessingLauncher):
 
 
 def refuse_smaller_group(size: int) -> None:
-    """ConfigurationError: a run of ``size`` processes begins in the process group of an earlier one with fewer."""
+    """ConfigurationError: a run of ``size`` processes begins in an earlier run's process group with fewer."""
     if dist.is_initialized() and dist.get_world_size() < size:
         raise ConfigurationError(
             f"The Trainer asks for {size} processes, but this one is in a group of {dist.get_world_size()}, such as "
-            "that of an earlier fit with fewer devices. Start the script or the notebook's kernel anew, or call "
+            "one of an earlier fit with fewer devices. Restart the script or the notebook's kernel, or call "
             "torch.distributed.destroy_process_group(), after which modules that were sharded can't be used any more."
         )
 
 
-def launcher(strategy: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"]) -> Any:
-    """What starts the other processes of this node, by the script again ("popen") or as children of this one."""
+def make_launcher(strategy: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"]) -> Any:
+    """The launcher of the other processes of this node, by running the script ("popen") or as children of this one."""
     if start_method != "popen":
         return ChildrenLauncher(strategy, start_method=start_method)
     return ScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
 
 def share_cores(count: int) -> None:
-    """Give a process that `ScriptLauncher` started its part of the cores, of ``count`` processes on this node:
-    Lightning's launcher is in the one that starts the others, and sets the threads of that one.
+    """Limit a process that `ScriptLauncher` started to its share of the cores, with ``count`` processes on this node.
+    Lightning's launcher sets the threads only of the process that starts the others.
     """
     if os.environ.get(_STARTED_BY, own := str(os.getpid())) != own and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, devices.cores() // count))
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
 
 
-def end_behind(error: BaseException) -> None:
-    """End this process without a word after an error that the script that started it made too: one of this package's,
-    or any before they connect.
+def end_silently_behind_parent(error: BaseException) -> None:
+    """Exit without a message after an error that the process that started this one raises too, once that has ended: an
+    error of this package, or any before they connect.
     """
     own, deadline = str(os.getpid()), time.monotonic() + _LAST_WORDS_SECONDS
     started_by = os.environ.get(_STARTED_BY, own)
@@ -134,12 +132,12 @@ def _full_tensors(module: LightningModule, state_dict: dict[str, Any], prefix: s
 
 
 def set_device(module: LightningModule, device: torch.device) -> None:
-    """Make ``device`` what ``LightningModule.device`` gives; the tensors are moved by the engines."""
+    """Set ``LightningModule.device``. The engines move the tensors."""
     _update_properties(module, device=device)
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Make ``mesh`` what ``LightningModule.device_mesh`` gives in ``configure_model``."""
+    """Set ``LightningModule.device_mesh`` for ``configure_model``."""
     module._device_mesh = mesh
 
 
@@ -148,13 +146,13 @@ def set_rank(rank: int) -> None:
     for only in (rank_zero_only, fabric_rank_zero_only):
         vars(only)["rank"] = rank
     if rank:
-        # Of ModelCheckpoint, which says so on every rank.
+        # ModelCheckpoint warns on every rank.
         warnings.filterwarnings("ignore", message="The dirpath has changed from")
 
 
 def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:
-    """The processes of Lightning's launcher, taken from it: its observer kills this one, mute, when one of them ends
-    with an exit code. ``trainer`` is None where none was built.
+    """Take the processes from Lightning's launcher, whose observer kills this process without a message when one of
+    them ends with an exit code. ``trainer`` is None if none was built.
     """
     processes = getattr(getattr(getattr(trainer, "strategy", None), "launcher", None), "procs", None)
     if not isinstance(processes, list):

@@ -1,5 +1,5 @@
-"""Values that a module logs: the full ones of sharded tensors, and those that callbacks and schedulers of a resumed run
-go on with. Epoch means that ``self.log(..., on_epoch=True)`` has begun are in no checkpoint and begin again.
+"""Logged values: full ones of sharded tensors, and those that callbacks and schedulers of a resumed run need. Epoch
+means of ``self.log(..., on_epoch=True)`` are in no checkpoint and begin again.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,14 +23,14 @@ _RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
 
 
 def log_of_full_module(replacements: Replacements, trainer: Trainer) -> None:
-    """Log values of sharded tensors in full from here on, and graphs now, before the module is sharded."""
+    """Log full values of sharded tensors from here on, and graphs now, before the module is sharded."""
     _log_full_values(replacements, trainer.lightning_module)
     _log_graphs(replacements, trainer)
 
 
 def _log_full_values(replacements: Replacements, module: LightningModule) -> None:
-    """Let ``self.log`` take the full values of sharded tensors, such as ``weight.norm()``, as a collective.
-    ConfigurationError: with ``rank_zero_only=True``.
+    """Let ``self.log`` gather sharded tensors, such as ``weight.norm()``, in a collective. ConfigurationError: with
+    ``rank_zero_only=True``.
     """
 
     def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,11 +48,11 @@ def _log_full_values(replacements: Replacements, module: LightningModule) -> Non
 
 
 def _log_graphs(replacements: Replacements, trainer: Trainer) -> None:
-    """Let loggers trace the module's graph now, on rank 0, while its parameters are neither sharded nor cast."""
+    """Let loggers trace the module's graph on rank 0 now, while its parameters are neither sharded nor cast."""
     module = trainer.lightning_module
     sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
     if (first := next(module.parameters(), None)) is not None:
-        processes.set_device(module, first.device)  # where loggers put the example input
+        processes.set_device(module, first.device)  # loggers move the example input to it
     for logger in trainer.loggers if trainer.enable_autolog_hparams else []:
         try:
             if not sharded:
@@ -65,13 +65,13 @@ def _log_graphs(replacements: Replacements, trainer: Trainer) -> None:
 
 
 def training_results_state(trainer: Trainer, *, validates: bool) -> dict[str, Any]:
-    """What was logged in this epoch of a fit so far, on this rank: copies on the CPU that ``weights_only=True`` loads.
-    All ranks call it, which communicate at an epoch's end alone. ``validates``: a resumed run begins with a validation.
-
-    ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the interval whose plateau
-    schedulers Lightning steps next; ``late``: names that are logged after this, and before that; ``entries``: names of
-    the values of the epoch; ``evaluation_metrics``: metrics that Lightning is about to reset, as an evaluation has just
-    ended; ``callback_metrics``, after the epoch's last batch with its values.
+    """State of logged values in this epoch of a fit on this rank: copies on the CPU that ``weights_only=True`` loads.
+    All ranks call it, and communicate only at an epoch's end. ``validates``: a resumed run begins with a validation.
+    - ``epoch``: its index in this fit. ``ended``: whether its end was reached.
+    - ``due``: the interval whose plateau schedulers Lightning steps next. ``late``: names logged between now and then.
+    - ``entries``: names of the epoch's values.
+    - ``evaluation_metrics``: metrics that Lightning is about to reset, as an evaluation has just ended.
+    - ``callback_metrics``: with the epoch's values after its last batch.
     """
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current
@@ -85,14 +85,14 @@ def training_results_state(trainer: Trainer, *, validates: bool) -> dict[str, An
         due = "epoch"
     elif batches.processed > batches.completed and not validates:  # Lightning steps them after a validation
         due = "step"
-    # Between batches of an epoch, reading them computes nothing and so synchronises nothing; at its end its values are
-    # those that schedulers are about to step by, but for what the hook that saves goes ahead of.
+    # Between batches of an epoch, reading them computes and synchronises nothing. At its end they are the values that
+    # schedulers are about to step by, except for names logged after the hook that saves.
     current = trainer._logger_connector._first_loop_iter is not None or due == "epoch"
     seen = trainer.callback_metrics if current else _seen(trainer)
     hook = [e.meta for e in results.values() if e.has_reset and e.meta.fx == "on_train_epoch_end"]
     if due != "epoch" and batches_are_done(trainer):
         for entry in begun.values():
-            # The class's function, which keeps no value: another may be logged yet.
+            # The class's function, which caches no value: another may still be logged.
             value = type(entry).compute(entry)
             seen = {**seen, entry.meta.name: value, entry.meta.forked_name(on_step=False): value}
     return {
@@ -109,16 +109,15 @@ def training_results_state(trainer: Trainer, *, validates: bool) -> dict[str, An
 
 
 def restore_training_results(trainer: Trainer, by_rank: list[dict[str, Any]], *, rank: int) -> None:
-    """Continue the epoch from what :func:`training_results_state` gave on each old rank, ``by_rank`` (no
-    communication).
+    """Continue the epoch from each old rank's :func:`training_results_state`, ``by_rank`` (no communication).
 
-    All ranks call it in the strategy's ``on_train_start``, after the sanity check, which clears it, and after the
-    metrics' own states were restored. If the checkpoint's epoch has no batches left, the metrics are reset that
-    Lightning would have reset; else a warning says that means begin again.
+    All ranks call it in the strategy's ``on_train_start``: after the sanity check, which clears the values, and after
+    the metrics' own states were restored. If the checkpoint's epoch has no batches left, the metrics are reset that
+    Lightning would have reset. Else a warning says that means begin again.
     """
     fit_loop, module = trainer.fit_loop, trainer.lightning_module
     saved = by_rank[rank % len(by_rank)]
-    # Schedulers and callbacks that monitor a value which is logged rarely find it, as they would have.
+    # For schedulers and callbacks that monitor a rarely logged value.
     for name, value in saved["callback_metrics"].items():
         _seen(trainer).setdefault(name, value.to(trainer.strategy.root_device))
     _reset_metrics(module, saved["evaluation_metrics"])
@@ -139,13 +138,13 @@ def restore_training_results(trainer: Trainer, by_rank: list[dict[str, Any]], *,
             " in no checkpoint, begin again here. Log torchmetrics as objects, which go on, or save at epochs' ends."
         )
     if goes_on:
-        # Lightning would leave the schedulers that monitor a value alone at this epoch's end, for want of the value.
+        # Else Lightning would not step schedulers that monitor a value at this epoch's end, since it lacks the value.
         leave_restart(trainer)
 
 
 def _step_plateau_schedulers(trainer: Trainer, due: str | None, late: list[str]) -> None:
-    """Do what Lightning had left to do when it wrote the checkpoint, and does not do when it resumes; ``late``: names
-    that had no value yet.
+    """Make the step that Lightning had due when it wrote the checkpoint, and does not make when it resumes. ``late``:
+    names that had no value yet.
     """
     configs = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == due]
     if missing := [c.monitor for c in configs if c.monitor in late or c.monitor not in trainer.callback_metrics]:
@@ -158,14 +157,14 @@ def _step_plateau_schedulers(trainer: Trainer, due: str | None, late: list[str])
     epochs: Any = trainer.fit_loop.epoch_progress.current
     completed = epochs.completed
     if due == "epoch":
-        # `trainer.current_epoch`, by which schedulers of another frequency are chosen, was still the last epoch's.
+        # `trainer.current_epoch`, which selects schedulers of another frequency, was still the last epoch's.
         epochs.completed = epochs.processed - 1
     trainer.fit_loop.epoch_loop.update_lr_schedulers(due or "", update_plateau_schedulers=True)
     epochs.completed = completed
 
 
 def _seen(trainer: Trainer) -> Any:
-    """``trainer.callback_metrics`` as they were when these were computed last."""
+    """``trainer.callback_metrics`` as last computed. The property would compute them."""
     return trainer._logger_connector._callback_metrics
 
 
@@ -185,12 +184,8 @@ def _names(entries: list[dict[str, Any]]) -> str:
     return listed([entry["meta"]["name"] for entry in entries])
 
 
-def _metric(module: LightningModule, name: str | None) -> Metric | None:
-    found = dict(module.named_modules(remove_duplicate=False)).get(name) if name else None
-    return found if isinstance(found, Metric) else None
-
-
 def _reset_metrics(module: LightningModule, names: list[str | None]) -> None:
-    for metric in (_metric(module, name) for name in names):
-        if metric is not None:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for metric in (modules.get(name) for name in names if name):
+        if isinstance(metric, Metric):
             metric.reset()

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_shard._lightning.loaders import first_batch, forget_loaders, makes_loaders, trials
+from lightning_shard._lightning.loaders import first_batch, forget_loaders, makes_loaders, trial_steps
 from lightning_shard.arguments import checked
 from lightning_shard.callbacks.memory_report import StepMeterCallback
 from lightning_shard.callbacks.throughput import without_side_effects
@@ -122,7 +122,7 @@ class BatchSizeCallback(Callback):
         if (limit := self.limit) is None:  # free memory, and memory that torch has reserved already
             limit = torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
         limit, self.measured = int((1 - self.margin) * limit), {}
-        with trials(trainer) as run:
+        with trial_steps(trainer) as run:
             batch, most = first_batch(trainer)
             size: int | None = self._first_trial(trainer, batch, limit, min(most, self.largest)) or start
             while size is not None:

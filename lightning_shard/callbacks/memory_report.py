@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shard._lightning.messages import say
+from lightning_shard._lightning.messages import print_above_bar
 from lightning_shard.arguments import checked
 from lightning_shard.engines.memory_breakdown import module_tensors
 from lightning_shard.memory import MemoryAccount, most
@@ -107,7 +107,9 @@ class MemoryCallback(StepMeterCallback):
         taken = on_cpu if device.type == "cpu" else f"{allocated} allocated, {reserved} reserved by torch"
         notes = [f"peak so far: {taken}"]
         title = f"Memory of rank {rank}, which has the most of {len(found)}, measured in the first step"
-        say(trainer, tables.memory_table(self.ranks[rank], title=title, notes=notes, predicted=self.predicted))
+        print_above_bar(
+            trainer, tables.memory_table(self.ranks[rank], title=title, notes=notes, predicted=self.predicted)
+        )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is not None:

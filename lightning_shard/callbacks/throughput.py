@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_shard._lightning import Replacements, processes
 from lightning_shard._lightning.loops import follow_actions
-from lightning_shard._lightning.messages import say
+from lightning_shard._lightning.messages import print_above_bar
 from lightning_shard.arguments import checked
 from lightning_shard.devices import name_of
 from lightning_shard.engines.memory_breakdown import is_sharded
@@ -224,7 +224,7 @@ class ThroughputCallback(Callback):
                     self._nodes[rank] = Ranks.of().broadcast(socket.gethostname(), rank)
                 window = replace(window, slowest_node=self._nodes[rank])
                 if first:
-                    say(trainer, f"Slowest: {meters.slowest_line(window)}.")
+                    print_above_bar(trainer, f"Slowest: {meters.slowest_line(window)}.")
             self.windows.append(window)
         return window
 

@@ -19,8 +19,8 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import callbacks, commands, registry
-from lightning_shard._lightning.cli import ConfiguredCLI
-from lightning_shard._lightning.messages import leave_out_noise
+from lightning_shard._lightning.configured_cli import ConfiguredCLI
+from lightning_shard._lightning.messages import filter_messages
 from lightning_shard.arguments import imported
 from lightning_shard.checkpoint.files.layout import other_form
 from lightning_shard.checkpoint.files.manifest import other_content
@@ -75,7 +75,7 @@ class ShardCLI(ConfiguredCLI):
         # As ``python -m`` does. A console script has its own folder here instead.
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        leave_out_noise()
+        filter_messages()
         kwargs.setdefault("parser_class", ShardArgumentParser)
         kwargs["parser_kwargs"] = {"version": commands.versions(), **(kwargs.get("parser_kwargs") or {})}
         # Other keys of `parser_kwargs` may be subcommands, which then all have to be built.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import registry
-from lightning_shard._lightning.messages import leave_out_noise
+from lightning_shard._lightning.messages import filter_messages
 from lightning_shard.cluster.slurm_job import read_job
 from lightning_shard.commands.failures import global_rank
 from lightning_shard.devices import visible
@@ -116,7 +116,7 @@ def difference(run: Run, reference: Run) -> str:
 
 def run_selftest(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Train, print the table on rank 0, and return its exit code. All ranks call it."""
-    leave_out_noise()
+    filter_messages()
     for name in ("lightning_shard", "lightning.fabric", "lightning.pytorch", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

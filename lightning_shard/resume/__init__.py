@@ -1,1 +1,1 @@
-"""Bitwise resume of data order and random numbers; nothing here imports Lightning."""
+"""Bitwise resume of data order, random numbers and metrics."""

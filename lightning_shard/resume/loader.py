@@ -1,4 +1,4 @@
-"""A DataLoader over a map-style dataset that knows how far it is and can go on from there."""
+"""A DataLoader over a map-style dataset whose position in the epoch is its state."""
 
 import copy
 import dataclasses
@@ -13,19 +13,18 @@ from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
 from lightning_shard.resume.rng import generators_in
 from lightning_shard.resume.sample_seeds import SeededSamples
-from lightning_shard.resume.samplers import Epoch, Generators, IndexSource, given, kept
+from lightning_shard.resume.samplers import Epoch, Generators, IndexSource, from_saved, to_saved
 from lightning_shard.resume.shape import DelegatingLoader, has_state
 from lightning_shard.text import listed
 
 Draws = Callable[[], tuple[int, int]]
-"""Gives what random numbers of samples are seeded by, besides the sample's index: a seed, the same on all ranks, and
-the epoch that the training loop is in."""
+"""Gives the seed, the same on all ranks, and the training loop's epoch, by which samples' random numbers are seeded."""
 
 
 @dataclasses.dataclass
 class _Run:
     shape: shapes.Shape
-    begun: dict[str, Any]  # The part of the state that says how the iteration was begun.
+    begun: dict[str, Any]  # The part of the state from the beginning of the iteration.
     start: int = 0
     start_batches: int = 0
     batches: int = 0
@@ -33,20 +32,20 @@ class _Run:
 
 
 class ResumableLoader(DelegatingLoader):
-    """A map-style DataLoader that goes on after the last batch that it gave out.
+    """A map-style DataLoader that resumes after its last batch.
 
-    It yields what `inner` would. torch's iterator is made at the first ``next``, when the epoch of the sampler is
-    known. After :meth:`load_state_dict` the next iteration gives what is left of the epoch (the length stays the whole
-    one's), in the order in which it was begun; setting another epoch before that starts the other one.
+    It yields `inner`'s batches. torch's iterator is made at the first ``next``, when the sampler's epoch is known.
+    After :meth:`load_state_dict` the next iteration yields the rest of the epoch, in the order in which it was begun.
+    Its length stays the full epoch's. Setting another epoch before that starts the other one.
 
-    The order of an epoch is drawn when its first batch is asked for, and again on a resume: from the states at the
-    epoch's start of the generators (torch's, numpy's and python's global ones, without a trace in these, or the
-    loader's own) and of the samplers. A warning says that it is another one, as of a sampler that keeps more than its
-    ``state_dict`` has. A dataset with ``state_dict`` and ``load_state_dict`` goes on by these without workers. Random
-    numbers that it draws in worker processes are the same after a resume with `draws`.
+    The order of an epoch is drawn at its first batch. On a resume it is drawn again from the states, at the epoch's
+    start, of the samplers and of the generators: the loader's own, or the global ones of torch, numpy and python, which
+    are put back. A warning says that the order differs, for example if a sampler keeps more than its ``state_dict``
+    has. Without workers a dataset's ``state_dict`` and ``load_state_dict`` are used too. Random numbers that it draws
+    in worker processes are the same after a resume with `draws`.
 
-    `lookahead`: how many batches the training loop fetches ahead, as for :class:`StatefulIterableLoader`. `world_size`
-    and `rank` are of the ranks that read data of their own; `inner_sampler` is what the sampler takes its indices from.
+    `lookahead` is the number of batches that the training loop fetches ahead. `world_size` and `rank` count the ranks
+    that read data of their own. The sampler takes its indices from `inner_sampler`.
     """
 
     _own = frozenset(
@@ -62,7 +61,7 @@ class ResumableLoader(DelegatingLoader):
         samplers = [source.full, inner.sampler, getattr(source.full, "sampler", None), inner_sampler]
         samplers = list({id(sampler): sampler for sampler in samplers if sampler is not None}.values())
         inner = copy.copy(inner)
-        # A DataLoader refuses to have its samplers set; this copy is this object's own.
+        # A DataLoader refuses to have its samplers set. This copy belongs to this object.
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
         samples: Any = inner.dataset
         super().__init__(inner)
@@ -82,26 +81,26 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
-        """The original's, not the stand-in that can skip."""
+        """The original, not the `IndexSource`."""
         return self._source.full if self._inner.batch_sampler is not None else None
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The original's; that of a stock batch sampler where one was given, of which the loader knows nothing."""
+        """The original, or the sampler in a stock batch sampler that was given, which the loader does not know."""
         if self._inner.batch_sampler is None:
             return self._source.full
         return self._inner.sampler if self._source.items is self._source.full else self._source.items
 
     @property
     def batches_done(self) -> int:
-        """Batches of this loader that are behind it in the epoch; after loading, in units of this loader."""
+        """Batches of the epoch that are done, after loading in units of this loader."""
         if self._pending is None:
             return 0 if self._run is None else self._run.start_batches + self._run.batches - self._ahead(self._run)
         return self._batches_behind(self._pending) if shapes.is_midway(self._pending) else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, the position after the last batch given out; but for random numbers the same on all
-        ranks. On loading, each rank should get its own rank's where it existed, else rank 0's.
+        """The position after the last batch that was yielded, as plain values and tensors. Only random numbers differ
+        between ranks. On loading, each rank should get its own state, or rank 0's if it did not exist.
         """
         if self._pending is not None:
             return dict(self._pending)
@@ -124,16 +123,16 @@ class ResumableLoader(DelegatingLoader):
             **{f"{name}_now": state for name, state in now.items()},
             "ahead": ahead,
             "order": self._source.order,
-            "dataset": kept(self._samples.state_dict()) if self._saves_samples else None,
+            "dataset": to_saved(self._samples.state_dict()) if self._saves_samples else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; a finished epoch is followed by the next one. DataError: this loader can't finish it:
-        another sampler, number of samples, or world size where no common order is known. Torchdata's is not taken.
+        """Resume from `state`, after a finished epoch with the next one. Ignores torchdata's state. DataError: this
+        loader can't finish the epoch, for another sampler, number of samples, or world size without a common order.
         """
         if "kind" not in state:
             return
-        state = {"states_now": [], **state}  # which format 1 lacks
+        state = {"states_now": [], **state}  # format 1 lacks it
         if shapes.is_midway(state):
             shapes.refuse_other_data(state, self._shape, self._world_size, self._order)
             set_epoch = getattr(self._epoch_sampler(), "set_epoch", None)
@@ -141,7 +140,7 @@ class ResumableLoader(DelegatingLoader):
                 set_epoch(state["epoch"])
         self._generators.restore({name: state[f"{name}_now"] for name in ("generators", "states")})
         if self._saves_samples and state.get("dataset") is not None:
-            self._samples.load_state_dict(given(state["dataset"]))
+            self._samples.load_state_dict(from_saved(state["dataset"]))
         if self._rank == 0:
             for message in self._differences(state):
                 warnings.warn(message, stacklevel=2)
@@ -149,21 +148,21 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def _saves_samples(self) -> bool:
-        """Whether the dataset has a state, which is not in worker processes."""
+        """Whether the dataset has a state in this process."""
         return self._inner.num_workers == 0 and has_state(self._samples)
 
     def _ahead(self, run: _Run) -> int:
-        """How many of the batches given out are not trained on."""
+        """Number of yielded batches that were not trained on."""
         return 0 if run.ended else min(self.lookahead, run.batches)
 
     def _differences(self, state: dict[str, Any]) -> Iterator[str]:
-        """What does not go on as if the run had not been interrupted."""
-        for name, where in (("seed", "seed_everything"), ("shuffle", "the DataLoader")):
+        """Warnings of differences from a run without the interruption."""
+        for name, owner in (("seed", "seed_everything"), ("shuffle", "the DataLoader")):
             saved, own = state.get(name), self._order[name]
             if saved != own and None not in (saved, own):
                 yield (
                     f"the order of the data is of {name} {saved} in the checkpoint, and of {own} here: an epoch that"
-                    f" was begun is finished in the one, and those after it follow the other. Give {where} {saved} to"
+                    f" was begun is finished in the one, and those after it follow the other. Give {owner} {saved} to"
                     " go on as if the run had not been interrupted."
                 )
         if state.get("ahead") and shapes.is_midway(state):
@@ -178,25 +177,25 @@ class ResumableLoader(DelegatingLoader):
             unsaved.append(f"{type(self._samples).__name__}.state_dict() in worker processes")
         if unsaved:
             yield (
-                f"what samplers and the dataset keep in {listed(unsaved)} is in no checkpoint and begins anew, and the"
-                " order of the data or random numbers of samples with it. Give them state_dict() and load_state_dict(),"
-                " and the dataset num_workers=0 or torchdata's StatefulDataLoader, to go on where they were."
+                f"the state of samplers and the dataset in {listed(unsaved)} is in no checkpoint and begins again, and"
+                " so the order of the data or random numbers of samples. Give them state_dict() and load_state_dict(),"
+                " and the dataset num_workers=0 or torchdata's StatefulDataLoader, to go on from their states."
             )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        run, batches = self._begin()
+        run, batches = self._begin_epoch()
         for batch in batches:
             run.batches += 1
             yield batch
         run.ended = True
 
     def _new_run(self, generators: dict[str, Any], draws: tuple[int, int, int] | None, *, seeded: bool) -> _Run:
-        """``generators``: at the start. ``draws``: what random numbers of samples are seeded by: seed, epoch, iteration
-        in the epoch. ``seeded``: whether the iterator draws a seed for its workers (persistent ones draw one once).
+        """A run with the ``generators`` at its start. ``draws`` seed samples' random numbers: seed, epoch, iteration in
+        the epoch. ``seeded``: whether the iterator draws a seed for its workers (persistent ones draw it once).
         """
         return _Run(self._shape, {"epoch": self._epoch, "seeded": seeded, "draws": draws, **generators})
 
-    def _begin(self) -> tuple[_Run, Iterator[Any]]:
+    def _begin_epoch(self) -> tuple[_Run, Iterator[Any]]:
         loaded, self._pending = self._pending, None
         inner, generators = self._inner, self._generators
         epoch = self._epoch
@@ -222,7 +221,7 @@ class ResumableLoader(DelegatingLoader):
         else:
             batches = iter(inner)
         if resumed:
-            # The generators that are the loader's own go on from the epoch's start.
+            # The loader's own generators go on from the epoch's start.
             rng.set_rng_state(now["rng"])
         self._run = run
         return run, batches
@@ -240,7 +239,7 @@ class ResumableLoader(DelegatingLoader):
             )
 
     def _next_draws(self, resumed: dict[str, Any] | None, loaded: dict[str, Any] | None) -> tuple[int, int, int] | None:
-        """Seed what the samples of this iteration draw; ``loaded`` is of the iteration before it, or ``resumed``."""
+        """Seed the samples' random numbers of this iteration. ``loaded`` is the iteration before it, or ``resumed``."""
         if self._draws is None or self._seeded is None:
             return None
         (seed, epoch), cycle = self._draws(), 0
@@ -248,11 +247,11 @@ class ResumableLoader(DelegatingLoader):
             seed, epoch, cycle = resumed["draws"]
         elif (before := loaded["draws"] if loaded else self._run and self._run.begun["draws"]) and before[1] == epoch:
             cycle = before[2] + 1
-        self._seeded.begin(seed, epoch, cycle)
+        self._seeded.seed_iteration(seed, epoch, cycle)
         return seed, epoch, cycle
 
     def _rest(self, state: dict[str, Any]) -> Epoch:
-        """The epoch from the position of `state` on."""
+        """The rest of the epoch after the position of `state`."""
         source, start = self._source, state["samples"]
         if state["kind"] != "distributed":
             return source.epoch(start)
@@ -262,7 +261,7 @@ class ResumableLoader(DelegatingLoader):
         return source.epoch(start, shapes.of_all_ranks(dealt, state["seed"], state["shuffle"]), share)
 
     def _batches_behind(self, state: dict[str, Any]) -> int:
-        # Counted from the end, so that the epoch ends with the loader's length.
+        # Counted back from the end, so that the epoch ends with the loader's length.
         shape = self._shape
         total, left = shape.batches_left(0), shape.batches_left(state["samples"])
         return int(state["batches"]) if total is None or left is None else total - left
@@ -273,12 +272,12 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def _batches(self) -> Any:
-        """The batch sampler, which with a batch size of None may be in the sampler's place."""
+        """The batch sampler, which may replace the sampler if the batch size is None."""
         return self.batch_sampler if self._source.items is self._source.full else self._source.full
 
     @property
     def _epoch(self) -> int | None:
-        """The epoch that the training loop has set."""
+        """The epoch that the training loop has set, if any."""
         sampler = self._epoch_sampler()
         return getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
 
@@ -287,6 +286,6 @@ class ResumableLoader(DelegatingLoader):
         return {name: getattr(self._epoch_sampler(), name, None) for name in ("seed", "shuffle")}
 
     def _epoch_sampler(self) -> Any:
-        """What holds the epoch's number: the sampler, or the one under a batch sampler."""
+        """The sampler, or the one under a batch sampler, whichever has ``set_epoch``."""
         nested = getattr(self._batches, "sampler", None)
         return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)

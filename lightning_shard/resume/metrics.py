@@ -1,6 +1,5 @@
-"""The torchmetrics in a module, saved and restored. A metric's state is each rank's own until it is computed, and
-mostly not in ``state_dict()``: every rank's is kept, and merged at another world size as torchmetrics would merge
-ranks.
+"""States of the torchmetrics in a module. Each rank has its own until the metric is computed, mostly not in
+``state_dict()``. So every rank's is saved, and at another world size they are merged as torchmetrics merges ranks.
 """
 
 import warnings
@@ -23,8 +22,8 @@ require(Running, "_num_vals_seen")
 
 
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The state of each metric in ``module`` on this rank, by FQN (no communication): copies on the CPU that load with
-    ``weights_only=True``. A metric with anything else in its state is left out, with a warning that names it.
+    """State of each metric in ``module`` on this rank, by FQN (no communication): copies on the CPU that load with
+    ``weights_only=True``. A metric with other values in its state is left out, with a warning that names it.
     """
     copies: dict[int, Tensor] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -44,11 +43,11 @@ def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def load_metric_states(module: nn.Module, by_rank: list[dict[str, dict[str, Any]]], rank: int, world_size: int) -> None:
-    """Give the metrics in ``module`` what :func:`metric_states` gave on each old rank, ``by_rank`` (no communication).
-    With the old ``world_size`` each rank gets its own back, bitwise; else old rank ``r`` goes to rank ``r %
-    world_size``, merged with others there, and further ranks start anew. Metrics that only the module or only the
-    checkpoint has, that have changed, or whose states can't be merged are left reset, with one warning on rank 0 that
-    names them.
+    """Restore the metrics in ``module`` from :func:`metric_states` of each old rank, ``by_rank`` (no communication).
+
+    With the old ``world_size`` each rank gets its own back, bitwise. Else old rank ``r`` goes to rank ``r %
+    world_size``, merged with others there, and further ranks start at zero. One warning on rank 0 names the metrics
+    that are left reset: new, removed and changed ones, and those whose states can't be merged.
     """
     # Each MetricTracker gets as many metrics as it had.
     for name, tracker in list(_named(module)):
@@ -57,7 +56,7 @@ def load_metric_states(module: nn.Module, by_rank: list[dict[str, dict[str, Any]
                 tracker.increment()
     metrics = dict(_named(module))
     saved_names = dict.fromkeys(name for states in by_rank for name in states)
-    # First all, since a metric made of others resets them too.
+    # Reset all first, since a metric made of others resets them too.
     for each in metrics.values():
         if isinstance(each, Metric):
             each.reset()
@@ -68,7 +67,7 @@ def load_metric_states(module: nn.Module, by_rank: list[dict[str, dict[str, Any]
         metric = metrics.get(name)
         if not isinstance(metric, Metric):
             continue
-        # Judged on all old ranks' states, so that every rank comes to the same end.
+        # Checked on all old ranks' states, so that every rank decides alike.
         saved = [states[name] for states in by_rank if name in states]
         changed = next((why for why in (_mismatch(metric, state) for state in saved) if why), None)
         if changed is None and len(by_rank) > world_size:
@@ -87,7 +86,7 @@ def _read(metric: nn.Module) -> dict[str, Any]:
     if isinstance(metric, MetricTracker):
         return {"steps": metric.n_steps}
     assert isinstance(metric, Metric)
-    # This rank's own, also between ``metric.sync()`` and ``unsync()``.
+    # This rank's own state, also between ``metric.sync()`` and ``unsync()``.
     before_sync = metric._cache if metric._is_synced else None
     states = dict(metric.metric_state if before_sync is None else before_sync)
     return {"count": metric.update_count, "states": states, "extra": _read_extra(metric)}
@@ -95,7 +94,7 @@ def _read(metric: nn.Module) -> dict[str, Any]:
 
 def _write(metric: Metric, saved: Mapping[str, Any]) -> None:
     for name, value in saved["states"].items():
-        # Without the defaults' devices: a metric with compute_on_cpu keeps its lists on the CPU.
+        # A metric with compute_on_cpu keeps its lists on the CPU.
         device = torch.device("cpu") if isinstance(value, list) and metric.compute_on_cpu else metric.device
         setattr(metric, name, tree_map_only(Tensor, partial(Tensor.to, device=device, copy=True), value))
     set_update_count(metric, saved["count"])
@@ -103,7 +102,7 @@ def _write(metric: Metric, saved: Mapping[str, Any]) -> None:
 
 
 def _mismatch(metric: Metric, saved: Mapping[str, Any]) -> str | None:
-    """Why ``saved`` is not a state of ``metric``, which was just reset; None if it is."""
+    """The reason that ``saved`` is no state of ``metric``, which was just reset, or None."""
     if "states" not in saved:
         return "is another kind of metric"
     defaults, states = metric.metric_state, saved["states"]
@@ -111,7 +110,7 @@ def _mismatch(metric: Metric, saved: Mapping[str, Any]) -> str | None:
         return f"has states {sorted(defaults)}, but {sorted(states)} were saved"
     for name, default in defaults.items():
         value = states[name]
-        # A reduction may turn a list into one tensor; a default of size 1 may have grown by broadcasting.
+        # A reduction may turn a list into one tensor, and broadcasting may enlarge a default of size 1.
         if isinstance(default, Tensor) and not (isinstance(value, Tensor) and _grown(default, value)):
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             return f"has a state {name} of shape {tuple(default.shape)}, but {found} was saved"
@@ -131,15 +130,15 @@ def _merge(metric: Metric, parts: list[dict[str, Any]]) -> None:
     for position, part in enumerate(parts[1:], start=2):
         before, extra = metric.metric_state, _read_extra(metric)
         _write(metric, part)
-        # merge_state takes the incoming state for the mean of `count - 1` updates. Ranks have equal weight where
-        # torchmetrics computes a mean across them, so that they are counted here.
+        # merge_state takes the incoming state for the mean of `count - 1` updates. torchmetrics' mean across ranks
+        # weights them equally, so the count is the number of ranks so far.
         set_update_count(metric, position)
         own_way = type(metric).merge_state is not Metric.merge_state
         if own_way or (metric.full_state_update is False and not metric.dist_sync_on_step):
             metric.merge_state(before)
         else:
-            # merge_state refuses metrics whose updates need the whole state, because it is made for merging batches;
-            # ranks are merged by the same reductions for them too, as compute does across ranks.
+            # merge_state, made for merging batches, refuses metrics whose updates need the full state. Their ranks are
+            # merged by the same reductions, as in compute.
             metric._reduce_states(before)
         merges = {name: merge for name, (_, merge) in _extra_of(metric).items()}
         _write_extra(metric, {name: merge(extra[name], part["extra"][name]) for name, merge in merges.items()})
@@ -147,27 +146,27 @@ def _merge(metric: Metric, parts: list[dict[str, Any]]) -> None:
 
 
 def _why_not_mergeable(metric: Metric, saved: list[dict[str, Any]]) -> str | None:
-    """Try it on a copy."""
+    """The reason that a merge of ``saved`` fails, tried on a copy of ``metric``, or None."""
     if not saved or not saved[0]["states"]:
         return None
     trial = metric.clone()
     try:
         _merge(trial, [saved[0], saved[-1]])
-    except Exception as error:  # user-written reductions raise what they like
+    except Exception as error:  # user-written reductions may raise anything
         return f"can't be merged across ranks ({first_line(error)})"
     for name, value in trial.metric_state.items():
         one = saved[0]["states"][name]
-        # Without a reduction torchmetrics stacks tensors, which only `compute` understands and no further update.
+        # Without a reduction torchmetrics stacks tensors, which `compute` can read but no further update.
         if isinstance(one, Tensor) and (not isinstance(value, Tensor) or value.dim() != one.dim()):
             return f"can't be merged across ranks (its state {name} has no reduction)"
     return None
 
 
 _EXTRA: dict[type[Metric], dict[str, tuple[str, Callable[[Any, Any], Any]]]] = {
-    Running: {"seen": ("_num_vals_seen", max)},  # The windows are merged slot by slot; ranks update in step.
+    Running: {"seen": ("_num_vals_seen", max)},  # Windows are merged slot by slot, as ranks update in step.
     MinMaxMetric: {"min": ("min_val", torch.minimum), "max": ("max_val", torch.maximum)},
 }
-"""Beside the states: attributes of torchmetrics' own wrappers, under the name that is saved, and how ranks' merge."""
+"""Further attributes of torchmetrics' own wrappers, by saved name, and the merge of two ranks' values."""
 
 
 def _extra_of(metric: Metric) -> dict[str, tuple[str, Callable[[Any, Any], Any]]]:
@@ -191,7 +190,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
-    """A copy on the CPU; a tensor that several metrics share (compute groups) is copied once."""
+    """A copy on the CPU. A tensor that several metrics share (compute groups) is copied once."""
 
     def copied(part: Any) -> Any:
         if isinstance(part, Tensor):

@@ -1,4 +1,4 @@
-"""The random number generators of a rank, as values that a checkpoint takes."""
+"""States of a rank's random number generators, as values for checkpoints."""
 
 import hashlib
 import random
@@ -17,15 +17,15 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.r
 
 
 def rng_state(*, device: bool = True) -> dict[str, Any]:
-    """The generators of this process as plain values and tensors: python's, numpy's, torch's on the CPU and, if
-    ``device`` is asked for and one was used, of the current device, under its type.
+    """States of this process' generators as plain values and tensors: python's, numpy's, torch's on the CPU and, with
+    ``device``, the current device's under its type, if one was used.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    # uint32 words; torch tensors have no full uint32 support, int64 holds them.
+    # uint32 words in int64: torch tensors have no full uint32 support.
     keys64 = np.asarray(keys).astype(np.int64)
     state: dict[str, Any] = {
-        # A tensor and not a list: a checkpoint has the words of all ranks, each of which reads them.
+        # A tensor, not a list: a checkpoint has the words of all ranks, and each rank reads them all.
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         "numpy": [str(name), torch.from_numpy(keys64), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
@@ -36,7 +36,7 @@ def rng_state(*, device: bool = True) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Set the generators that are here and in what :func:`rng_state` gave."""
+    """Restore the states of :func:`rng_state` for generators that exist here."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -48,7 +48,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def undrawn(*, device: bool = True) -> Generator[None, None, None]:
-    """Whatever is drawn inside, the generators of :func:`rng_state` are the same afterwards, under fake tensors too."""
+    """Put the generators of :func:`rng_state` back afterwards, under fake tensors too."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with fork_rng(device=device):
@@ -70,14 +70,14 @@ def same(first: Any, second: Any) -> bool:
 
 
 def derived_rng_seed(seed: int, rank: int, step: int) -> int:
-    """A seed in ``[0, 2**32)`` for a rank that did not exist when the checkpoint was written: no shared streams."""
+    """A seed in ``[0, 2**32)`` for a rank that did not exist at the save, so that no two ranks share a stream."""
     digest = hashlib.sha256(f"lightning_shard/{seed}/{rank}/{step}".encode()).digest()
     # numpy accepts 32 bits.
     return int.from_bytes(digest[:4], "little")
 
 
 def seed_rng(seed: int) -> None:
-    """Seed all generators that :func:`rng_state` names; `seed` in ``[0, 2**32)``."""
+    """Seed all generators of :func:`rng_state` with `seed` in ``[0, 2**32)``."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def of_library(cls: type) -> bool:
 
 
 def generators_in(owner: Any, saved: str = "") -> list[str]:
-    """Names of the random number generators among the attributes of a user's object, but for torch's one ``saved``."""
+    """Names of random number generators among a user's object's attributes, without the torch generator ``saved``."""
     held = {} if of_library(type(owner)) else getattr(owner, "__dict__", {})
     found = [name for name, value in held.items() if isinstance(value, _GENERATORS)]
     left = [name for name in found if name != saved or not isinstance(held[name], torch.Generator)]

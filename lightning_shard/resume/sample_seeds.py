@@ -14,9 +14,9 @@ from lightning_shard.resume.shape import Delegating
 
 
 class SeededSamples(Delegating, Dataset[Any]):
-    """In a DataLoader's place of its dataset: the same, with the global generators (Python's, numpy's and torch's on
-    the CPU) seeded ahead of each sample; with ``__getitems__``, ahead of a batch by its indices. In a worker that holds
-    for collating too; in the training process the generators are as if nothing had been drawn.
+    """Replaces a DataLoader's dataset. It seeds the global generators (Python's, numpy's and torch's on the CPU) before
+    each sample, or with ``__getitems__`` before a batch by its indices. In a worker collating draws from them too. In
+    the training process they are put back.
     """
 
     _own = frozenset({"_now"})
@@ -26,8 +26,8 @@ class SeededSamples(Delegating, Dataset[Any]):
         now = torch.zeros(3, dtype=torch.int64)  # seed, epoch, iteration in the epoch
         self._now = now.share_memory_() if workers else now
 
-    def begin(self, seed: int, epoch: int, cycle: int) -> None:
-        """Samples are of the ``cycle``-th iteration in an epoch from here on."""
+    def seed_iteration(self, seed: int, epoch: int, cycle: int) -> None:
+        """Seed samples for the ``cycle``-th iteration in an epoch from here on."""
         self._now.copy_(torch.tensor([seed, epoch, cycle]))
 
     def __getitem__(self, index: Any) -> Any:
@@ -36,9 +36,9 @@ class SeededSamples(Delegating, Dataset[Any]):
             return self._inner[index]
 
     def __getitems__(self, indices: Any) -> Any:
-        """A batch's samples, for which a DataLoader asks, also of a dataset that loads them one by one."""
+        """A batch's samples, also of a dataset that loads them one by one."""
         samples = self._inner
-        while type(samples) is Subset:  # which loads batches if its dataset does, whatever it says
+        while type(samples) is Subset:  # it has the method, but loads batches only if its dataset does
             samples = samples.dataset
         if not callable(getattr(samples, "__getitems__", None)):
             return [self[index] for index in indices]

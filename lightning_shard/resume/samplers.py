@@ -1,6 +1,4 @@
-"""What a loader's order follows from, as a state, and the stand-in for its sampler that draws an epoch at once, or the
-rest of one.
-"""
+"""States of the generators and samplers that decide a loader's order, and a sampler that draws an epoch at once."""
 
 import copy
 import inspect
@@ -20,35 +18,37 @@ from lightning_shard.resume.shape import Delegating, has_state, is_distributed, 
 from lightning_shard.tensors.tracing import tree_map
 
 
-def kept(value: Any) -> Any:
-    """A copy with arrays in the place of numpy's numbers, of which a checkpoint would not keep the types."""
+def to_saved(value: Any) -> Any:
+    """A copy with arrays for numpy's numbers, whose types a checkpoint would lose."""
     return tree_map(lambda part: np.array(part) if isinstance(part, np.generic) else part, copy.deepcopy(value))
 
 
-def given(value: Any) -> Any:
-    """A copy of what `kept` was given."""
+def from_saved(value: Any) -> Any:
+    """A copy of the value that `to_saved` was given."""
     return tree_map(
         lambda part: part[()] if isinstance(part, np.ndarray) and not part.ndim else part, copy.deepcopy(value)
     )
 
 
 class Generators:
-    """What a loader's order can depend on: random number generators, and the states of samplers that have
-    ``state_dict`` and ``load_state_dict``.
+    """The state of a loader's order: random number generators, and samplers with ``state_dict`` and
+    ``load_state_dict``.
     """
 
     def __init__(self, loader: Any, samplers: list[Any]) -> None:
         found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
         self._own = list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-        # What a DistributedSampler deals out follows from its epoch and seed, at any number of processes.
+        # A DistributedSampler's order follows from its epoch and seed, at any number of processes.
         self._stateful = [s for s in samplers if has_state(s) and not is_distributed(s)]
 
     def snapshot(self, *, common: bool = True) -> dict[str, Any]:
-        """The states of the loader's and its samplers' own, and if ``common`` of the global ones (CPU)."""
-        return self.drawn(common=common) | {"states": [kept(sampler.state_dict()) for sampler in self._stateful]}
+        """States of the samplers and of the generators: the loader's and its samplers' own, and if ``common`` the
+        global ones (CPU).
+        """
+        states = [to_saved(sampler.state_dict()) for sampler in self._stateful]
+        return self.generator_states(common=common) | {"states": states}
 
-    def drawn(self, *, common: bool = True) -> dict[str, Any]:
-        """Of that the torch generators' alone."""
+    def generator_states(self, *, common: bool = True) -> dict[str, Any]:
         own = {"generators": [one.get_state() for one in self._own]}
         return {"rng": rng.rng_state(device=False), **own} if common else own
 
@@ -58,13 +58,12 @@ class Generators:
         for generator, state in zip(self._own, snapshot["generators"], strict=False):
             generator.set_state(state)
         for sampler, state in zip(self._stateful, snapshot.get("states", []), strict=False):
-            sampler.load_state_dict(given(state))
+            sampler.load_state_dict(from_saved(state))
 
 
 class IndexSource(Delegating):
-    """In a DataLoader's place of the sampler or batch sampler `full`: the same, but an epoch's samples (of a batch
-    sampler of its own kind: batches) are all drawn when the first is asked for, so that nothing else draws in between;
-    and planned iterations.
+    """Replaces a DataLoader's sampler or batch sampler `full`. It draws all samples of an epoch (batches of a custom
+    batch sampler) at the first one, so that nothing else draws in between, and can run a planned iteration.
     """
 
     _own = frozenset({"full", "items", "order", "_late", "_planned"})
@@ -73,13 +72,13 @@ class IndexSource(Delegating):
         super().__init__(full)
         stock = stock_type(full) is BatchSampler
         self.full, self.items = full, full.sampler if stock else full
-        self.order: int | None = None  # A checksum of this rank's order of the epoch, where it was drawn at once.
-        # torch's own draws nothing before the first ``next``, torchdata's when its iterator is made.
+        self.order: int | None = None  # A checksum of this rank's order of the epoch, if it was drawn at once.
+        # torch's BatchSampler draws nothing before the first ``next``, torchdata's when its iterator is made.
         self._late = stock and inspect.isgeneratorfunction(type(full).__iter__)
         self._planned: Callable[[], Epoch] | None = None
 
     def epoch(self, start: int = 0, items: Any = None, share: "Share" = lambda order, start: order[start:]) -> "Epoch":
-        """A new one, of the ``share`` from ``start`` on of what ``items`` give, the source's own if None."""
+        """A new epoch: the ``share`` of ``items``, None for the source's own, after the position ``start``."""
         return Epoch(self, self.items if items is None else items, start, share, late=self._late)
 
     def __iter__(self) -> Iterator[Any]:
@@ -93,8 +92,9 @@ class IndexSource(Delegating):
     def iterate(
         self, loader: Any, build: Callable[[], "Epoch"], generators: Generators, *, unseeded: bool
     ) -> Iterator[Any]:
-        """An iterator over `loader`, which has this source, of the items of ``build()``, drawn from `generators`.
-        torch asks twice for workers, then draws their seed; `unseeded`: without a trace, as if they were still there.
+        """An iterator of `loader`, which has this source, over the epoch ``build()``, drawn from `generators`. With
+        workers torch makes the sampler's iterator twice, then draws their seed. `unseeded` puts generators back after
+        that, as if persistent workers were still there.
         """
         latest: list[Epoch] = []
         after: list[dict[str, Any]] = []
@@ -104,16 +104,16 @@ class IndexSource(Delegating):
                 latest.append(build())
             if unseeded and not after:
                 latest[-1].draw()
-                after.append(generators.drawn())
+                after.append(generators.generator_states())
             return latest[-1]
 
         self._planned = planned
         try:
             batches = iter(loader)
             if not latest:
-                # A subclass whose __iter__ is a generator has not come to the sampler yet.
+                # A subclass whose __iter__ is a generator has not reached the sampler yet.
                 batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
-            if latest:  # Draw now what was not drawn yet.
+            if latest:  # Draw now if nothing was drawn yet.
                 latest[-1].draw()
                 for snapshot in after:
                     generators.restore(snapshot)
@@ -126,7 +126,9 @@ Share = Callable[[list[Any], int], list[Any]]
 
 
 class Epoch(Iterator[Any]):
-    """Of what ``items`` give, all drawn at the first where they have a length; ``late``: they are asked then too."""
+    """One epoch of ``items``, all drawn at the first one if they have a length. With ``late`` their iterator is made
+    then too.
+    """
 
     def __init__(self, source: IndexSource, items: Any, start: int, share: Share, *, late: bool) -> None:
         self._source, self._all, self._start, self._share = source, items, start, share
@@ -144,7 +146,7 @@ class Epoch(Iterator[Any]):
             return
         order = list(itertools.islice(items, length + 1))  # and the epoch's end
         if length and not order:
-            # The state that was loaded is that of an epoch's end, of which nothing was left.
+            # The loaded state is from an epoch's end, with nothing left.
             items = iter(self._all)
             order = list(itertools.islice(items, length + 1))
         self._source.order = _checksum(self._share(order, 0))

@@ -1,7 +1,7 @@
-"""How an epoch's samples are dealt out to ranks and batches, which interrupted epochs fit which loader, and wrappers.
+"""The shape of an epoch (samples over ranks and batches), checks of interrupted epochs, and wrappers.
 
-A *position* counts samples of the epoch's global order, which a single process would see. Rank r of w sees every w-th
-from its own on, as with ``DistributedSampler``: k samples on each rank are the first k * w.
+A *position* counts samples of the epoch's global order, as a single process would see it. Rank r of w sees every w-th
+sample from the r-th on, as with ``DistributedSampler``: k samples on each rank are the first k * w.
 """
 
 import copy
@@ -17,13 +17,13 @@ from lightning_shard.resume.rng import of_library
 
 
 def share_size(length: int, start: int, world_size: int, *, drop_last: bool) -> int:
-    """Samples that each rank gets of what is left of `length` samples from `start` on."""
+    """Samples of each rank out of `length` after the position `start`."""
     left = max(0, length - start)
     return left // world_size if drop_last else -(-left // world_size)
 
 
 def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, drop_last: bool) -> list[int]:
-    """The samples of ``order[start:]`` for `rank`, as DistributedSampler: padded, or cut with `drop_last`."""
+    """Samples of ``order[start:]`` for `rank`, as by DistributedSampler: padded, or cut with `drop_last`."""
     total = share_size(len(order), start, world_size, drop_last=drop_last) * world_size
     rest = list(order[start : start + total])
     missing = total - len(rest)
@@ -33,13 +33,13 @@ def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, 
 
 
 def is_distributed(sampler: Any) -> bool:
-    """Whether it deals out one order to all ranks as DistributedSampler does, which a user's own may do otherwise."""
+    """Whether `sampler` divides one order over all ranks by DistributedSampler's own code, not a user's subclass."""
     dealing = next((cls for cls in type(sampler).__mro__ if "__iter__" in vars(cls)), object)
     return isinstance(sampler, DistributedSampler) and of_library(dealing)
 
 
 def of_all_ranks(sampler: DistributedSampler[Any], seed: int, shuffle: bool) -> DistributedSampler[Any]:
-    """One that gives the epoch's order of all ranks, not padded or cut."""
+    """A copy that gives the epoch's order of all ranks, not padded or cut."""
     single = copy.copy(sampler)
     single.seed, single.shuffle, single.num_replicas, single.rank = seed, shuffle, 1, 0
     # Typed through the dataset protocol, which has no length there.
@@ -49,12 +49,12 @@ def of_all_ranks(sampler: DistributedSampler[Any], seed: int, shuffle: bool) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How an epoch is dealt out; positions count samples of all replicas together (batches for "batches"). Kinds:
-    "distributed" (one order, dealt to all ranks), "local" (each rank's own), "batches" (another batch sampler).
+    """The shape of an epoch. Positions count samples of all replicas together, or batches of kind "batches". Kinds:
+    "distributed" (one order, divided over all ranks), "local" (each rank's own), "batches" (a custom batch sampler).
     """
 
     kind: str
-    length: int | None  # Of the whole order; None if the sampler has no length.
+    length: int | None  # Of the full order, None if the sampler has none.
     replicas: int
     drop_samples: bool
     batch_size: int
@@ -74,7 +74,7 @@ class Shape:
 
 
 def stock_type(sampler: Any) -> type:
-    """The class of a sampler; torch's own for those that torchdata's loader makes in their place."""
+    """Class of a sampler, for torchdata's replacements the class of torch."""
     cls = type(sampler)
     if cls.__module__ == "torchdata.stateful_dataloader.sampler":
         return {"BatchSampler": BatchSampler, "RandomSampler": RandomSampler}.get(cls.__name__, cls)
@@ -97,13 +97,13 @@ def shape_of(sampler: Any, batch_sampler: Any) -> Shape:
 
 
 def is_midway(state: dict[str, Any]) -> bool:
-    """Whether the loader's `state` is one of an interrupted epoch; "spent": of which it has nothing left to give."""
+    """Whether `state` is from an interrupted epoch, whose loader may be used up ("spent")."""
     return state["samples"] > 0 and (not state["finished"] or state.get("spent", False))
 
 
 def refuse_other_data(state: dict[str, Any], shape: Shape, world_size: int, order: Mapping[str, Any]) -> None:
-    """DataError if the interrupted epoch of `state` can't be finished by a loader of `shape` and `order`, the seed and
-    whether it shuffles.
+    """DataError: the interrupted epoch of `state` can't be finished by a loader of `shape` and `order` ("seed",
+    "shuffle").
     """
     remedy = "Resume with the data and sampler it was written with, or from a checkpoint of an epoch's end."
     if state["kind"] != shape.kind:
@@ -149,7 +149,7 @@ def length_of(collection: Any) -> int | None:
 
 
 class Delegating:
-    """Has every attribute of `inner`, and sets those on it that `_own` does not name, but for ``__copy__`` etc."""
+    """Has every attribute of `inner`, dunder methods aside, and sets attributes on it unless `_own` names them."""
 
     _own: frozenset[str] = frozenset()
 
@@ -157,7 +157,7 @@ class Delegating:
         object.__setattr__(self, "_inner", inner)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for what neither this object nor the class has. Before __init__ (copy, pickle) there is no inner.
+        # Neither this object nor its class has the name. Before __init__ (copy, pickle) there is no inner.
         if name == "_inner" or name in self._own or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self._inner, name)
@@ -173,13 +173,13 @@ class Delegating:
 
 
 class DelegatingLoader(Delegating, DataLoader[Any]):
-    """Is a DataLoader for ``isinstance``, whose constructor is not called; iterating is the subclass's. Frameworks read
-    and set its attributes, such as ``worker_init_fn`` and ``_iterator``: all of that reaches `inner`.
+    """A DataLoader for ``isinstance`` only: the constructor is not called, and the subclass iterates. Attributes that
+    frameworks read and set, such as ``worker_init_fn`` and ``_iterator``, are `inner`'s.
     """
 
 
 def has_state(thing: Any) -> bool:
-    """Whether it has ``load_state_dict`` and ``state_dict()``; MosaicML's StreamingDataset takes arguments for that."""
+    """Whether it has ``load_state_dict`` and ``state_dict()`` without arguments, which MosaicML's datasets require."""
     own = getattr(thing, "state_dict", None)
     if not callable(own) or not callable(getattr(thing, "load_state_dict", None)):
         return False

@@ -1,4 +1,4 @@
-"""Which loaders can be resumed, by what, and what is said of the others; streams; ranks with different lengths."""
+"""Resumable loaders and warnings for others, stateful streams, and loaders whose lengths differ between ranks."""
 
 import copy
 import warnings
@@ -16,11 +16,11 @@ from lightning_shard.resume.shape import Delegating, DelegatingLoader, has_state
 
 
 class StatefulIterableLoader(DelegatingLoader):
-    """Carries the ``state_dict`` of the dataset, or of `inner` itself, as it was after the last batch trained on.
-    Making an iterator draws nothing from the global generators, so that it may be made before or after a checkpoint's
-    are set; a dataset that draws from them must keep what it drew in its state. A training loop that can't know the
-    length fetches one batch ahead: `lookahead` is 1 for a loader without a length, else 0; 0 for a loop that takes
-    batches as it uses them.
+    """Has the ``state_dict`` of `source`, the dataset or `inner` itself, after the last batch that was trained on.
+
+    An iterator can be made before or after a checkpoint's generators are restored, since that draws nothing from the
+    global ones. A dataset that draws from them must keep the numbers in its state. `lookahead` is the number of batches
+    that the training loop fetches ahead: 1 without a length, else 0.
     """
 
     _own = frozenset({"lookahead", "_world_size", "_history", "_ended", "_spent", "_stateful", "_first"})
@@ -28,7 +28,7 @@ class StatefulIterableLoader(DelegatingLoader):
     def __init__(self, inner: DataLoader[Any], *, world_size: int, source: Any) -> None:
         super().__init__(inner)
         self._stateful = source
-        # Hugging Face's begin every iteration at what was loaded, unless they were told of another epoch.
+        # Hugging Face's datasets begin every iteration at the loaded state until another epoch is set.
         hugging_face = type(source).__module__ == "datasets.iterable_dataset"
         self._first = copy.deepcopy(source.state_dict()) if hugging_face else None
         self.lookahead = int(length_of(inner) is None)
@@ -38,25 +38,24 @@ class StatefulIterableLoader(DelegatingLoader):
         self._ended = self._spent = False
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's; a stream is each rank's own, so all ranks' must be in the checkpoint."""
+        """This rank's state. Each rank has its own stream, so a checkpoint needs all ranks' states."""
         if not self._history:
             batches, dataset = 0, self._dataset_state()
         else:
-            # Once the end was met, nothing is ahead of the training loop.
+            # After the end no batch is ahead of the training loop.
             back = 1 if self._ended else 1 + self.lookahead
             batches, dataset = self._history[-min(back, len(self._history))]
         reached = {"batches": batches, "samples": batches, "finished": self._ended}
         return {"kind": "iterable", "dataset": dataset, **reached, "world_size": self._world_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hand the dataset its state; warns at another world size, where only the dataset knows what it means."""
-        if "kind" not in state:  # the loader's own, of before
+        """Give the dataset its state. Warns at another world size, which only the dataset can interpret."""
+        if "kind" not in state:  # written by the loader itself
             state = {"world_size": self._world_size, "dataset": state, "batches": 0, "finished": False}
         if state["world_size"] != self._world_size:
             warnings.warn(
                 f"the state of {type(self._stateful).__name__} was written by {state['world_size']} processes, each"
-                f" with a stream of its own, and is resumed on {self._world_size}: what was seen is not known in"
-                " common, samples may be repeated or missed",
+                f" with a stream of its own, and is resumed on {self._world_size}: samples may be repeated or missed",
                 stacklevel=2,
             )
         begins = self._first is not None and state["finished"]
@@ -68,7 +67,7 @@ class StatefulIterableLoader(DelegatingLoader):
         if self._spent:
             self._ended, self._spent = True, False
             return iter(())
-        # A state that was loaded and not used yet is where this iteration starts.
+        # This iteration starts at a loaded state that was not used yet.
         if len(self._history) != 1 or self._ended:
             if self._first is not None:
                 self._stateful.load_state_dict(copy.deepcopy(self._first))
@@ -85,13 +84,13 @@ class StatefulIterableLoader(DelegatingLoader):
             del history[: -(1 + max(1, self.lookahead))]
             yield batch
         if history is self._history:
-            # Its state may have been set back at its end.
+            # The dataset may have reset its state at its end.
             history.append((history[-1][0], self._dataset_state()))
             self._ended = True
 
     def _dataset_state(self) -> Any:
-        before = torch.get_rng_state()  # of which torchdata's loader draws a seed when it is asked for its state
-        # Datasets tend to give the very dictionary that they go on to change.
+        before = torch.get_rng_state()  # torchdata's loader draws a seed from it in state_dict
+        # Datasets tend to return the dictionary that they go on to change.
         state = copy.deepcopy(self._stateful.state_dict())
         torch.set_rng_state(before)
         return state
@@ -100,8 +99,8 @@ class StatefulIterableLoader(DelegatingLoader):
 def resumable(
     dataloader: Any, *, world_size: int, rank: int, inner_sampler: Any = None, draws: Draws | None = None
 ) -> Any:
-    """The training `dataloader`, whose sampler is the one to train with, with ``state_dict`` and ``load_state_dict``;
-    as it is if it has these, can't be resumed (:func:`order_warning`), or is no DataLoader.
+    """Wrap the training `dataloader`, which has its final sampler, with ``state_dict`` and ``load_state_dict``.
+    Returned as it is: a loader that has these, can't be resumed (:func:`order_warning`), or is no DataLoader.
     """
     if not isinstance(dataloader, DataLoader) or isinstance(dataloader, ResumableLoader | StatefulIterableLoader):
         return dataloader
@@ -120,19 +119,19 @@ def resumable(
 
 
 def order_warning(loader: Any, *, saved: bool = True) -> str | None:
-    """Why the order of what :func:`resumable` gave is not restored on resume; None if it is. Not ``saved``: the
-    checkpoint is of another library, and of the middle of an epoch.
+    """The reason that the order of a loader of :func:`resumable` is not restored, or None. ``saved`` is false for a
+    checkpoint of another library from the middle of an epoch.
     """
     if isinstance(loader, ResumableLoader):
         if not saved:
             return (
-                "The checkpoint is of the middle of an epoch, and was saved without this package: where its dataloader"
-                " was is not known. The epoch goes on with its first batches, for as many as were left. Resume from a"
-                " checkpoint of an epoch's end to see each sample once."
+                "The checkpoint is of the middle of an epoch, and was saved without this package: the place of its"
+                " dataloader is not known. The epoch goes on with its first batches, as many as were left. Resume from"
+                " a checkpoint of an epoch's end to see each sample once."
             )
         if loader.num_workers > 0 and not loader.in_order:
             return (
-                "DataLoader(in_order=False): workers deliver batches in an order that is not repeatable, so that a"
+                "DataLoader(in_order=False): workers deliver batches in an order that can't be repeated, so that a"
                 " resumed run can repeat or miss some of them. Set in_order=True to resume exactly."
             )
         return None
@@ -142,7 +141,7 @@ def order_warning(loader: Any, *, saved: bool = True) -> str | None:
     return (
         f"{name} is iterable and has no state_dict(), or in worker processes alone: on resume its order is not"
         " restored, it starts from its beginning. Give the loader, or with num_workers=0 the dataset, state_dict() and"
-        " load_state_dict() to go on where it was (MosaicML's StreamingDataLoader and torchdata's StatefulDataLoader"
+        " load_state_dict() to go on at its place (MosaicML's StreamingDataLoader and torchdata's StatefulDataLoader"
         " have them)."
     )
 
@@ -150,9 +149,9 @@ def order_warning(loader: Any, *, saved: bool = True) -> str | None:
 _FAILED, _OUT, _HAS = -1, 0, 1
 
 
-def check_lengths(length: int | None, *, what: str = "training dataloader") -> None:
-    """Refuse sized loaders whose numbers of batches differ between ranks. All ranks call it, with None of a loader
-    without one. The DataError has a table of rank and batches.
+def check_lengths(length: int | None, *, name: str = "training dataloader") -> None:
+    """Refuse loaders whose numbers of batches differ between ranks. All ranks call it, with None for a loader without a
+    length. The DataError has a table of rank and batches.
     """
     lengths = Ranks.of().gather(length)
     if len(set(lengths)) == 1:
@@ -160,29 +159,29 @@ def check_lengths(length: int | None, *, what: str = "training dataloader") -> N
     counts = ["no length" if count is None else f"{count} batches" for count in lengths]
     table = "\n".join(f"  rank {rank}: {count}" for rank, count in enumerate(counts))
     raise DataError(
-        f"the {what} has different numbers of batches on different ranks:\n{table}\n"
+        f"the {name} has different numbers of batches on different ranks:\n{table}\n"
         "All ranks must make the same number of steps, or those with more wait for the others for ever. Give every"
         " rank equally many samples: keep Trainer(use_distributed_sampler=True) or use a DistributedSampler, set"
         " drop_last=True, or set Trainer(limit_train_batches=...) to at most the smallest number above."
     )
 
 
-def check_some(length: int, *, what: str = "predict dataloader") -> None:
-    """Refuse a loader without a batch on some ranks only (DataError, naming those ranks). All ranks call it."""
+def check_some(length: int, *, name: str = "predict dataloader") -> None:
+    """Refuse a loader without a batch on some ranks only. The DataError names the ranks. All ranks call it."""
     lengths = Ranks.of().gather(length)
     empty = [rank for rank, count in enumerate(lengths) if count == 0]
     if empty and len(empty) < len(lengths):
         raise DataError(
-            f"the {what} has no batch on {_ranks(empty)}, {_ranks(_others(empty, lengths))} have some. A rank without "
-            "batches leaves the loop before it began, and the others wait for it for ever. Give every rank at least "
+            f"the {name} has no batch on {_ranks(empty)}, {_ranks(_others(empty, lengths))} have some. A rank without "
+            "batches leaves the loop at once, and the others wait for it for ever. Give every rank at least "
             "one batch: use fewer processes, or a smaller batch_size."
         )
 
 
-def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Iterator[Any]:
-    """Go on for as long as every rank has a next batch. All ranks iterate over it: one all-reduce of an integer on the
-    host per batch. When ranks run out at different batches, all end after the same one, with a warning on every rank
-    that names those that ran out. An iterator's error is a DataError on the other ranks, which names its rank.
+def stop_together(iterator: Iterator[Any], *, name: str = "training dataloader") -> Iterator[Any]:
+    """Yield batches while every rank has a next one. All ranks iterate over it: one all-reduce of an integer on the
+    host per batch. If ranks run out at different batches, all end after the same one, and a warning on every rank names
+    the ranks that ran out. An iterator's error is a DataError on the other ranks, which names its rank.
     """
     ranks = Ranks.of()
     if ranks.size == 1:
@@ -209,37 +208,37 @@ def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Ite
         failed = [rank for rank, other in enumerate(statuses) if other == _FAILED]
         if failed:
             raise DataError(
-                f"the {what} raised on {_ranks(failed)} after {count} batches; all ranks end here. The cause is in"
+                f"the {name} raised on {_ranks(failed)} after {count} batches; all ranks end here. The cause is in"
                 " the traceback of that rank."
             )
         out = [rank for rank, other in enumerate(statuses) if other == _OUT]
         if len(out) < len(statuses):
             warnings.warn(
-                f"the {what} ran out on {_ranks(out)} after {count} batches, {_ranks(_others(out, statuses))} had"
+                f"the {name} ran out on {_ranks(out)} after {count} batches, {_ranks(_others(out, statuses))} had"
                 " more: all ranks end the epoch here. Give every rank equally much data to use all of it.",
                 stacklevel=2,
             )
         return
 
 
-def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
-    """The `loader`, without a length, whose iterators are :func:`agreed`, with its attributes and state."""
-    # A state is looked for in the class.
-    names = ("state_dict", "load_state_dict") if has_state(loader) else ()
-    state = {name: staticmethod(getattr(loader, name)) for name in names}
-    bases = [_Agreeing] + [DelegatingLoader] * isinstance(loader, DataLoader)
-    return type("AgreeingLoader", tuple(bases), state)(loader, what)
+def stop_together_loader(loader: Any, *, name: str = "training dataloader") -> Any:
+    """The `loader`, without a length, with its attributes and state, whose iterators :func:`stop_together`."""
+    # Lightning looks for a state in the class.
+    methods = ("state_dict", "load_state_dict") if has_state(loader) else ()
+    state = {method: staticmethod(getattr(loader, method)) for method in methods}
+    bases = [StopTogetherLoader] + [DelegatingLoader] * isinstance(loader, DataLoader)
+    return type("StopTogetherLoader", tuple(bases), state)(loader, name)
 
 
-class _Agreeing(Delegating):
-    _own = frozenset({"_what"})
+class StopTogetherLoader(Delegating):
+    _own = frozenset({"_name"})
 
-    def __init__(self, inner: Any, what: str) -> None:
+    def __init__(self, inner: Any, name: str) -> None:
         super().__init__(inner)
-        self._what = what
+        self._name = name
 
     def __iter__(self) -> Iterator[Any]:
-        return agreed(iter(self._inner), what=self._what)
+        return stop_together(iter(self._inner), name=self._name)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -16,14 +16,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_shard._lightning import Replacements, loaders, loops, results
-from lightning_shard._lightning.callbacks import go_on_in_mid_epoch, thaw_again, thawed
+from lightning_shard._lightning.callbacks import apply_accumulation_schedule, restore_trainable, trainable_state
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.checkpoint.schedules import SCHEDULES, kinds_of
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
 from lightning_shard.resume.metrics import load_metric_states, metric_states
-from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
+from lightning_shard.resume.wrap import check_lengths, check_some, order_warning, stop_together_loader
 from lightning_shard.tensors.names import persistent_buffers
 from lightning_shard.text import listed
 
@@ -53,10 +53,10 @@ def check_loader(loader: Any, stage: Stage) -> Any:
     """
     length, name = sized_len(loader), f"{stage} dataloader"
     if stage == "predict" and length is not None:
-        check_some(length, what=name)
+        check_some(length, name=name)
     else:
-        check_lengths(length, what=name)
-    return agreeing(loader, what=name) if length is None else loader
+        check_lengths(length, name=name)
+    return stop_together_loader(loader, name=name) if length is None else loader
 
 
 class Predictions:
@@ -99,7 +99,7 @@ class Data:
         """Make a training loader resumable, and check a loader of any stage. All ranks call it. ``coordinates``: number
         of data-parallel ranks, and this one's index.
         """
-        loaders.keep_batches(loader)
+        loaders.keep_batch_size(loader)
         if trainer.training:
             self._made = trainer.current_epoch
             loader = loaders.prepare_loader(trainer, loader, *coordinates, sample_seeds=self._sample_seeds)
@@ -139,7 +139,8 @@ class Data:
             ranks = resumed["ranks"]
             if len(ranks) == trainer.world_size:
                 kept = {name: value for name, value in resumed.items() if name != "ranks"}
-                return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, ranks[trainer.global_rank]
+                own = ranks[trainer.global_rank]
+                return {**checkpoint, "loops": counters, RUN_STATE: kept, **trainable_state(trainer)}, own
             rank_zero_warn(
                 "Checkpoint saved in on_train_start of a resumed run: its random numbers and metrics are not restored "
                 "yet and will be missing. Save after a step."
@@ -153,7 +154,7 @@ class Data:
             SCHEDULES: kinds_of(trainer.strategy.lr_scheduler_configs),
             "frozen": [name for name, frozen in _frozen(trainer).items() if frozen],
         }
-        return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, own
+        return {**checkpoint, "loops": counters, RUN_STATE: kept, **trainable_state(trainer)}, own
 
     def give_loader_positions(self, checkpoint: dict[str, Any], rank: int) -> None:
         """Give Lightning this rank's loader positions from a checkpoint."""
@@ -166,7 +167,7 @@ class Data:
     def keep_resumed_state(self, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
         """Keep a checkpoint's run state until training starts, and thaw parameters as the saved run had."""
         self._resumed = checkpoint.get(RUN_STATE)
-        thaw_again(trainer, checkpoint)
+        restore_trainable(trainer, checkpoint)
 
     def after_loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
         """After the loops were loaded: give loaders their state, end a due epoch, settle a due validation."""
@@ -176,12 +177,12 @@ class Data:
         loaders.forget_loaders(trainer)
         if self._resumed is not None and self._resumed.get("epoch_ends"):
             loops.end_epoch(replacements, trainer)
-        loops.settle_validation(replacements, trainer)
+        loops.run_due_validation(replacements, trainer)
 
     def restore_resumed_state(self, trainer: Trainer) -> None:
         """Restore a resumed run's state, after everything that draws or resets. All ranks call it."""
         resumed, module = self._resumed, trainer.lightning_module
-        go_on_in_mid_epoch(trainer)
+        apply_accumulation_schedule(trainer)
         self._resumed = None
         self._trained = True
         if resumed is not None:

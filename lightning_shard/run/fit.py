@@ -237,7 +237,7 @@ def hold_saves(
     saver = checkpoints.saver
     if async_save:
         callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link_checkpoint)
-    saves.begin(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
+    saves.hold_saves(replacements, trainer, lambda: async_save == "continuous" and saver.is_busy)
 
 
 def attach_averages(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: RunMemory | None) -> None:

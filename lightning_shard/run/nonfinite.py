@@ -163,11 +163,11 @@ def roll_back_if_due(trainer: Trainer, checkpoints: Checkpoints) -> None:
     if resumed:  # As on resume, a hook may change the checkpoint, and the configuration may win.
         module.on_load_checkpoint(checkpoint)
     # A checkpoint of this fit lacks the state of parameters that were thawed later.
-    strict, hooked = (module.strict_loading, checkpoint) if resumed else (not callbacks.thawed(trainer), None)
+    strict, hooked = (module.strict_loading, checkpoint) if resumed else (not callbacks.trainable_state(trainer), None)
     schedules = trainer.lr_scheduler_configs
     checkpoints.load_tensors(hooked, schedules, optimizers=True, strict=strict, begins=resumed)
     loops.restore_steps(trainer, checkpoint)
-    callbacks.restore_states(trainer, checkpoint, EMACallback)  # its count of updates
+    callbacks.restore_callback_states(trainer, checkpoint, EMACallback)  # its count of updates
     states = checkpoint[RUN_STATE]["ranks"]
     if trainer.global_rank < len(states):
         set_rng_state(states[trainer.global_rank]["rng"])

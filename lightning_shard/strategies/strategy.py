@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_shard import run as parts
 from lightning_shard._lightning import Replacements, callbacks, loops, messages, processes, results
-from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, settle_wrappers, step_scheduler
+from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, update_wrappers
 from lightning_shard.callbacks.ema import evaluates_average
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.cluster.slurm_job import check_launch, read_job
@@ -53,7 +53,7 @@ class ShardStrategy(ParallelStrategy):
     def __init__(self, settings: CommonSettings) -> None:
         """Build the parts. Nothing else is touched before the Trainer sets the strategy up."""
         super().__init__()
-        messages.leave_out_noise()
+        messages.filter_messages()
         self._settings, self.num_nodes = settings, 1
         vars(self).update(vars(settings))
         own = {"configured": settings.resume_hyperparameters == "configuration", "save_frozen": settings.save_frozen}
@@ -184,7 +184,7 @@ class ShardStrategy(ParallelStrategy):
         check_launch(read_job(os.environ), self._launch, os.environ)
         self.check()
         if not self._environment.creates_processes_externally:
-            self._launcher = processes.launcher(self, self._start_method)
+            self._launcher = processes.make_launcher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -216,7 +216,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return processes.reduce(tensor, group, reduce_op, skip=self._is_interrupted)
+        return processes.reduce_tensor(tensor, group, reduce_op, skip=self._is_interrupted)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -281,7 +281,7 @@ class ShardStrategy(ParallelStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        settle_wrappers(self._lightning_optimizers)
+        update_wrappers(self._lightning_optimizers)
 
     @contextmanager
     @override
@@ -373,7 +373,7 @@ class ShardStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         if self._fits:  # an interrupted validation runs again from its beginning
             self._freezing.refuse_new()
-            loops.count_validation_anew(self._replacements, self._module.trainer)
+            loops.reset_validation_count(self._replacements, self._module.trainer)
         self.checkpoints.synchronize_buffers()
 
     on_test_start = on_validation_start
@@ -398,12 +398,12 @@ class ShardStrategy(ParallelStrategy):
         refusals.explain_error(exception, self.memory, self.checkpoints.saved, all_frames=self.all_frames)
         self._watch.report_failure(exception)
         self.checkpoints.remove_converted()
-        processes.end_behind(exception)
+        processes.end_silently_behind_parent(exception)
 
     @override
     def teardown(self) -> None:
         assert self.accelerator is not None
-        with loops.ending(self._replacements, self._trainer):
+        with loops.restored_at_end(self._replacements, self._trainer):
             if self._ledger is not None:
                 self._ledger.remove_hooks()
             self.checkpoints.end_saving()

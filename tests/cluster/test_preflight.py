@@ -225,7 +225,7 @@ def test_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         told = _alone(_place(port, 0, 2), 5)
     assert f"port {port} can't be listened on" in told
-    assert "set MASTER_PORT to a free one" in told
+    assert "Set MASTER_PORT to a free one" in told
 
 
 def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ class Restores:
     carried: list[dict[str, Any]] | None = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        loops.settle_progress(self.lightning_module.trainer)
+        loops.correct_loaded_counters(self.lightning_module.trainer)
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:

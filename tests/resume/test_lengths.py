@@ -12,7 +12,7 @@ from torch.utils.data import (
 
 from lightning_shard.errors import DataError
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume.wrap import agreed, agreeing, check_lengths, resumable
+from lightning_shard.resume.wrap import check_lengths, resumable, stop_together, stop_together_loader
 from tests.harness import run_distributed
 from tests.resume.support import StatefulStream
 
@@ -40,11 +40,11 @@ def _agree(lengths: list[int], *, wrap_loader: bool) -> tuple[list[int], list[st
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if wrap_loader:
-            loader = agreeing(resumable(DataLoader(StatefulStream(length), None), world_size=2, rank=0))
+            loader = stop_together_loader(resumable(DataLoader(StatefulStream(length), None), world_size=2, rank=0))
             assert loader.state_dict()["batches"] == 0
             seen = [int(batch) for batch in loader]
         else:
-            seen = list(agreed(iter(range(length)), what="stream"))
+            seen = list(stop_together(iter(range(length)), name="stream"))
         # Nobody is left behind in a collective.
         dist.barrier()
     return seen, [str(warning.message) for warning in caught if warning.category is UserWarning]
@@ -69,7 +69,7 @@ def _one_raises() -> str:
         yield 1
 
     try:
-        for _ in agreed(stream()):
+        for _ in stop_together(stream()):
             pass
     except (DataError, OSError) as error:
         return f"{type(error).__name__}: {error}"
@@ -83,6 +83,6 @@ def test_a_stream_that_raises_ends_all_ranks() -> None:
 
 
 def test_agreement_is_not_needed_on_one_process() -> None:
-    assert list(agreed(iter([1, 2]))) == [1, 2]
+    assert list(stop_together(iter([1, 2]))) == [1, 2]
     check_lengths(3)
     assert Ranks.of().gather(3) == [3]

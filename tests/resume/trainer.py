@@ -15,7 +15,7 @@ from lightning_shard._lightning import loaders
 from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.rng import rng_state, seed_rng, set_rng_state
-from lightning_shard.resume.wrap import agreeing, check_lengths
+from lightning_shard.resume.wrap import check_lengths, stop_together_loader
 
 SAMPLES = 22
 
@@ -36,7 +36,7 @@ class ResumingStrategy(DDPStrategy):
         loader = loaders.prepare_loader(trainer, dataloader, world_size=self.world_size, rank=self.global_rank)
         length = sized_len(loader)
         check_lengths(length)
-        return agreeing(loader) if length is None else loader
+        return stop_together_loader(loader) if length is None else loader
 
     def on_train_start(self) -> None:
         loaders.recount_batches(self.lightning_module.trainer)
