@@ -21,7 +21,7 @@ from tests.waits import OBJECTS, SYNCHRONIZE, InSteps
 STEPS = range(5, 8)  # in the first ones ranks compare what they run, and replicas
 EVERYWHERE = {
     # A tensor of one integer on the host, which ranks that are to be stopped have agreed on.
-    "lightning_shard/cluster/preemption.py:finish",
+    "lightning_shard/cluster/preemption.py:wait_for_largest",
     # The optimizer's count of steps, which torch keeps on the host.
     "lightning/pytorch/plugins/precision/precision.py:optimizer_step",
     "lightning_shard/engines/torch_optimizer_engine.py:step_optimizer",
