@@ -24,7 +24,7 @@ TOLD = {
         r"\[rank 1 on lsh2\] the main address 'nowhere.invalid' can't be resolved",
     ],
     "port": [
-        r"\[rank 0 on lsh1\] port \d+ can't be listened on.*set MASTER_PORT",
+        r"\[rank 0 on lsh1\] port \d+ can't be listened on.*Set MASTER_PORT",
         r"\[rank 1 on lsh2\] rank 0 did not answer at lsh1:\d+ in 6 s",
     ],
     "versions": [r"deepspeed differs between ranks: 0\..* on rank 0 \(lsh1\), 0.1 on rank 1 \(lsh2\)"],
