@@ -47,10 +47,6 @@ class FileHash:
                 self._last = last
         return jobs
 
-    def update(self, data: Any) -> None:
-        for job in self.begin_update(data):
-            job.result()
-
     def entry(self) -> tuple[str, int]:
         """Return the checksum as hexadecimal digits, and the bytes of its blocks, 0 for a plain sha256."""
         self._threads.shutdown()

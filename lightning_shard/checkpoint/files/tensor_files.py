@@ -186,18 +186,19 @@ def describe_boxes(planned: PlannedBoxes, written: Sequence[WrittenFiles]) -> di
     names, _ = data_files({name: entry for part in written for name, entry in part.files.items()})
     numbers = {name: number for number, name in enumerate(names)}
     file_of_rank = np.array([numbers.get(data_file(rank), -1) for rank in range(len(written))], dtype=np.int64)
-    first_of_rank = np.cumsum([0, *(len(part.places) for part in written)])
-    in_files = np.concatenate([part.places for part in written])
-    if not planned.described or not np.array_equal(planned.described[0], in_files):
-        tables = []
+    counts = [len(part.places) for part in written]
+    files = np.repeat(file_of_rank, counts)
+    places = np.concatenate([files[:, None], np.concatenate([part.places for part in written])], axis=1)
+    if not planned.described or not np.array_equal(planned.described[0], places):
+        first_of_rank, tables = np.cumsum([0, *counts]), []
         for facts, planned_rows in planned.tables:
             rows = planned_rows.copy()
-            rows[:, 0], rows[:, 1:3] = file_of_rank[rows[:, 0]], in_files[first_of_rank[rows[:, 0]] + rows[:, 1]]
+            rows[:, :3] = places[first_of_rank[rows[:, 0]] + rows[:, 1]]
             tables.append((facts, rows))
         described = {BOXES: encode_boxes(rows for _, rows in tables)}
-        if len(in_files) <= _MOST_IN_METADATA:
+        if len(places) <= _MOST_IN_METADATA:
             described[METADATA] = _metadata(tables, names)
-        planned.described[:] = [in_files, described]
+        planned.described[:] = [places, described]
     return planned.described[1]
 
 

@@ -31,7 +31,7 @@ def test_the_parts_in_which_a_file_is_written_do_not_matter(size: int) -> None:
     parts, at = FileHash(BLOCK), 0
     while at < size:
         more = draw.choice([1, 1000, 300_000, BLOCK, 2 * BLOCK + 7])
-        parts.update(data[at : at + more])
+        parts.begin_update(data[at : at + more])
         at += more
     assert parts.entry() == (_expected(data), BLOCK if size > BLOCK else 0)
 
