@@ -86,7 +86,7 @@ class Saver:
 
         def work(write: BackgroundWrite) -> None:
             pending.write(writing, values)
-            writing.first(f"removing what {pending.target} replaces", write.mark_complete)
+            writing.first(f"deleting checkpoints that {pending.target} replaces", write.mark_complete)
             self._buffers.pin()
             self._note_duration(started)
 

@@ -316,7 +316,7 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> FoundCheckpoints:
         except errors.CheckpointError as error:
             # Other paths are half-written or no checkpoints.
             if path.name.endswith(".ckpt") and not isinstance(error, errors.CheckpointNotFoundError):
-                broken.append(f"{error}, so that it can't be told whose it is")
+                broken.append(f"{error}, so that its run is not known")
             continue
         if facts.get("name") != run:
             continue

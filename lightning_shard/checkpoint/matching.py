@@ -57,9 +57,13 @@ class Match:
                 lines += [f"    and {len(self.reshaped) - 10} more"] * (len(self.reshaped) > 10)
             lines += [f"  {problem}" for problem in self.problems[:20]]
             if self.reshaped and not self.problems:
-                lines += ["  Give these the shapes that were saved, or others to what is loaded in on_load_checkpoint."]
+                lines += [
+                    "  Give these the shapes that were saved, or reshape the loaded tensors in on_load_checkpoint."
+                ]
             elif not self.problems:
-                lines += [f"  {hint}strict=False (in a run strict_loading = False of the module) loads what matches."]
+                lines += [
+                    f"  {hint}strict=False (in a run strict_loading = False of the module) loads those that match."
+                ]
             raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]))
         return LoadReport(missing=(*self.missing, *self.kept), unexpected=tuple(self.unexpected))
 

@@ -133,7 +133,6 @@ def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
 
 
 def _stepped(index: int, optimizer: AnyOptimizer, names: Names) -> Iterator[tuple[dict[str, Any], Stepped]]:
-    """Yield each stepped tensor with its live parameter group."""
     if isinstance(optimizer, FlatOptimizer):
         for group in optimizer.groups:
             members = {names.canonical(member.fqn): member for member in group.members}
@@ -337,7 +336,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, str]:
-    """The attributes that a step may change, as text."""
     kept = ("state", "param_groups", "defaults")
     plain = (int, float, Tensor, list, tuple, dict)
     own = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k not in kept}

@@ -60,7 +60,7 @@ class OfferedState:
             return sorted(set(names) - set(kept))
 
         ranks = Ranks.of()
-        doing = "reading what on_save_checkpoint made of the state_dict"
+        doing = "comparing the state_dict after on_save_checkpoint"
         return set(ranks.exchange(doing, missing_names, lambda found: [found[0]] * ranks.size))
 
 

@@ -122,13 +122,13 @@ def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
         "  unexpected in the checkpoint (1): model.gone",
         "  of another shape (1):",
         "    model.turned (2, 3) there, (3, 2) here",
-        "  Give these the shapes that were saved, or others to what is loaded in on_load_checkpoint.",
+        "  Give these the shapes that were saved, or reshape the loaded tensors in on_load_checkpoint.",
     ]
     assert asked["model.same"].eq(0).all()
     with pytest.raises(CheckpointMismatchError, match="of another shape"):
         load_into(tmp_path / "a.ckpt", asked, strict=False)
     del asked["model.turned"]
-    with pytest.raises(CheckpointMismatchError, match=r"strict=False .* loads what matches"):
+    with pytest.raises(CheckpointMismatchError, match=r"strict=False .* loads those that match"):
         load_into(tmp_path / "a.ckpt", asked)
     report = load_into(tmp_path / "a.ckpt", asked, strict=False)
     assert report == LoadReport(missing=("model.new",), unexpected=("model.gone", "model.turned"))

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.files.layout import damaged_if
 from lightning_shard.checkpoint.files.manifest import StoredTensor, raw_bytes
-from lightning_shard.checkpoint.files.trainer_state import check_archive, refusal
+from lightning_shard.checkpoint.files.trainer_state import REPEATED_BYTES, check_archive, refusal
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.tensors.tracing import tree_map_only
 
 _ALIGNMENT = 64
-_REPEATED = 1 << 24  # bytes of a tensor that repeats its values
 _PAYLOAD = "archive"
 
 
@@ -128,7 +127,7 @@ def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
 def _archived(path: Path, size: int, tensor: Tensor) -> ArchivedTensor:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(f"{path} holds a {tensor.layout} tensor; only dense tensors can be read")
-    if tensor.nbytes > 2 * size + _REPEATED:
+    if tensor.nbytes > 2 * size + REPEATED_BYTES:
         raise CheckpointCorruptError(f"{path} has {size} bytes, and a tensor of shape {tuple(tensor.shape)} in them")
     return ArchivedTensor(
         shape=tuple(tensor.shape),

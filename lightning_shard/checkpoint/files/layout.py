@@ -319,7 +319,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def release(descriptor: int) -> None:
-    """Release a lock and close its descriptor."""
     with contextlib.suppress(OSError):
         # Closing is not enough: a process forked meanwhile (a DataLoader's worker) has it open too.
         fcntl.flock(descriptor, fcntl.LOCK_UN)

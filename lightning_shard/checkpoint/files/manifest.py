@@ -70,7 +70,6 @@ class Manifest:
     digest: str = ""
 
     def to_json(self) -> str:
-        """Return the file's text, with the digest."""
         told = dict(_slots_by_name(self.tensors, self.aliases))
         fields = {
             "format": FORMAT,
@@ -108,7 +107,11 @@ class Manifest:
                 raise ValueError("its digest does not match its contents: it was changed after it was written")
             version = fields["format_version"]
             if version not in (1, FORMAT_VERSION):
-                todo = "upgrade it" if version > FORMAT_VERSION else "no release wrote it, convert it with what did"
+                todo = (
+                    "upgrade it"
+                    if version > FORMAT_VERSION
+                    else "no release wrote it, convert it with the version that did"
+                )
                 raise errors.CheckpointError(
                     f"{where} has format version {version}; this lightning_shard reads 1 and {FORMAT_VERSION}: {todo}"
                 )

@@ -26,7 +26,7 @@ from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.text import first_line
 
-_MOST_BYTES = 1 << 24  # of a tensor that repeats its values
+REPEATED_BYTES = 1 << 24  # most of a tensor that repeats its values
 _KIND = "lightning_shard.kind"
 _FACTORIES = {"None": None, **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)}}
 
@@ -50,7 +50,6 @@ def encode_trainer_state(state: Mapping[str, Any], *, stock: bool = False) -> by
 
 
 def can_be_saved(value: Any) -> bool:
-    """True if ``trainer.pt`` can hold ``value``."""
     return _encode(value)[1] is None or _encode(_plain(value, stock=False))[1] is None
 
 
@@ -63,7 +62,7 @@ def decode_state(data: bytes, where: Location) -> dict[str, Any]:
     with damaged_if(partial(refusal, where)):
         state = load_archive(io.BytesIO(data), where)
         tensors = [part for part in parts(state) if isinstance(part, Tensor) and part.layout == torch.strided]
-        if any(tensor.nbytes > 2 * len(data) + _MOST_BYTES for tensor in tensors):
+        if any(tensor.nbytes > 2 * len(data) + REPEATED_BYTES for tensor in tensors):
             raise CheckpointCorruptError(f"{where} has {len(data)} bytes, and a tensor of many more in them")
         state = _restored(state) if _KIND.encode() in data else state
     if not isinstance(state, dict):

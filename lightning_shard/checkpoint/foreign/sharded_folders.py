@@ -207,7 +207,6 @@ def _optimizer(
 
 
 def _scalar(value: Any) -> StoredTensor:
-    """Return a step count in the form of torch's optimizers."""
     number = float(value.read() if isinstance(value, StoredTensor) else value)
     return StoredTensor(shape=(), dtype=torch.float32, read=lambda: torch.tensor(number, dtype=torch.float32))
 
