@@ -212,12 +212,12 @@ def measure_large(size: int) -> report.Row:
     planned, _ = timed(plan)
     ((numbers, boxes),) = made
     files = {data_file(rank): FileEntry(size=10**13, sha256="") for rank in range(size)}
-    lengths = [np.zeros(len(part), dtype=np.int64) for part in numbers]
+    first_of_rank = np.cumsum([0, *map(len, numbers)])
+    lengths = np.zeros(first_of_rank[-1], dtype=np.int64)
     for table, rows in boxes.tables:
-        of_rows = np.prod(rows[:, 3 + len(table.shape) :], axis=1) * 4 + 1600
-        for rank, number, length in zip(rows[:, 0].tolist(), rows[:, 1].tolist(), of_rows.tolist(), strict=True):
-            lengths[rank][number] = length
-    places = [np.stack([np.cumsum(part) - part, part], axis=1) for part in lengths]
+        sizes = rows[:, 3 + len(table.shape) :]
+        lengths[first_of_rank[rows[:, 0]] + rows[:, 1]] = np.prod(sizes, axis=1) * 4 + 1600
+    places = [np.stack([np.cumsum(part) - part, part], axis=1) for part in np.split(lengths, first_of_rank[1:-1])]
     written = [WrittenFiles(places=p, files={name: files[name]}) for p, name in zip(places, files, strict=True)]
     found: dict[str, bytes] = {}
     described, _ = timed(lambda: found.update(describe_boxes(boxes, written)))

@@ -317,7 +317,7 @@ def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Mapping[str, Any
 
 
 def own_values(optimizers: Sequence[AnyOptimizer]) -> list[dict[str, Any]]:
-    """Plain values that each optimizer has as attributes, besides state and groups. Empty for libraries' own classes."""
+    """Plain attributes of each optimizer, besides state and groups. Empty for libraries' own classes."""
     live = [flat.torch_optimizer(optimizer) for optimizer in optimizers]
     return [{} if type(each).__module__.startswith(("torch.", "deepspeed.")) else _own_values(each) for each in live]
 

@@ -158,14 +158,14 @@ def divide_boxes(
     boxes = np.concatenate(wide)
     chosen = _choose(tensors, tensor, rank, boxes, len(by_rank))
     mine = [np.flatnonzero(part) for part in np.split(chosen, np.cumsum(owned)[:-1])]
-    tensor, boxes = tensor[chosen], boxes[chosen]
-    rows = np.zeros((len(boxes), 3 + 2 * dims), dtype=np.int64)
-    rows[:, 0], rows[:, 1] = rank[chosen], np.concatenate([np.arange(len(part)) for part in mine])
-    rows[:, 3:] = boxes.reshape(len(boxes), 2 * dims)
+    number = np.concatenate([np.arange(len(part)) for part in mine])
+    rank, tensor, boxes = rank[chosen], tensor[chosen], boxes[chosen]
     order = np.argsort(tensor, kind="stable")
-    parts = np.split(rows[order], np.searchsorted(tensor[order], np.arange(1, len(tensors))))
-    columns = [[*range(3 + len(t.shape)), *range(3 + dims, 3 + dims + len(t.shape))] for t in tensors]
-    tables = [(t, part[:, own]) for t, part, own in zip(tensors, parts, columns, strict=False)]
+    parts = np.split(order, np.searchsorted(tensor[order], np.arange(1, len(tensors))))
+    tables = []
+    for facts, part in zip(tensors, parts, strict=False):  # without tensors there is one empty part
+        bounds = boxes[part, :, : len(facts.shape)].reshape(len(part), 2 * len(facts.shape))
+        tables.append((facts, np.column_stack([rank[part], number[part], 0 * part, bounds])))
     return mine, PlannedBoxes(tables=tables)
 
 
