@@ -256,7 +256,7 @@ def test_without_a_peak_there_is_no_mfu(capsys: pytest.CaptureFixture[str]) -> N
     rows = [{"contestant": "hand", "ms": 100.0}]
     engines.add_mfu(rows, TINY, None)
     assert rows == [{"contestant": "hand", "ms": 100.0}]
-    assert capsys.readouterr().out.endswith(" is not known; give it as --peak-tflops\n")
+    assert capsys.readouterr().out.endswith(" is not known. Give it as --peak-tflops\n")
     engines.add_mfu(rows, TINY, 1e-3)
     assert rows[0]["mfu"] > 0
 
