@@ -130,10 +130,12 @@ class ShardPrecision(Precision):
         if run.fitting and isinstance(settings.nonfinite, NonFinite):
             self.nonfinite = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
-    def call_in_autocast(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the LightningModule under the policy's autocast, if any."""
-        with autocasting(self._run.policy, self._run.device.type, cache=self._engine.replicates):
-            return step(*args, **kwargs)
+    def in_autocast(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``step`` with the policy's autocast around it, if any. An engine calls the result inside of its own
+        forward, because DeepSpeed turns off an autocast around that.
+        """
+        context = autocasting(self._run.policy, self._run.device.type, cache=self._engine.replicates)
+        return context(step) if isinstance(context, torch.autocast) else step
 
     def take_weight(self, output: Any, arguments: Sequence[Any]) -> Any:
         """Take the weight from a training step's output for ``arguments``, and return the output. All ranks call it."""

@@ -300,9 +300,8 @@ class ShardStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         parts.fit.begin_batch(self._module.trainer, self.engine, self._buffers)
         plugin = self.precision_plugin
-        step = partial(plugin.call_in_autocast, self._module.training_step)
         with plugin.train_step_context():
-            output = self.engine.forward(step, *args, **kwargs)
+            output = self.engine.forward(plugin.in_autocast(self._module.training_step), *args, **kwargs)
         self._freezing.after_forward()
         return plugin.take_weight(output, args)
 
@@ -324,7 +323,7 @@ class ShardStrategy(ParallelStrategy):
         # No inference mode, even if the loop entered it. `no_grad` comes last, as leaving inference mode enables
         # gradients.
         with self.precision_plugin.forward_context(), torch.inference_mode(mode=False), torch.no_grad():
-            return self.engine.evaluate(partial(self.precision_plugin.call_in_autocast, step), *args, **kwargs)
+            return self.engine.evaluate(self.precision_plugin.in_autocast(step), *args, **kwargs)
 
     @override
     def block_backward_sync(self) -> Any:
