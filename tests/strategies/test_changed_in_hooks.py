@@ -121,7 +121,7 @@ CASES: list[tuple[str, type[Indexed], str]] = [
     *((name, ReplacesInSteps, NEW) for name in ("shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2")),
     ("shard_fsdp", ReplacesBetweenValidations, NEW),
     ("shard_fsdp", Copies, "Copy it before, in __init__, setup or"),
-    ("shard_fsdp", Prunes, "torch.nn.utils.prune does if it is applied after the model was set up to train. Apply"),
+    ("shard_fsdp", Prunes, "torch.nn.utils.prune's if it is applied after the model was set up to train. Apply"),
     ("shard_deepspeed_stage_2", Prunes, "head.weight (head.weight_orig now) got other names after the model was set"),
 ]
 

@@ -242,6 +242,6 @@ def go_on_elsewhere(first: Callable[..., Any], then: Callable[..., Any]) -> str:
 def test_a_module_that_another_engine_cut_is_refused() -> None:
     zero_3, zero_2, fsdp, ddp = (ENGINES[name] for name in ("zero_3", "zero_2", "full", "ddp"))
     for then in (fsdp, ddp, zero_2):
-        assert "were sharded by ZeRO-3" in run_distributed(go_on_elsewhere, 2, zero_3, then)[0]
+        assert "was sharded by ZeRO-3" in run_distributed(go_on_elsewhere, 2, zero_3, then)[0]
     for then in (zero_3, zero_2):
         assert "was sharded with FSDP2" in run_distributed(go_on_elsewhere, 2, fsdp, then)[0]
