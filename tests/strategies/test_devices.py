@@ -115,11 +115,11 @@ def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: 
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.accelerator, "set_device_index", seen.append)
-    monkeypatch.setattr(doctor, "connect", lambda place, seconds: dist.HashStore())
-    monkeypatch.setattr(doctor, "compare", lambda *args: [])
+    monkeypatch.setattr(doctor, "connect_store", lambda place, seconds: dist.HashStore())
+    monkeypatch.setattr(doctor, "compare_ranks", lambda *args: [])
     for name in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
-    for name in ("_adds_up", "_link", "_reached"):
+    for name in ("_adds_up", "_measure_link", "_measure_device"):
         monkeypatch.setattr(doctor, name, lambda device: 0)
     monkeypatch.setattr(doctor, "_gather_over_gloo", lambda own, seconds: [own])
 
@@ -127,7 +127,7 @@ def test_doctor_uses_a_device_of_its_own_and_gathers_256_megabytes(monkeypatch: 
         seen.append((device, megabytes, len(nodes)))
         raise KeyboardInterrupt  # further than this there is no way without GPUs
 
-    monkeypatch.setattr(doctor, "_gathers", gathers)
+    monkeypatch.setattr(doctor, "_measure_gathers", gathers)
     at = Rendezvous(address="127.0.0.1", port=free_port(), rank=2, world_size=4)
     with pytest.raises(KeyboardInterrupt):
         doctor.examine_processes(at, 2, doctor.parser().parse_args(["--seconds=1"]))
@@ -155,8 +155,8 @@ def test_a_run_prepares_gloo_ahead_of_its_process_group(monkeypatch: pytest.Monk
         raise KeyboardInterrupt  # further than this there is no way without GPUs
 
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    monkeypatch.setattr(run_processes, "connect", lambda place, seconds: dist.HashStore())
-    monkeypatch.setattr(run_processes, "compare", lambda *args: [])
+    monkeypatch.setattr(run_processes, "connect_store", lambda place, seconds: dist.HashStore())
+    monkeypatch.setattr(run_processes, "compare_ranks", lambda *args: [])
     monkeypatch.setattr(run_processes.processes, "init_process_group", stop)
     environment = LightningEnvironment()
     environment.set_world_size(2)
