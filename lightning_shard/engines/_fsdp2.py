@@ -271,7 +271,8 @@ def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
         yield from parameter.all_gather_outputs
         if (full := _full(parameter)) is not None:
             yield full
-        if (shard := _shard_after_forward(parameter)) is not None:
+        # With an integer `reshard_after_forward` the shard over fewer ranks, while there is one.
+        if (shard := getattr(parameter, "_sharded_post_forward_param", None)) is not None:
             yield shard
 
 
@@ -299,11 +300,6 @@ def sharded_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
 def _full(parameter: Any) -> Any:
     """The full parameter, or None before the first gather."""
     return getattr(parameter, "unsharded_param", None)
-
-
-def _shard_after_forward(parameter: Any) -> Any:
-    """The shard over fewer ranks that an integer `reshard_after_forward` keeps, while there is one."""
-    return getattr(parameter, "_sharded_post_forward_param", None)
 
 
 def _state_of(module: FSDPModule) -> Any:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -88,15 +87,6 @@ def gathered_for_gradients(root: nn.Module) -> Generator[None, None, None]:
         root.__dict__[_GRADIENTS] = taken
         units.reshard_after_backward(True)
         units.reshard()
-
-
-@torch.no_grad()
-def gather_each(root: nn.Module) -> None:
-    """Gather and reshard each unit, as a forward pass does. All ranks call it."""
-    run(root, lambda: None)  # only the root initialises all units
-    for module in units_of(root):
-        gather(module)
-        module.reshard()
 
 
 def gather_for_calls(root: nn.Module) -> None:

@@ -91,7 +91,13 @@ class FSDP2Engine(TorchOptimizerEngine):
                 "parameters stay so. Make it plain with lightning_shard.unshard(module), or build a new one and load "
                 "the earlier one's checkpoint with ckpt_path."
             )
-        self._ignored: list[nn.Parameter] = self._shard() if earlier is None else earlier[1]
+        self._ignored: list[nn.Parameter] = [] if earlier is None else earlier[1]
+        if earlier is None:
+            self.upcast, self._ignored = shard_tree(
+                module, run, self._units, self._forward_options, self._applier(run), self.strategy
+            )
+            for part in module.modules():
+                part.register_load_state_dict_pre_hook(_take_full)
         self._averaged, self._unaveraged = dict[nn.Parameter, None](), set[Tensor]()
         self._follow_ignored()
         module.__dict__[_STATE] = made_for, self._ignored
@@ -113,14 +119,6 @@ class FSDP2Engine(TorchOptimizerEngine):
         for parameter in [p for p in self._ignored if p.requires_grad and p not in self._averaged]:
             self._averaged[parameter] = None
             self._closing.callback(parameter.register_post_accumulate_grad_hook(self._unaveraged.add).remove)
-
-    def _shard(self) -> list[nn.Parameter]:
-        """Shard the module. Returns the parameters that FSDP ignores."""
-        module, apply = self._module, self._applier(self._run)
-        self.upcast, ignored = shard_tree(module, self._run, self._units, self._forward_options, apply, self.strategy)
-        for part in module.modules():
-            part.register_load_state_dict_pre_hook(_take_full)
-        return ignored
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         attached = super().attach_optimizers(optimizers)

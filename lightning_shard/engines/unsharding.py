@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.engines.memory_breakdown import is_sharded
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import OWN_FORWARD
 from lightning_shard.private_names import require
@@ -37,7 +38,7 @@ def guard(root: nn.Module) -> None:
     unguard(root)
     hooks: list[Any] = []
     for module in root.modules():
-        if any(_is_sharded(parameter) for parameter in module.parameters()):
+        if any(map(is_sharded, module.parameters())):
             hooks.append(module.register_forward_pre_hook(partial(_refuse, "called"), prepend=True))
             hooks.append(module.register_state_dict_pre_hook(_refuse_values))
     if hooks:
@@ -62,10 +63,6 @@ def allowed(root: nn.Module) -> Generator[None, None, None]:
     finally:
         if is_guarded:
             guard(root)
-
-
-def _is_sharded(parameter: Any) -> bool:
-    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
 
 
 def _refuse_values(module: nn.Module, prefix: str, keep_vars: bool) -> None:
