@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import devices
-from lightning_shard.engines.unsharding import unguard
+from lightning_shard.engines.unsharding import unguard_module
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.ranks import reachable
 from lightning_shard.tensors.full import full_of
@@ -81,7 +81,7 @@ class ChildrenLauncher(MultiProcessingLauncher):
         return super().launch(*args, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        unguard(trainer.lightning_module)  # the process ends, and its module with it
+        unguard_module(trainer.lightning_module)  # the process ends, and its module with it
         trainer.lightning_module.register_state_dict_post_hook(_full_tensors)
         return super()._collect_rank_zero_results(trainer, results)
 

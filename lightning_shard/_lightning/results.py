@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_shard._lightning import Replacements, processes
 from lightning_shard._lightning.loops import batches_are_done, leave_restart
-from lightning_shard.engines.dtensor_refusals import is_whole
+from lightning_shard.engines.dtensor_refusals import is_full
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.full import full_of
 from lightning_shard.text import listed
@@ -35,7 +35,7 @@ def _log_full_values(replacements: Replacements, module: LightningModule) -> Non
 
     def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, DTensor):
-            if kwargs.get("rank_zero_only") and not is_whole(value):
+            if kwargs.get("rank_zero_only") and not is_full(value):
                 raise ConfigurationError(
                     f"self.log({name!r}, ..., rank_zero_only=True) has a sharded tensor, whose value all ranks gather "
                     "together. Call self.log on all ranks, without rank_zero_only, or log tensor.full_tensor(), which "

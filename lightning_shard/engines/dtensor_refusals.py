@@ -48,11 +48,10 @@ BETWEEN_STEPS = (
 )
 
 _engines = 0
-_added: dict[Any, Any] = {}
-_replaced: dict[Any, Any] = {}
+_replaced: dict[Any, Any] = {}  # The handlers, or None, of the refused operators.
 
 
-def install() -> Callable[[], None]:
+def install_refusals() -> Callable[[], None]:
     """Refuse the operators in this process until the returned function is called."""
     global _engines
     handlers = _dispatcher._custom_op_handlers
@@ -60,8 +59,7 @@ def install() -> Callable[[], None]:
         table = dict.fromkeys(_overloads(_RANDOM, _WRITES, _PARTS, _REDUCTIONS, _LOSSES), _along_shards)
         table |= dict.fromkeys([READ_NUMBER, *_overloads(_NUMBERS)], _of_all_ranks)
         table |= dict.fromkeys(_overloads("mean"), _mean)
-        _replaced.update({op: handlers[op] for op in table if op in handlers})
-        _added.update(table)
+        _replaced.update({op: handlers.get(op) for op in table})
         handlers.update(table)
     _engines += 1
     return _uninstall
@@ -71,14 +69,14 @@ def _uninstall() -> None:
     global _engines
     _engines -= 1
     if _engines == 0:
-        for op in _added:
+        for op, handler in _replaced.items():
             del _dispatcher._custom_op_handlers[op]
-        _dispatcher._custom_op_handlers.update(_replaced)
-        _added.clear()
+            if handler is not None:
+                _dispatcher._custom_op_handlers[op] = handler
         _replaced.clear()
 
 
-def is_whole(tensor: DTensor) -> bool:
+def is_full(tensor: DTensor) -> bool:
     """Whether this rank has the full ``tensor``."""
     return all(isinstance(placement, Replicate) or ranks == 1 for placement, ranks in _placed(tensor))
 
@@ -103,7 +101,7 @@ def _dtensors(given: Any) -> list[DTensor]:
 
 def _of_all_ranks(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in _dtensors((args, kwargs)):
-        if not is_whole(tensor):
+        if not is_full(tensor):
             raise _refusal(op, tensor)
     return _of_torch(op, args, kwargs)
 
@@ -144,7 +142,7 @@ def _of_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call torch's operator. The dispatcher can't bypass a handler, so the handler is removed during the call."""
     handlers = _dispatcher._custom_op_handlers
     handler = handlers.pop(op)
-    if op in _replaced:
+    if _replaced[op] is not None:
         handlers[op] = _replaced[op]
     try:
         return op(*args, **kwargs)

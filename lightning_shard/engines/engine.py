@@ -69,34 +69,6 @@ class Run:
         return self.planned.policy
 
 
-class EngineTensors(Protocol):
-    """The live tensors of a run on this rank, by FQN. No method communicates."""
-
-    def masters(self) -> Mapping[str, LiveTensor]:
-        """The tensors that checkpoints and users read in place of the module's own, by FQN."""
-
-    def optimizers(self) -> Sequence[AnyOptimizer]:
-        """The optimizers of a fit as checkpoints see them: over the module's parameters, or over flat tensors."""
-
-    def stepped_parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
-        """FQN and tensor of the masters that ``optimizer`` steps. None: it steps the module's own parameters."""
-
-    def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
-        """The reduced gradient of a parameter. It exists from the accumulation boundary to the step."""
-
-    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """This rank's reduced gradients of ``optimizer``: DTensors or plain tensors, which may be scaled in place."""
-
-    def accumulated(self) -> Mapping[str, LiveTensor]:
-        """Gradients that wait for further micro-batches, by FQN: reduced shards, or this rank's own full ones."""
-
-    def memory_breakdown(self) -> Iterable[Resident]:
-        """All live tensors of the run except activations, by kind and by device, host or file."""
-
-    def unsharded(self) -> Iterable[Resident]:
-        """The parameters that are gathered at this moment."""
-
-
 class Engine(Protocol):
     """Shards, replicates or partitions a module, and steps it. All ranks call each method, in the same order. Methods
     with a body have the default behaviour.
@@ -161,10 +133,6 @@ class Engine(Protocol):
 
     upcast: Mapping[str, torch.dtype]  # Loaded dtypes, by FQN, of trainable parameters whose masters have another.
 
-    @property
-    def tensors(self) -> EngineTensors:
-        """The live tensors of the run, once `prepare` was called."""
-
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``step(*args, **kwargs)`` of a training step, with parameters gathered as modules need them."""
 
@@ -183,10 +151,6 @@ class Engine(Protocol):
 
     def reduction_dtypes(self) -> set[torch.dtype]:
         """The dtypes in which gradients are summed over ranks, read from the objects that reduce them."""
-
-    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
-        """`EngineTensors.gradients`, and the mesh over which plain tensors are disjoint shards. No communication."""
-        return self.tensors.gradients(optimizer), None
 
     def step_optimizer(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         """Step ``optimizer``, so that the next forward sees the new values. With ``skip``, after an overflow, only drop
@@ -214,11 +178,11 @@ class Engine(Protocol):
         """Tell every rank which optimizer state the others have."""
 
     def begin_writing(self) -> None:
-        """Announce writes into `tensors`, maybe on some ranks only. `refresh_model_weights` follows them."""
+        """Announce writes into live tensors, maybe on some ranks only. `refresh_model_weights` follows them."""
         return
 
     def refresh_model_weights(self) -> None:
-        """Make the next forward see the values that were written into `tensors`."""
+        """Make the next forward see the values that were written into live tensors."""
         return
 
     def resumed(self) -> None:
@@ -231,3 +195,31 @@ class Engine(Protocol):
 
     def release_module(self, *, failed: bool) -> None:
         """End the run and remove the engine's hooks. No communication if it ``failed``: other ranks may be anywhere."""
+
+    # The run's live tensors on this rank, after `prepare`. No method communicates.
+
+    def masters(self) -> Mapping[str, LiveTensor]:
+        """The tensors that checkpoints and users read in place of the module's own, by FQN."""
+
+    def optimizers(self) -> Sequence[AnyOptimizer]:
+        """The optimizers of a fit as checkpoints see them: over the module's parameters, or over flat tensors."""
+
+    def stepped_parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+        """FQN and tensor of the masters that ``optimizer`` steps. None: it steps the module's own parameters."""
+
+    def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
+        """The reduced gradient of a parameter. It exists from the accumulation boundary to the step."""
+
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
+        """This rank's reduced gradients of ``optimizer``, DTensors or plain tensors, which may be scaled in place, and
+        the mesh over which plain tensors are disjoint shards.
+        """
+
+    def accumulated(self) -> Mapping[str, LiveTensor]:
+        """Gradients that wait for further micro-batches, by FQN: reduced shards, or this rank's own full ones."""
+
+    def memory_breakdown(self) -> Iterable[Resident]:
+        """All live tensors of the run except activations, by kind and by device, host or file."""
+
+    def unsharded(self) -> Iterable[Resident]:
+        """The parameters that are gathered at this moment."""

@@ -27,7 +27,7 @@ _open: list[object] = []  # One per engine. Engines may end in any order.
 
 
 @contextmanager
-def assigned_in_place() -> Generator[None, None, None]:
+def assignable_data() -> Generator[None, None, None]:
     """Make ``parameter.data = value`` write the shard of a DTensor in this context."""
     own = object()
     _open.append(own)
@@ -65,12 +65,12 @@ class ForeignStepCheck:
         hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
         self._hooks = hooks
 
-    def close(self) -> None:
+    def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
-    def forward(self) -> Generator[None, None, None]:
+    def watch_forward(self) -> Generator[None, None, None]:
         """Check steps in this context, a training step's forward pass."""
         depth = len(self._inside)
         self._inside.append(None)
@@ -99,7 +99,7 @@ class ForeignStepCheck:
             self._inside.pop()
 
 
-class Seen(NamedTuple):
+class SeenParameter(NamedTuple):
     """A parameter as forward sees it. ``own`` and ``kept`` are set if they are to be compared."""
 
     fqn: str
@@ -121,7 +121,7 @@ class ExternalWriteCheck:
     def __init__(
         self,
         strategy: str,
-        see: Callable[[nn.Module | None], Iterable[Seen]],
+        see: Callable[[nn.Module | None], Iterable[SeenParameter]],
         units: Iterable[nn.Module] = (),
         versions: Mapping[str, int] | None = None,
     ) -> None:
@@ -134,7 +134,7 @@ class ExternalWriteCheck:
         self._empty: dict[Tensor, Any] = {}  # The storages of released parameters.
         self._begins = False  # Whether no unit has run since all parameters were compared.
         self._steps = 0
-        self.closing = ExitStack()
+        self.undo_stack = ExitStack()
         """Undone when the check ends."""
         for unit in units:
             # Before the engine's own hooks, which gather and release.
@@ -142,32 +142,32 @@ class ExternalWriteCheck:
                 (unit.register_forward_pre_hook, self._before_forward),
                 (unit.register_forward_hook, self._after_forward),
             ):
-                self.closing.callback(register(partial(call, unit), prepend=True).remove)
-        self.close = self.closing.close
+                self.undo_stack.callback(register(partial(call, unit), prepend=True).remove)
+        self.end_check = self.undo_stack.close
 
-    def note_versions(self) -> None:
+    def accept_own_writes(self) -> None:
         """Accept writes that the engine itself has made."""
         if self._steps < self.STEPS:
             for seen in self._see(None):
                 self._versions[seen.fqn] = version(seen.parameter)
                 if seen.released:
-                    self.note_release(seen.parameter)
+                    self.accept_own_release(seen.parameter)
 
-    def note_release(self, parameter: Tensor) -> None:
+    def accept_own_release(self, parameter: Tensor) -> None:
         """Accept that the engine itself has released a parameter."""
         self._empty[parameter] = parameter.untyped_storage()
 
     def end_step(self) -> None:
         self._steps += 1
-        self.note_versions()
+        self.accept_own_writes()
         if self._steps == self.STEPS:
-            self.close()
+            self.end_check()
 
     def refuse_writes(self, *, together: bool) -> None:
         """Raise ConfigurationError if user code wrote to parameters. With ``together`` all ranks call it and raise."""
         if self._steps >= self.STEPS:
             return
-        self._look(None)
+        self._compare_parameters(None)
         self._begins = True
         found = Ranks.of().gather(self._written) if together else [self._written]
         if names := set[str]().union(*found):
@@ -180,24 +180,24 @@ class ExternalWriteCheck:
     def _before_forward(self, unit: nn.Module, *forward: Any) -> None:
         if self._begins:
             self._begins = False
-            self._look(None)  # Before a gather overwrites the step's own writes.
+            self._compare_parameters(None)  # Before a gather overwrites the step's own writes.
 
     def _after_forward(self, unit: nn.Module, *forward: Any) -> None:
-        self._look(unit)
+        self._compare_parameters(unit)
 
     @torch.no_grad()
-    def _look(self, unit: nn.Module | None) -> None:
-        compared: list[Seen] = []
+    def _compare_parameters(self, unit: nn.Module | None) -> None:
+        compared: list[SeenParameter] = []
         for seen in self._see(unit):
             replaced = seen.released and self._empty.get(seen.parameter) is not seen.parameter.untyped_storage()
             if replaced or version(seen.parameter) != self._versions.get(seen.fqn, 0):
                 self._written.add(seen.fqn)
             elif seen.own is not None and seen.own.numel():
                 compared.append(seen)
-        self._written.update(seen.fqn for seen, same in zip(compared, _same(compared), strict=True) if not same)
+        self._written.update(seen.fqn for seen, same in zip(compared, _equal_values(compared), strict=True) if not same)
 
 
-def _same(seen: Sequence[Seen]) -> list[bool]:
+def _equal_values(seen: Sequence[SeenParameter]) -> list[bool]:
     """Whether ``own`` and ``kept`` of each are equal, NaN included. It synchronizes a device once."""
     found = []
     for each in seen:
@@ -212,10 +212,10 @@ def check_gathered(strategy: str, root: nn.Module, names: Mapping[Tensor, str]) 
     """The check of the parameters that FSDP2's units under ``root`` gather. ``names``: FQNs of the shards."""
     units = units_of(root)
 
-    def see(unit: Any) -> Iterator[Seen]:
+    def see(unit: Any) -> Iterator[SeenParameter]:
         for module in units if unit is None else [unit]:
             for shard, full, _ in gathered_parameters(module):
-                yield Seen(names[shard], full, own_part(full.detach(), shard), shard.to_local())
+                yield SeenParameter(names[shard], full, own_part(full.detach(), shard), shard.to_local())
 
     # FSDP reuses the gathered tensors, and its own writes do not change their version counters.
     versions = {names[shard]: version(full) for unit in units for shard, full, _ in full_parameters(unit)}

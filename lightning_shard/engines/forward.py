@@ -20,7 +20,7 @@ _GRADIENTS = "_shard_gradients_taken"
 
 
 def install_runner(root: nn.Module) -> None:
-    """Prepare ``root``, an FSDP module, for `run`."""
+    """Prepare ``root``, an FSDP module, for `run_as_forward`."""
     if _RUN in root.__dict__:
         return
     root.__dict__[_RUN] = partial(_run_inside, root)
@@ -48,7 +48,7 @@ def _leave(module: nn.Module, *call: Any) -> None:
     module.__dict__[_DEPTH] -= 1
 
 
-def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_as_forward(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function(*args, **kwargs)`` as ``root.forward``, with its own parameters gathered and backward hooks."""
     _enter(root)
     try:
@@ -58,12 +58,12 @@ def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
         _leave(root)
 
 
-def begin_gradients(root: nn.Module) -> None:
+def clear_taken_gradients(root: nn.Module) -> None:
     """Start a step without recorded gradients."""
     root.__dict__[_GRADIENTS] = set()
 
 
-def note_gradients(root: nn.Module, unit: nn.Module) -> None:
+def note_taken_gradients(root: nn.Module, unit: nn.Module) -> None:
     """Record that gradients are taken through ``unit`` of ``root``."""
     root.__dict__.setdefault(_GRADIENTS, set()).add(unit)
 
@@ -138,7 +138,7 @@ def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> 
             return method(*args, **kwargs)
         _prepare_outside_steps(root)
         try:
-            return run(owner, method, *args, **kwargs)
+            return run_as_forward(owner, method, *args, **kwargs)
         finally:
             _reshard_outside_steps(root)
 
@@ -153,7 +153,7 @@ def _is_outside_steps(root: nn.Module) -> bool:
 def _prepare_outside_steps(root: nn.Module) -> None:
     """Initialise all units by the root, as only FSDP's root can, before a unit is called alone."""
     if not root.__dict__.get(_EXPECTS) and _is_outside_steps(root):
-        run(root, lambda: None)
+        run_as_forward(root, lambda: None)
 
 
 def _gather_for_call(root: Any, *, own: bool) -> None:

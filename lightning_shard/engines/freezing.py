@@ -9,7 +9,7 @@ from lightning_shard.tensors.names import parameter_names
 from lightning_shard.text import listed
 
 
-class Freezing:
+class FreezingCheck:
     """Compares a module's trainable parameters with the last step's."""
 
     def __init__(self, module: nn.Module, *, frozen_too: bool, named: bool) -> None:
@@ -38,7 +38,7 @@ class Freezing:
                 "or use shard_ddp in '32-true'."
             )
 
-    def changed(self, batch_idx: int) -> bool:
+    def trainable_changed(self, batch_idx: int) -> bool:
         """Whether other parameters are trainable than at the last call. Raises ConfigurationError as `refuse_new`."""
         if batch_idx == 0 or self._looks < 2:  # after hooks and the first step, which may add parameters
             self.refuse_new()

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from lightning_shard.engines import dtensor_refusals, forward, module_checks, optimizer_remap, unsharding
 from lightning_shard.engines._fsdp2 import Units, begin_sums, reduce_always, reduction_dtypes, units_of, watch_gradients
 from lightning_shard.engines.engine import Run
-from lightning_shard.engines.external_writes import ExternalWriteCheck, assigned_in_place, check_gathered
+from lightning_shard.engines.external_writes import ExternalWriteCheck, assignable_data, check_gathered
+from lightning_shard.engines.owner_steps import OwnerSteps, Shard, needs_of
 from lightning_shard.engines.parameter_use import TRAINING, ParameterUse
 from lightning_shard.engines.replicated import average_gradients
 from lightning_shard.engines.sharding import ApplyUnit, UnitOptions, shard_tree
 from lightning_shard.engines.torch_optimizer_engine import TorchOptimizerEngine
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import Unit, find_units, ignored_parameters
-from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.tensors.flat import local
@@ -65,8 +65,8 @@ class FSDP2Engine(TorchOptimizerEngine):
         # A single process has nothing to reduce, and its batch at a boundary may have no loss.
         self._at_boundary &= run.planned.ranks > 1
         earlier = module.__dict__.get(_STATE)
-        unsharding.unguard(module)
-        optimizer_remap.remember(module)
+        unsharding.unguard_module(module)
+        optimizer_remap.remember_parameters(module)
         module_checks.refuse_sharded(module, self.strategy, by_fsdp=False)
         if run.fitting:
             module_checks.refuse_double(module, self.strategy, run.policy.compute)
@@ -81,10 +81,10 @@ class FSDP2Engine(TorchOptimizerEngine):
         own = {name: value for name, value in self.resolved_config().items() if name not in free}
         made_for = (run.mesh, run.policy, own)
         # The module stays sharded after the run, for further fits and evaluations.
-        self._closing.callback(unsharding.guard, module)
+        self._closing.callback(unsharding.guard_module, module)
         self._closing.callback(lambda: Units(units_of(module)).reshard())
-        self._closing.enter_context(assigned_in_place())
-        self._closing.callback(dtensor_refusals.install())
+        self._closing.enter_context(assignable_data())
+        self._closing.callback(dtensor_refusals.install_refusals())
         if earlier is not None and earlier[0] != made_for:
             raise ConfigurationError(
                 "The module was sharded by an earlier run of another strategy, precision or set of options, and its "
@@ -106,10 +106,10 @@ class FSDP2Engine(TorchOptimizerEngine):
         self._shards = {p: fqn for p, fqn in parameter_names(module).items() if isinstance(p, DTensor)}
         if run.fitting:
             self._writes = check_gathered(self.strategy, module, self._shards)
-            self._closing.callback(self._writes.close)
+            self._closing.callback(self._writes.end_check)
         units = set(units_of(module))
         self._use = ParameterUse((n, m) for n, m in module.named_modules() if m in units)
-        self._closing.callback(self._use.close)
+        self._closing.callback(self._use.remove_hooks)
         if earlier is None:
             forward.patch_methods(module, self._units.forward_methods)
         return module
@@ -122,14 +122,14 @@ class FSDP2Engine(TorchOptimizerEngine):
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         attached = super().attach_optimizers(optimizers)
-        self._whole = {}
+        self._owner_steps = {}
         for optimizer in optimizers:
             if self.needs(optimizer).full:
-                self._whole[id(optimizer)] = _whole_steps(optimizer, self._module, self._run)
+                self._owner_steps[id(optimizer)] = _make_owner_steps(optimizer, self._module, self._run)
         # An optimizer that computes the loss again can't be stepped after backward.
         self._mixes_shards = bool(self._ignored) and not any(needs.again for needs in self._needs.values())
-        self.steps_itself |= bool(self._whole) or self._mixes_shards
-        full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
+        self.steps_itself |= bool(self._owner_steps) or self._mixes_shards
+        full = [optimizer for optimizer in optimizers if id(optimizer) in self._owner_steps]
         self._closing.callback(module_checks.refuse_new_groups(full, self.strategy))
         # Not in manual optimization, whose backward passes may each reach only a part of the model.
         if self._run.automatic:
@@ -141,15 +141,15 @@ class FSDP2Engine(TorchOptimizerEngine):
 
     def _note_use(self, parameter: nn.Parameter) -> None:
         if (fqn := self._compared.get(parameter)) is not None:
-            self._use.used[fqn] = None
+            self._use.used_in_step[fqn] = None
 
     def _compare_use(self) -> None:
         self._compared = {p: fqn for p, fqn in parameter_names(self._module).items() if p.requires_grad}
-        self._use.compare(self._compared.values(), always=self._units.find_unused_parameters)
+        self._use.compare_parameters(self._compared.values(), always=self._units.find_unused_parameters)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module_checks.refuse_hooks(self._shards, self.strategy, module_checks.OF_SHARDS)
-        with self._foreign_steps.forward():
+        with self._foreign_steps.watch_forward():
             output = self._run_step(TRAINING, step, *args, **kwargs)
         if not self._run.automatic or output is None:
             self._made.reshard()  # No backward pass follows, which would do so.
@@ -163,7 +163,7 @@ class FSDP2Engine(TorchOptimizerEngine):
     def _run_step(self, kind: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             # Ranks that run different units detect it before any other collective.
-            with self._use.step(kind):
+            with self._use.watch_forward(kind):
                 output = step(*args, **kwargs)
             # While the step's parameters are gathered.
             if self._writes is not None and torch.is_grad_enabled():
@@ -172,11 +172,11 @@ class FSDP2Engine(TorchOptimizerEngine):
             return output
 
         # Gradients that the step takes inside forward may be differentiated again, so their units stay gathered.
-        forward.begin_gradients(self._module)
+        forward.clear_taken_gradients(self._module)
         self._made.reshard_after_backward(False)
         try:
-            with module_checks.explained(self.strategy):
-                return forward.run(self._module, run, *args, **kwargs)
+            with module_checks.explain_ungathered(self.strategy):
+                return forward.run_as_forward(self._module, run, *args, **kwargs)
         finally:
             self._made.reshard_after_backward(True)
 
@@ -186,10 +186,10 @@ class FSDP2Engine(TorchOptimizerEngine):
         if not self._run.automatic:
             # Backward starts inside the step, before FSDP saw the step's output, and a root without other units
             # would never reduce its gradients. The loss is not an argument, because FSDP would hook a copy of it.
-            forward.run(self._module, lambda: loss)
+            forward.run_as_forward(self._module, lambda: loss)
             self._made.reshard_after_backward(True)
             frozen = [p for p in self._shards if not p.requires_grad and p.grad is None]
-        with module_checks.explained(self.strategy), forward.gathered_for_gradients(self._module):
+        with module_checks.explain_ungathered(self.strategy), forward.gathered_for_gradients(self._module):
             call(loss)
         if not self._run.automatic:
             self._made.reshard_after_backward(False)
@@ -210,7 +210,7 @@ class FSDP2Engine(TorchOptimizerEngine):
         average_gradients(self._averaged, reduce_dtype=self._run.policy.reduce, new=self._unaveraged)
         self._unaveraged.clear()
         if self._compared:
-            unused = self._use.finish()
+            unused = self._use.finish_step()
             for parameter, fqn in self._compared.items() if unused else ():
                 if fqn in unused:
                     parameter.grad = None
@@ -219,7 +219,7 @@ class FSDP2Engine(TorchOptimizerEngine):
         return reduction_dtypes(self._module) | ({self._run.policy.reduce} if self._averaged else set())
 
     def follow_freezing(self) -> nn.Module:
-        if full := [o for o in self._optimizers if id(o) in self._whole or needs_of(o, self._run).full]:
+        if full := [o for o in self._optimizers if id(o) in self._owner_steps or needs_of(o, self._run).full]:
             raise ConfigurationError(
                 f"Parameters were frozen or thawed after the fit began, but {type(full[0]).__qualname__} steps full "
                 "parameters at owners that were chosen then. Freeze before the fit, or use shard_ddp in '32-true'."
@@ -244,10 +244,10 @@ def _take_full(module: nn.Module, state_dict: dict[str, Any], prefix: str, *load
             scatter_full(value.detach(), shard)
 
 
-def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:
+def _make_owner_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> OwnerSteps:
     names = parameter_names(root)
     stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return WholeSteps(
+    return OwnerSteps(
         optimizer,
         [_shard_of(names[p], p, group) for p, group in stepped if isinstance(p, DTensor)],
         replicated=[(names[p], p, group) for p, group in stepped if not isinstance(p, DTensor)],

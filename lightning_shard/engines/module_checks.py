@@ -218,7 +218,7 @@ its place, as by torch.func.functional_call.
 
 
 @contextmanager
-def explained(strategy: str) -> Generator[None, None, None]:
+def explain_ungathered(strategy: str) -> Generator[None, None, None]:
     """Replace errors of a step or its backward pass that meets ungathered parameters by a ConfigurationError."""
     try:
         yield

@@ -13,7 +13,7 @@ _names: WeakKeyDictionary[nn.Module, WeakTensorKeyDictionary] = WeakKeyDictionar
 """By module, the FQN of each parameter that it has or had and that is still alive."""
 
 
-def remember(module: nn.Module) -> None:
+def remember_parameters(module: nn.Module) -> None:
     """Record the names of the module's parameters before they are replaced."""
     names = _names.setdefault(module, WeakTensorKeyDictionary())
     for fqn, parameter in module.named_parameters():
@@ -25,7 +25,7 @@ def names_of(module: nn.Module) -> Mapping[Tensor, str]:
     return {**_names.get(module, {}), **{parameter: fqn for fqn, parameter in module.named_parameters()}}
 
 
-def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+def remap_optimizers(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """Replace recorded parameters in the optimizers' groups by the module's present ones. ConfigurationError: an
     optimizer has a parameter that the module never had, or state of a replaced one.
     """

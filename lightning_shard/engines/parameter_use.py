@@ -50,8 +50,8 @@ class ParameterUse:
         """
         self._ranks = Ranks.of()
         # By kind of step, module and its count of calls, the modules that followed on all ranks.
-        self._after: dict[tuple[str, str, int], list[str]] = {}
-        self._at: tuple[str, str, int] | None = None  # The present key of `_after`.
+        self._successors: dict[tuple[str, str, int], list[str]] = {}
+        self._position: tuple[str, str, int] | None = None  # The present key of `_successors`.
         self._times: dict[str, int] = {}
         self._forwards = 0
         self._units = dict(units)
@@ -63,70 +63,72 @@ class ParameterUse:
             module.register_forward_pre_hook(lambda *call, fqn=fqn: _refuse_transforms(fqn), prepend=True)
             for fqn, module in once
         ]
-        self.compare(())
+        self.compare_parameters(())
 
-    def compare(self, names: Iterable[str], *, always: bool = False, apart: Set[str] = frozenset()) -> None:
+    def compare_parameters(
+        self, names: Iterable[str], *, always: bool = False, always_reduced: Set[str] = frozenset()
+    ) -> None:
         """Compare the use of trainable parameters with the FQNs ``names`` from now on, in every step if ``always``.
-        ``apart``: parameters that are reduced in every pass.
+        ``always_reduced``: parameters that are reduced in every pass.
         """
-        self.names, self._apart, self._steps = dict.fromkeys(names), apart, 0
+        self.names, self._always_reduced, self._steps = dict.fromkeys(names), always_reduced, 0
         # Whether ranks or steps use different parameters. Equal on every rank. A single rank need not be steady.
         self._varies = always or self._ranks.size == 1
         self._unused: tuple[Set[str], Set[str]] | None = None  # In the last step, by all ranks and by at least one.
-        self._passes: list[list[str]] = []  # Used by each backward pass of the last step.
-        self.used: dict[str, None] = {}  # Used by this step, on this rank.
-        self.came: dict[str, None] = {}  # Used by this backward pass, in order, without ``apart``.
+        self._last_passes: list[list[str]] = []  # Used by each backward pass of the last step.
+        self.used_in_step: dict[str, None] = {}  # Used by this step, on this rank.
+        self.used_in_pass: dict[str, None] = {}  # Used by this backward pass, in order, without ``always_reduced``.
         self.begin_step()
 
     def begin_step(self) -> None:
         """Clear the parameters that backward passes have used so far."""
-        self.used.clear()
-        self._now: list[list[str]] = []  # Used by each backward pass of this step.
+        self.used_in_step.clear()
+        self._passes_so_far: list[list[str]] = []  # Used by each backward pass of this step.
 
     # Modules
 
     @contextmanager
-    def step(self, kind: str) -> Generator[None, None, None]:
+    def watch_forward(self, kind: str) -> Generator[None, None, None]:
         """A forward pass, of training or of another ``kind``. All ranks run it."""
         if not self._units:
             yield
             return
-        self._at = kind, "", 1
+        self._position = kind, "", 1
         self._times.clear()
         try:
             yield
-            self._follow(_END)
+            self._check_next_module(_END)
         finally:
-            self._at = None
+            self._position = None
         self._forwards += 1
         while self._forwards >= _STEPS and self._first_hooks:
             self._first_hooks.pop().remove()
 
     def _enter(self, called: str, *call: Any) -> None:
         _refuse_transforms(called)
-        if self._at is not None and not torch.compiler.is_compiling():
-            self._follow(called)
+        if self._position is not None and not torch.compiler.is_compiling():
+            self._check_next_module(called)
 
-    def _follow(self, called: str) -> None:
-        assert self._at is not None
-        known = self._after.setdefault(self._at, [])
+    def _check_next_module(self, called: str) -> None:
+        assert self._position is not None
+        known = self._successors.setdefault(self._position, [])
         if known != [called] and self._ranks.size > 1:
-            self._agree(called, known)
+            self._agree_on_module(called, known)
         times = self._times[called] = self._times.get(called, 0) + 1
-        self._at = self._at[0], called, min(times, _TIMES)
+        self._position = self._position[0], called, min(times, _TIMES)
 
-    def _agree(self, called: str, known: list[str]) -> None:
+    def _agree_on_module(self, called: str, known: list[str]) -> None:
         """Compare the next module with other ranks', unless it is the only one that came here before. Ranks that run
         the ``known`` one do not take part, so a new one waits for them with a timeout.
         """
         lone = len(known) == 1
-        if lone and (late := self._late(called, known[0])) is not None:
+        if lone and (late := self._late_change(called, known[0])) is not None:
             raise other_parameters(
                 f"This step {_runs(called)} where each step before {_runs(known[0])}: other parameters than the first "
                 f"{_STEPS}, in {late or 'the module itself'}"
             )
         try:
-            self._meet(_runs(called), called, _WAIT if lone else None)
+            self._gather_if_different(_runs(called), called, _WAIT if lone else None)
         except RuntimeError as error:
             if not lone or isinstance(error, ConfigurationError):
                 raise
@@ -137,7 +139,7 @@ class ParameterUse:
         if called not in known:
             known.append(called)
 
-    def _meet(self, where: str, own: T, timeout: timedelta | None = None) -> list[T]:
+    def _gather_if_different(self, where: str, own: T, timeout: timedelta | None = None) -> list[T]:
         """Every rank's ``own`` value, gathered if a digest differs. DifferentUse: ranks call it for different
         ``where``.
         """
@@ -149,29 +151,29 @@ class ParameterUse:
             raise different_branches(f"rank 0 {there[0][0]}, rank {rank} {there[rank][0]}")
         return [value for _, value in there]
 
-    def _late(self, called: str, expected: str) -> str | None:
-        """The first new or missing module of a step, if it has trainable parameters whose use is settled."""
-        if not (self.settled and self._at is not None and self._at[0] == TRAINING):
+    def _late_change(self, called: str, expected: str) -> str | None:
+        """The first new or missing module of a step, if it has trainable parameters whose use is steady."""
+        if not (self.is_steady and self._position is not None and self._position[0] == TRAINING):
             return None
-        before = any(called in known for known in self._after.values())
+        before = any(called in known for known in self._successors.values())
         unit = expected if before else called
         trained = any(p.requires_grad for p in self._units[unit].parameters()) if unit in self._units else False
         return unit if trained else None
 
     # Parameters
 
-    def watch(self, fqn: str, parameter: Tensor, *, ordered: bool) -> Callable[[], None]:
+    def watch_parameter(self, fqn: str, parameter: Tensor, *, ordered: bool) -> Callable[[], None]:
         """Record backward passes that reach ``parameter``. Returns the undo. ``ordered``: gradients are reduced as they
         come, so a steady step must have the order of the first ones (ConfigurationError in backward).
         """
 
         def note(gradient: Tensor) -> None:
-            self.used[fqn] = None
-            if fqn in self._apart or fqn in self.came:
+            self.used_in_step[fqn] = None
+            if fqn in self._always_reduced or fqn in self.used_in_pass:
                 return
-            self.came[fqn] = None
-            if ordered and self.settled and len(self._now) < len(self._passes):
-                before, place = self._passes[len(self._now)], len(self.came) - 1
+            self.used_in_pass[fqn] = None
+            if ordered and self.is_steady and len(self._passes_so_far) < len(self._last_passes):
+                before, place = self._last_passes[len(self._passes_so_far)], len(self.used_in_pass) - 1
                 if before[place : place + 1] != [fqn]:
                     raise self._changed({fqn} if fqn not in before else set(before[place : place + 1]))
 
@@ -179,12 +181,12 @@ class ParameterUse:
         return lambda: handle.remove()
 
     @property
-    def settled(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether all ranks used the same parameters in each of the first steps."""
         return self._steps >= _STEPS and not self._varies
 
     @property
-    def partly(self) -> Set[str]:
+    def partly_unused(self) -> Set[str]:
         """The parameters that some rank did not use in the last compared step."""
         return self._unused[1] if self._unused else frozenset()
 
@@ -193,36 +195,37 @@ class ParameterUse:
         with a gradient on only some ranks and, if there are none but orders differ, each rank's order. ``repeats``:
         each step has the same passes, or a steady step raises ConfigurationError.
         """
-        index = len(self._now)
-        self._now.append(own)
-        if self.settled:
-            if repeats and index < len(self._passes) and own != self._passes[index]:
-                raise self._changed(set(own).symmetric_difference(self._passes[index]))
+        index = len(self._passes_so_far)
+        self._passes_so_far.append(own)
+        if self.is_steady:
+            if repeats and index < len(self._last_passes) and own != self._last_passes[index]:
+                raise self._changed(set(own).symmetric_difference(self._last_passes[index]))
             return frozenset(), []
-        orders = self._meet("reduces gradients", own)
+        orders = self._gather_if_different("reduces gradients", own)
         partly = set[str]().union(*orders) - set(orders[0]).intersection(*orders)
         return partly, [] if len(orders) == 1 or partly else orders
 
-    def finish(self) -> Set[str]:
+    def finish_step(self) -> Set[str]:
         """End a step and return the names that no rank used. All ranks call it, and communicate in the first steps or
         if steps vary. ConfigurationError: a steady step used other parameters than the first ones.
         """
-        here, passes = self.names.keys() - self.used.keys(), self._now
+        here, passes = self.names.keys() - self.used_in_step.keys(), self._passes_so_far
         self.begin_step()
-        if self.settled:
+        if self.is_steady:
             assert self._unused is not None
             # A step without a backward pass steps nothing.
             if here != self._unused[0] and len(here) < len(self.names):
                 raise self._changed(here ^ self._unused[0])
             return here
-        if passes and not self._apart:  # `before_reduction` found the same parameters on all ranks
+        if passes and not self._always_reduced:  # `before_reduction` found the same parameters on all ranks
             unused = frozenset(here), frozenset(here)
         else:
-            everywhere = [frozenset(each) for each in self._meet("is at the end of the step", sorted(here))]
+            gathered = self._gather_if_different("is at the end of the step", sorted(here))
+            everywhere = [frozenset(each) for each in gathered]
             unused = frozenset.intersection(*everywhere), frozenset[str]().union(*everywhere)
-        steady = passes[: len(self._passes)] == self._passes[: len(passes)]
+        steady = passes[: len(self._last_passes)] == self._last_passes[: len(passes)]
         self._varies |= unused[0] != unused[1] or (self._unused is not None and (unused != self._unused or not steady))
-        self._unused, self._passes = unused, max(self._passes, passes, key=len)
+        self._unused, self._last_passes = unused, max(self._last_passes, passes, key=len)
         self._steps += 1
         return unused[0]
 
@@ -230,7 +233,7 @@ class ParameterUse:
         which = listed(sorted(fqns)) if fqns else "the same ones in another order"
         return other_parameters(f"This step uses other parameters than the first {_STEPS}: {which}")
 
-    def close(self) -> None:
+    def remove_hooks(self) -> None:
         """Take the hooks off the modules."""
         for hooks in (self._hooks, self._first_hooks):
             while hooks:

@@ -95,7 +95,7 @@ def common_random_numbers(shard: int = 0) -> Generator[None, None, None]:
 
 
 @torch.no_grad()
-def parted(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
+def differing_replicas(replicas: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
     """Indices of the tensors whose sums of bits differ between the ranks of ``group``. All ranks call it."""
     own = [local(t) for t in replicas]
     real = [torch.view_as_real(t) if t.is_complex() else t for t in own]

@@ -105,7 +105,7 @@ def _through_engine(engine: Engine, run: Run) -> Mapping[str, Tensor]:
             engine.step_optimizer(optimizer, skip=False)
             optimizer.zero_grad()
         engine.reshard_and_sync_masters()
-        masters = engine.tensors.masters()
+        masters = engine.masters()
         return {
             fqn: gather_full(masters.get(fqn, tensor), device=run.device) for fqn, tensor in fqns(net).tensors.items()
         }
@@ -113,7 +113,7 @@ def _through_engine(engine: Engine, run: Run) -> Mapping[str, Tensor]:
         engine.release_module(failed=False)
 
 
-def difference(engine: Engine, run: Run) -> str:
+def numeric_difference(engine: Engine, run: Run) -> str:
     """Compare steps of ``engine``, a new one without options for a user's module, with a plain loop.
 
     All ranks call it. It takes less than a second. ``run`` is a fit of the engine. Returns the parameter with the

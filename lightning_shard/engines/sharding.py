@@ -21,7 +21,7 @@ from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
+from lightning_shard.engines.units import Unit, UnitSpec, compute_dtypes, find_units, ignored_parameters, unit_rules
 from lightning_shard.errors import PrecisionError, WrappingError
 from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -63,7 +63,7 @@ def shard_tree(
     ignored_modules, ignored = ignored_parameters(root, options.ignored_modules)
     transform = find_transforms(root, found, transforms)
     prepare = _preparation(Materializer(root, device=run.device, seed=run.seed), device=run.device)
-    dtypes = computes(found, policy.compute)
+    dtypes = compute_dtypes(found, policy.compute)
     # First, so that a recomputed forward contains the casts.
     _cast(root, policy, dtypes, ignored_modules)
     transform()
@@ -97,7 +97,7 @@ def shard_tree(
         vars(module)["__deepcopy__"] = partial(module_checks.refuse_copy, strategy)
     round_each_use(root)
     for below_root in made[1:]:
-        leave_inputs_alone(below_root, partial(forward.note_gradients, root, below_root))
+        leave_inputs_alone(below_root, partial(forward.note_taken_gradients, root, below_root))
     _set_prefetch(made[1:], options)
     return upcast, [*ignored()]
 

@@ -71,7 +71,7 @@ class TorchDDP(TorchOptimizerEngine):
         refuse_sharded(module, "ShardDDPStrategy")
         refuse_lazy(module, "ShardDDPStrategy")
         self._module, self._run, self.shares_buffers = module, run, self._options.broadcast_buffers
-        optimizer_remap.remember(module)
+        optimizer_remap.remember_parameters(module)
         transforms = find_transforms(module, self.units(module), self._forward_options)
         # After the run the module is on the CPU, as with Lightning's DDP.
         self._closing.callback(module.cpu)
@@ -91,7 +91,7 @@ class TorchDDP(TorchOptimizerEngine):
         # Manual optimization may freeze some while DDP waits for them.
         self._reduced = [name for name, parameter in named if parameter.requires_grad and parameter not in left_out]
         if self._reduced:
-            self._wrapped = wrap(self._module, self._options, left_out)
+            self._wrapped = wrap_in_ddp(self._module, self._options, left_out)
 
     def replicas(self) -> dist.ProcessGroup | None:
         # A user's own hook may allow local steps between averages.
@@ -100,7 +100,7 @@ class TorchDDP(TorchOptimizerEngine):
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         wrapped = self._wrapped
         if wrapped is None:
-            with self._foreign_steps.forward():
+            with self._foreign_steps.watch_forward():
                 return step(*args, **kwargs)
         enabled, automatic = wrapped.require_backward_grad_sync, self._run.automatic
 
@@ -111,7 +111,7 @@ class TorchDDP(TorchOptimizerEngine):
             return output
 
         try:
-            with self._named(), self._foreign_steps.forward():
+            with self._named(), self._foreign_steps.watch_forward():
                 (output,) = wrapped(run, *args, **kwargs)
         finally:
             wrapped.require_backward_grad_sync = enabled or not automatic
@@ -186,7 +186,7 @@ def prepare_replica(root: nn.Module, *, device: torch.device, seed: int) -> None
     broadcast_from_rank_0(t for t in [*root.parameters(), *root.buffers()] if id(t) not in fresh)
 
 
-def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> DistributedDataParallel:
+def wrap_in_ddp(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> DistributedDataParallel:
     """Make torch's DDP of any step of ``root`` after `prepare_replica`, without the parameters ``left_out``. All ranks
     call it.
     """
@@ -204,7 +204,7 @@ def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> Distrib
         # `prepare_replica` made the ranks equal.
         init_sync=False,
     )
-    settle_buckets(wrapped)
+    build_final_buckets(wrapped)
     for parameter in ignored:
         parameter.requires_grad_(True)
     if options.comm_hook is not None:
@@ -219,7 +219,7 @@ def wrap(root: nn.Module, options: DDPOptions, left_out: Set[Tensor]) -> Distrib
 _LOOK_UPS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def settle_buckets(wrapped: DistributedDataParallel) -> None:
+def build_final_buckets(wrapped: DistributedDataParallel) -> None:
     """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it. DDP rebuilds its
     buckets after the first backward pass, so with 3 ranks or more a resumed run would sum its first step in another
     order. No parameter's autograd node runs, and no hook sees the zeros. Not for a static graph, which has to record a

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -17,9 +17,9 @@ from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.external_writes import ForeignStepCheck
 from lightning_shard.engines.memory_breakdown import Resident, module_tensors, unsharded
 from lightning_shard.engines.memory_model import plain_settings
+from lightning_shard.engines.owner_steps import OwnerSteps, needs_of
 from lightning_shard.engines.replicated import common_random_numbers, full_parameters_in_own_groups
 from lightning_shard.engines.transforms import ForwardOptions
-from lightning_shard.engines.whole_steps import WholeSteps, needs_of
 from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
@@ -41,30 +41,19 @@ class TorchOptimizerEngine(Engine):
         self._options, self._forward_options, self._at_boundary = options, forward, at_boundary
         self._wrapped: DistributedDataParallel | None = None
         self._optimizers: Sequence[Optimizer] = ()
-        self._whole: dict[int, WholeSteps] = {}  # By the ``id`` of their optimizer.
+        self._owner_steps: dict[int, OwnerSteps] = {}  # By the ``id`` of their optimizer.
         self._shards: Mapping[Tensor, str] = {}  # FSDP's, with their FQNs.
         self.upcast: Mapping[str, torch.dtype] = {}
         self._closing = ExitStack()
-
-    @property
-    def tensors(self) -> "ModuleTensors":
-        return ModuleTensors(
-            module=self._module,
-            stepping=self._optimizers,
-            device=self._run.device,
-            wrapper=self._wrapped,
-            whole=self._whole,
-            shards=self._shards,
-        )
 
     def resolved_config(self) -> Mapping[str, Any]:
         return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
-        optimizer_remap.follow(optimizers, self._module)
+        optimizer_remap.remap_optimizers(optimizers, self._module)
         self._optimizers = optimizers
         self._foreign_steps = ForeignStepCheck(self._module, optimizers)
-        self._closing.callback(self._foreign_steps.close)
+        self._closing.callback(self._foreign_steps.remove_hooks)
         self._needs = {id(optimizer): needs_of(optimizer, self._run) for optimizer in optimizers}
         # The closure may draw this rank's own random numbers.
         self.steps_itself = any(needs.draws for needs in self._needs.values())
@@ -77,18 +66,18 @@ class TorchOptimizerEngine(Engine):
     def step_optimizer(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         if skip:
             return
-        whole, mesh = self._whole.get(id(optimizer)), self._run.mesh
+        owner_steps, mesh = self._owner_steps.get(id(optimizer)), self._run.mesh
         replicated = self.needs(optimizer).draws and mesh[REPLICATE].size() > 1
-        mixed = self._mixes_shards and whole is None
+        mixed = self._mixes_shards and owner_steps is None
         with (
             common_random_numbers(mesh[SHARD].get_local_rank()) if replicated else nullcontext(),
             full_parameters_in_own_groups(optimizer) if mixed else nullcontext(),
         ):
-            (optimizer.step if whole is None else whole.step)(**kwargs)
+            (optimizer.step if owner_steps is None else owner_steps.step_parameters)(**kwargs)
 
     def before_saving(self) -> None:
-        for whole in self._whole.values():
-            whole.share_state()
+        for owner_steps in self._owner_steps.values():
+            owner_steps.share_state()
 
     def free_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -98,48 +87,32 @@ class TorchOptimizerEngine(Engine):
         # Undo the preparations so far, in reverse order.
         self._closing.close()
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModuleTensors:
-    """See `lightning_shard.engines.engine.EngineTensors`."""
-
-    module: nn.Module
-    stepping: Sequence[Optimizer]
-    device: torch.device
-    wrapper: nn.Module | None = None  # torch's DDP around the module.
-    live: Mapping[str, LiveTensor] = field(default_factory=dict)  # Tensors in place of the module's own, by FQN.
-    whole: Mapping[int, WholeSteps] = field(default_factory=dict)  # By the ``id`` of their optimizer.
-    shards: Mapping[Tensor, str] = field(default_factory=dict)  # FSDP's, with their FQNs.
-
     def masters(self) -> Mapping[str, LiveTensor]:
-        return self.live
+        return {}
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
-        return [self.whole[id(o)].owned() if id(o) in self.whole else o for o in self.stepping]
+        steps = self._owner_steps
+        return [steps[id(o)].as_owned_optimizer() if id(o) in steps else o for o in self._optimizers]
 
     def stepped_parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
-        if id(optimizer) in self.whole:
-            return self.whole[id(optimizer)].stepped()
-        if not self.live:
-            return None
-        names = parameter_names(self.module)
-        return [(names[p], p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        owner_steps = self._owner_steps.get(id(optimizer))
+        return None if owner_steps is None else owner_steps.stepped_parameters()
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
         return parameter.grad
 
-    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        return gradients_of([p for group in optimizer.param_groups for p in group["params"]])
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
+        return gradients_of([p for group in optimizer.param_groups for p in group["params"]]), None
 
     def accumulated(self) -> Mapping[str, LiveTensor]:
-        found = {self.shards[shard]: gradient for shard, gradient in accumulated_gradients(self.module)}
-        for parameter, fqn in parameter_names(self.module).items():
+        found = {self._shards[shard]: gradient for shard, gradient in accumulated_gradients(self._module)}
+        for parameter, fqn in parameter_names(self._module).items():
             if parameter.grad is not None:
                 found.setdefault(fqn, parameter.grad)
         return found
 
     def memory_breakdown(self) -> Iterable[Resident]:
-        return module_tensors(self.module, self.stepping, device=self.device, wrapper=self.wrapper)
+        return module_tensors(self._module, self._optimizers, device=self._run.device, wrapper=self._wrapped)
 
     def unsharded(self) -> Iterable[Resident]:
-        return unsharded(self.module)
+        return unsharded(self._module)

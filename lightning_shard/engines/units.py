@@ -90,7 +90,7 @@ class Unit:
     standalone: bool = False  # An embedding or a head next to blocks, neither recomputed nor compiled.
 
 
-def computes(units: Iterable[Unit], default: torch.dtype) -> dict[nn.Module, torch.dtype]:
+def compute_dtypes(units: Iterable[Unit], default: torch.dtype) -> dict[nn.Module, torch.dtype]:
     """The compute dtype of each module in ``units``, inner before outer, if not ``default``."""
     found: dict[nn.Module, torch.dtype] = {}
     for unit in units:
@@ -313,16 +313,12 @@ def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> dict[str, 
         for homes in _homes(root, units).values():
             if len(homes) > 1:
                 own = homes - {""}
-                inner = {fqn for fqn in own if any(units[fqn] in _inside(units[other]) for other in own)}
+                inner = {fqn for fqn in own if any(o != fqn and units[fqn] in units[o].modules() for o in own)}
                 dropped |= inner or own
         if not dropped:
             return units
         # The dropped modules' parameters move to the units around them, which may share them.
         units = {fqn: module for fqn, module in units.items() if fqn not in dropped}
-
-
-def _inside(module: nn.Module) -> set[nn.Module]:
-    return set(module.modules()) - {module}
 
 
 def _homes(root: nn.Module, units: dict[str, nn.Module]) -> dict[nn.Parameter, set[str]]:

@@ -31,11 +31,11 @@ _MARKED = {"_external_params", "_fsdp_use_orig_params", "_is_fsdp_managed_module
 """Attributes that FSDP2, DeepSpeed and this package set on modules, by prefix and by name."""
 
 
-def guard(root: nn.Module) -> None:
+def guard_module(root: nn.Module) -> None:
     """Refuse calls and ``state_dict`` of modules with sharded parameters under ``root``, and moves of ``root``, until
-    `unguard`.
+    `unguard_module`.
     """
-    unguard(root)
+    unguard_module(root)
     hooks: list[Any] = []
     for module in root.modules():
         if any(map(is_sharded, module.parameters())):
@@ -45,7 +45,7 @@ def guard(root: nn.Module) -> None:
         vars(root).update({_GUARDS: hooks, **dict.fromkeys(_MOVES, partial(_refuse, "moved", root))})
 
 
-def unguard(root: nn.Module) -> None:
+def unguard_module(root: nn.Module) -> None:
     """Allow a run to use the modules under ``root``."""
     for hook in vars(root).pop(_GUARDS, ()):
         hook.remove()
@@ -54,15 +54,15 @@ def unguard(root: nn.Module) -> None:
 
 
 @contextmanager
-def allowed(root: nn.Module) -> Generator[None, None, None]:
+def allow_state_dict(root: nn.Module) -> Generator[None, None, None]:
     """Allow ``state_dict`` of the modules under ``root`` in this context, for a checkpoint after a run."""
     is_guarded = _GUARDS in vars(root)
-    unguard(root)
+    unguard_module(root)
     try:
         yield
     finally:
         if is_guarded:
-            guard(root)
+            guard_module(root)
 
 
 def _refuse_values(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -78,7 +78,7 @@ def _refuse(what: str, module: nn.Module, *arguments: Any, **options: Any) -> No
     )
 
 
-def make_plain(root: nn.Module, *, device: torch.device, keep: bool = True) -> None:
+def unshard_module(root: nn.Module, *, device: torch.device, keep: bool = True) -> None:
     """Give the modules under ``root`` their own classes, and full parameters on ``device`` with the masters' values.
     Without ``keep`` this rank's parameters are on the meta device. All ranks call it, while no engine runs.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_shard.cluster.traces import user_frame
 from lightning_shard.engines.activation_offload import HostInputs
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
-from lightning_shard.engines.units import Unit, computes
+from lightning_shard.engines.units import Unit, compute_dtypes
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.flops import NoAttentionDropout, NumbersReadAsOne
 from lightning_shard.planning.operators import Device, OperatorTimes, Work
@@ -75,7 +75,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
     """
     size = batch_size or batch_size_of(step.batch)
     with ExitStack() as stack:
-        dtypes = computes(step.units, policy.compute)
+        dtypes = compute_dtypes(step.units, policy.compute)
         stack.callback(cast_parameters(root, policy.compute, dtypes))
         if {policy.compute, *dtypes.values()} != {torch.float32}:
             stack.callback(install_casts(root, policy.compute, inside=dtypes, output=policy.output))

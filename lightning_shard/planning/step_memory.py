@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_shard.engines.whole_steps import BUCKET
+from lightning_shard.engines.owner_steps import BUCKET
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.memory_trace import Segment, Trace
 from lightning_shard.planning.model_facts import ModelFacts, ParameterFacts, Training

@@ -3,7 +3,7 @@
 # The imports are the contents.
 # ruff: noqa: F401
 
-from lightning_shard.engines.freezing import Freezing
+from lightning_shard.engines.freezing import FreezingCheck
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.run import fit
 from lightning_shard.run.checkpoints import Checkpoints

@@ -48,7 +48,7 @@ class Averaging:
         self._engine.reshard_and_sync_masters()
         names = fqns(self._module)
         others = {name: buffer for name, buffer in self._module.named_buffers() if names.of(buffer) is None}
-        return names, {**live_tensors(names, self._engine.tensors.masters()), **others}
+        return names, {**live_tensors(names, self._engine.masters()), **others}
 
     def _current(self) -> Iterator[tuple[str, Tensor]]:
         """Name and live box, for this rank's boxes of the averaged tensors. Masters replace their parameters."""

@@ -29,7 +29,7 @@ from lightning_shard.checkpoint.schedules import resolve_schedules
 from lightning_shard.checkpoint.state_dict import OfferedState, follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
-from lightning_shard.engines.unsharding import allowed
+from lightning_shard.engines.unsharding import allow_state_dict
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
@@ -79,11 +79,11 @@ class Checkpoints:
 
     def note_optimizer_values(self) -> None:
         """Keep the first values of optimizers' own attributes."""
-        self._values = own_values(self._engine.tensors.optimizers())
+        self._values = own_values(self._engine.optimizers())
 
     def _changed_values(self) -> list[dict[str, Any]]:
         """Attributes of optimizers (`own_values`) that differ from their first values."""
-        pairs = zip(own_values(self._engine.tensors.optimizers()), self._values, strict=False)
+        pairs = zip(own_values(self._engine.optimizers()), self._values, strict=False)
         return [{n: v for n, v in new.items() if repr(v) != repr(old.get(n))} for new, old in pairs]
 
     def refuse_unsavable(self, trainer: Trainer) -> None:
@@ -104,7 +104,7 @@ class Checkpoints:
             if form == "hf":
                 Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
         if trainer.checkpoint_callbacks:
-            check_savable(self._engine.tensors.optimizers(), fqns(self.module))
+            check_savable(self._engine.optimizers(), fqns(self.module))
             if not is_overridden("on_save_checkpoint", self.module):  # which may convert them
                 owners = dict(zip(KEYS, (self.module, vars(trainer).get("datamodule")), strict=True))
                 state = {key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()}
@@ -123,8 +123,8 @@ class Checkpoints:
         """FQN, including tied names, to this rank's live tensor: full, a DTensor or shards of flat memory. It has the
         entries that ``state_dict()`` of the module has and ``on_save_checkpoint`` keeps.
         """
-        with allowed(self.module):
-            return self._offered.offer(self._engine.tensors.masters())
+        with allow_state_dict(self.module):
+            return self._offered.offer(self._engine.masters())
 
     def save_checkpoint(
         self,
@@ -167,18 +167,17 @@ class Checkpoints:
         measured = None if self._ledger is None else self._ledger.measured()
 
         def collect() -> Contents:
-            tensors = self._engine.tensors
-            optimizers = tensors.optimizers() if with_optimizers else []
+            optimizers = self._engine.optimizers() if with_optimizers else []
             if with_optimizers and not optimizers and checkpoint.get("global_step", 0) > 0:
                 rank_zero_warn(
                     f"{target} gets no optimizer state: under this strategy the fit's is gone once a validation or "
                     "test of its own has begun. Save before it, to go on training from the checkpoint."
                 )
-            with allowed(self.module):
+            with allow_state_dict(self.module):
                 return training_state(
                     module=self.module,
                     optimizers=optimizers,
-                    masters=tensors.masters(),
+                    masters=self._engine.masters(),
                     averages=None if averaging is None else averaging.tensors(),
                     trainer_state=checkpoint,
                     own_state=own and {_VALUES: self._changed_values(), **own},
@@ -218,13 +217,13 @@ class Checkpoints:
 
     def _frozen_digests(self) -> dict[str, str]:
         averages = None if self.averaging is None else self.averaging.tensors()
-        return digests_of_frozen(self.module, self._engine.tensors.masters(), averages)
+        return digests_of_frozen(self.module, self._engine.masters(), averages)
 
     def _digest_frozen(self, *, fits: bool) -> None:
         """Before weights change: digest the frozen parameters, which need not be saved."""
         if fits and not self._save_frozen and self._base is None:
             # Averages may begin later.
-            self._base = digests_of_frozen(self.module, self._engine.tensors.masters(), None)
+            self._base = digests_of_frozen(self.module, self._engine.masters(), None)
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Delete a checkpoint on rank 0, after a background save is complete. All ranks may call it."""
@@ -274,7 +273,7 @@ class Checkpoints:
         ranks = Ranks.of()
         target = ranks.broadcast(str(location(self._root).absolute() / f".converted-{layout.new_token()}.ckpt"))
         rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
-        live = self._engine.tensors.optimizers()
+        live = self._engine.optimizers()
         names = partial(ModuleNames.of, self.module, live)  # A stock file lacks these names.
         opened = partial(open_any, path, names, optimizers="named" if live else "none")
         stored = ranks.agree(f"opening {path}", opened)
@@ -310,7 +309,7 @@ class Checkpoints:
         self._digest_frozen(fits=optimizers)
         # A learning rate finder restores its own checkpoint as it is: no run begins with it.
         begins = begins and not self._loading.path.name.startswith(".lr_find_")
-        tensors, state, configured = self._engine.tensors, self._loading.trainer_state, self._configured and begins
+        state, configured = self._loading.trainer_state, self._configured and begins
         edited = None
         if hooked is not None and state.get(layout.OPTIMIZER_STATES):
             optimizers = optimizers and bool(hooked.get(layout.OPTIMIZER_STATES))
@@ -323,8 +322,8 @@ class Checkpoints:
             report = load.load_training_state(
                 self._loading,
                 module=self.module,
-                optimizers=tensors.optimizers() if optimizers else [],
-                masters=tensors.masters(),
+                optimizers=self._engine.optimizers() if optimizers else [],
+                masters=self._engine.masters(),
                 averages=None if self.averaging is None else self.averaging.tensors(),
                 strict=strict,
                 configured=configured,
@@ -344,7 +343,7 @@ class Checkpoints:
         if optimizers:
             own = state.get(layout.RUN_STATE, {}).get("ranks", [])
             values = own[Ranks.of().rank % len(own)].get(_VALUES, []) if own else []
-            for optimizer, kept in zip(tensors.optimizers(), values, strict=False):
+            for optimizer, kept in zip(self._engine.optimizers(), values, strict=False):
                 vars(torch_optimizer(optimizer)).update(kept)
             self._engine.resumed()
 

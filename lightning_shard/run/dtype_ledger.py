@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.replicated import parted
+from lightning_shard.engines.replicated import differing_replicas
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.float8 import multiplies_in
 from lightning_shard.precision.ledger import STATE, Entry, Kind, Ledger, contract_error, violations
@@ -61,7 +61,7 @@ class DtypeLedger:
         self._undo = [optimizer.register_step_post_hook(self._read_step).remove for optimizer in self._optimizers]
 
     def _read_module(self, stage: str) -> None:
-        steps_masters = any(self._engine.tensors.stepped_parameters(o) is not None for o in self._optimizers)
+        steps_masters = any(self._engine.stepped_parameters(o) is not None for o in self._optimizers)
         for name, kind, tensor in _named_tensors(self._module):
             entry = self._entries.setdefault(name, Entry(kind=kind))
             if stage != "loaded" and kind in ("trainable", "frozen") and steps_masters:
@@ -72,7 +72,7 @@ class DtypeLedger:
             entry.add(stage, tensor.dtype)
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        masters = self._engine.tensors.stepped_parameters(optimizer)
+        masters = self._engine.stepped_parameters(optimizer)
         if masters is not None:
             yield from masters
             return
@@ -119,7 +119,7 @@ class DtypeLedger:
         """Read the dtypes of ``loss`` and of accumulated gradients."""
         if self._undo:
             self._losses.add(loss.dtype)
-            for name, gradient in self._engine.tensors.accumulated().items() if accumulates else ():
+            for name, gradient in self._engine.accumulated().items() if accumulates else ():
                 self._add(name, "accumulated", gradient)
 
     def run_step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
@@ -137,7 +137,8 @@ class DtypeLedger:
             return None
         trained = [(name, p) for name, p in named_parameters(self._module).items() if p.requires_grad]
         # Each group of replicas has its own shards.
-        found = next((each for each in Ranks.of().gather(parted((p for _, p in trained), group)) if each), None)
+        differing = differing_replicas((p for _, p in trained), group)
+        found = next((each for each in Ranks.of().gather(differing) if each), None)
         return None if found is None else trained[found[0]][0]
 
     def warn_of_parted_replicas(self) -> None:

@@ -243,7 +243,7 @@ def hold_saves(
 def attach_averages(trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: RunMemory | None) -> None:
     """Attach the average of an `EMACallback`, if any. ConfigurationError: the masters lie in files."""
     for callback in callbacks.callbacks_of(trainer, EMACallback):
-        if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.memory_breakdown()):
+        if any(held.kind == "masters" and held.memory == "nvme" for held in engine.memory_breakdown()):
             raise ConfigurationError(
                 "EMACallback averages the masters in every step, but with the optimizer offloaded to NVMe they lie in "
                 "files. Use offload_optimizer with device: cpu."

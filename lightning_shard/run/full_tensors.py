@@ -115,13 +115,13 @@ def full_parameters(
     if kind == "gradient":
         engine.reshard_and_sync_masters()
         known = names_of()
-        live = {name: engine.tensors.gradient(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
+        live = {name: engine.gradient(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
         asked = {fqn: name for fqn, name in asked.items() if live[name] is not None}
         _refuse_other_requests(asked, kind, write=write)
     else:
         _refuse_other_requests(asked, kind, write=write)
         checkpoints.synchronize()
-        known, masters = names_of(), engine.tensors.masters()
+        known, masters = names_of(), engine.masters()
         live = {name: masters.get(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
     there = {name: tensor for name, tensor in live.items() if tensor is not None}
     begin = None if not write else engine.begin_writing if kind == "parameter" else lambda: None
@@ -325,13 +325,13 @@ def _live_tensor(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) 
         engine.reshard_and_sync_masters()
     else:
         engine.before_saving()
-    names, tensors = fqns(checkpoints.module), engine.tensors
+    names = fqns(checkpoints.module)
     name = names.canonical(fqn)
     if kind == "parameter":
-        return tensors.masters().get(name, names.tensors[name])
+        return engine.masters().get(name, names.tensors[name])
     if kind == "gradient":
-        return tensors.gradient(name, names.tensors[name])
-    return optimizer_slot(tensors.optimizers(), names, name, kind)
+        return engine.gradient(name, names.tensors[name])
+    return optimizer_slot(engine.optimizers(), names, name, kind)
 
 
 M = TypeVar("M", bound=LightningModule)

@@ -138,7 +138,7 @@ class NonFiniteWatch:
 
     def _first_gradient(self) -> str | None:
         for name, parameter in named_parameters(self._module).items():
-            gradient = self._engine.tensors.gradient(name, parameter)
+            gradient = self._engine.gradient(name, parameter)
             if gradient is None:
                 continue
             if not all_finite(gradient.views if isinstance(gradient, FlatTensor) else [gradient], device=self._device):
@@ -194,7 +194,7 @@ def _open_newest(trainer: Trainer, checkpoints: Checkpoints, why: str) -> tuple[
 
 def warn_of_nonfinite(engine: Engine) -> None:
     """Warn after training if weights of rank 0 are inf or NaN."""
-    parameters = [live.tensor for live in engine.tensors.memory_breakdown() if live.kind == "parameters"]
+    parameters = [live.tensor for live in engine.memory_breakdown() if live.kind == "parameters"]
     tensors = [tensor for tensor in parameters if isinstance(tensor, Tensor)]
     # Quantised weights, integers or float8, have no norm.
     weights = [t for t in tensors if t.is_floating_point() and t.itemsize > 1]

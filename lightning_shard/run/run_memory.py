@@ -34,7 +34,7 @@ class RunMemory:
 
     def resident(self) -> Iterable[Resident]:
         """Live tensors of the run on this rank except activations, by kind and memory. No communication."""
-        found = list(self._engine.tensors.memory_breakdown())
+        found = list(self._engine.memory_breakdown())
         if self.averaging is not None:
             memory = next((r.memory for kind in ("masters", "parameters") for r in found if r.kind == kind), "device")
             found += self.averaging.resident("host" if memory == "nvme" else memory)
@@ -45,7 +45,7 @@ class RunMemory:
         return account(self.resident())
 
     def step_meter(self) -> StepMeter:
-        return StepMeter(self._module, self.resident, self._engine.tensors.unsharded, device=self._device)
+        return StepMeter(self._module, self.resident, self._engine.unsharded, device=self._device)
 
     def note_module(self) -> None:
         self._facts = None if any(map(is_sharded, self._module.parameters())) else facts_of(self._module, self._engine)

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 
-from lightning_shard.engines.unsharding import make_plain
+from lightning_shard.engines.unsharding import unshard_module
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 
@@ -41,5 +41,5 @@ def unshard(module: M, *, rank0_only: bool = False, device: torch.device | str =
                     "unshard is called in a run, which goes on with the shards: call it after fit, or set "
                     "unshard_after_fit on the strategy. full_parameters gives full values inside of a run."
                 )
-    make_plain(module, device=torch.device(device), keep=not rank0_only or Ranks.of().is_first)
+    unshard_module(module, device=torch.device(device), keep=not rank0_only or Ranks.of().is_first)
     return module

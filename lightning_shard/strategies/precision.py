@@ -197,7 +197,7 @@ class ShardPrecision(Precision):
         return super().pre_backward(tensor, module)
 
     def _accumulated_parts(self) -> list[Tensor]:
-        waiting = self._engine.tensors.accumulated().values()
+        waiting = self._engine.accumulated().values()
         return [part for t in waiting for part in (t.views if isinstance(t, FlatTensor) else [local(t)])]
 
     @override

@@ -29,7 +29,7 @@ from lightning_shard.engines import self_check
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.memory_model import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.engines.unsharding import make_plain
+from lightning_shard.engines.unsharding import unshard_module
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger import Ledger
@@ -115,9 +115,9 @@ class ShardStrategy(ParallelStrategy):
         self.engine_for().check(run)
 
     def check_arithmetic(self) -> str:
-        """Compare this engine with a plain loop (`self_check.difference`). All ranks call it, before training."""
+        """Compare the engine with a plain loop (`self_check.numeric_difference`). All ranks call it before training."""
         run = Run(planned=self.planned_run(), device=self.root_device, mesh=self.device_mesh, seed=0, fitting=True)
-        return self_check.difference(self.engine_for(plain=True), run)
+        return self_check.numeric_difference(self.engine_for(plain=True), run)
 
     @property
     def engine(self) -> Engine:
@@ -239,7 +239,7 @@ class ShardStrategy(ParallelStrategy):
         elif not parts.fit.keep_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()
         frozen_too = engine.gathers_in_forward and not engine.follows_freezing
-        self._freezing = parts.Freezing(module, frozen_too=frozen_too, named=not engine.replicates)
+        self._freezing = parts.FreezingCheck(module, frozen_too=frozen_too, named=not engine.replicates)
         self.setup_precision_plugin()
         self.checkpoints.note_optimizer_values()
 
@@ -357,7 +357,7 @@ class ShardStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.saver.poll_background_save()
-        if self._freezing.changed(batch_idx):
+        if self._freezing.trainable_changed(batch_idx):
             self.model = self.engine.follow_freezing()  # first: DeepSpeed keeps 16-bit parameters and separate masters
             self._freezing.refuse_without_masters(self.policy.master)
 
@@ -410,7 +410,7 @@ class ShardStrategy(ParallelStrategy):
             if self._engine is not None:
                 self._engine.release_module(failed=self._failed)
                 if self._settings.unshard_after_fit and self._fits and not self._failed:
-                    make_plain(self._module, device=torch.device("cpu"))
+                    unshard_module(self._module, device=torch.device("cpu"))
                     self._reset_optimizers_and_schedulers()  # of the shards
             self._environment.teardown()  # not super's: it moves the module, which may be sharded, to the host
             self.precision_plugin.teardown()

@@ -33,7 +33,7 @@ def live_tensors(tensors: Mapping[str, Tensor]) -> dict[str, LiveTensor]:
     for name, tensor in tensors.items():
         fqn, owner = _found.get(tensor, ("", None))
         if owner is not None and owner not in by_owner:
-            by_owner[owner] = owner.tensors.masters()
+            by_owner[owner] = owner.masters()
         found[name] = tensor if owner is None else by_owner[owner].get(fqn, tensor)
     return found
 

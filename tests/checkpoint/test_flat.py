@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
-from lightning_shard.engines.torch_optimizer_engine import ModuleTensors
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatOptimizer, FlatSlice, FlatTensor, torch_optimizer
@@ -233,29 +231,20 @@ class FlatHead(TorchDDP):
         weight = self._module.head.weight.detach()
         return weight[: len(weight) // 2] if dist.get_rank() == 0 else weight[len(weight) // 2 :]
 
-    @property
-    def tensors(self) -> ModuleTensors:
-        return FlatHeadTensors(engine=self, module=self._module, stepping=self._optimizers, device=self._run.device)
-
     def refresh_model_weights(self) -> None:
         weight = self._module.head.weight.detach()
         self.my_rows().copy_(self.rows.view_as(self.my_rows()))
         for rank, rows in enumerate((weight[: len(weight) // 2], weight[len(weight) // 2 :])):
             dist.broadcast(rows, rank)
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FlatHeadTensors(ModuleTensors):
-    engine: FlatHead
-
     def masters(self) -> dict[str, FlatTensor]:
-        weight = self.module.head.weight
+        weight = self._module.head.weight
         start = weight.shape[1] * (weight.shape[0] // 2) * dist.get_rank()
-        return {"head.weight": FlatTensor(weight.shape, weight.dtype, [FlatSlice(self.engine.rows, start)])}
+        return {"head.weight": FlatTensor(weight.shape, weight.dtype, [FlatSlice(self.rows, start)])}
 
     def optimizers(self) -> list[FlatOptimizer]:
-        self.engine.flattened += 1
-        optimizer, names = self.stepping[0], fqns(self.module)
+        self.flattened += 1
+        optimizer, names = self._optimizers[0], fqns(self._module)
         group = optimizer.param_groups[0]
         groups = [
             FlatGroup(

@@ -79,7 +79,7 @@ def _asked() -> dict[str, str]:
     """What rank 0 alone is told, while the others wait for nothing."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     sharded = [_cut(mesh)[1] for _ in REFUSED]
-    undo, said = dtensor_refusals.install(), {}
+    undo, said = dtensor_refusals.install_refusals(), {}
     for (name, ask), tensor in zip(REFUSED.items(), sharded, strict=True):
         if dist.get_rank() == 0:
             try:
@@ -102,7 +102,7 @@ def test_one_rank_that_asks_is_refused_at_once(ranks: int) -> None:
 def _different(names: list[str]) -> list[str]:
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     cases = {name: {**TAKEN, **REFUSED}[name] for name in names}
-    undo, found = dtensor_refusals.install(), []
+    undo, found = dtensor_refusals.install_refusals(), []
     for name, act in cases.items():
         full, sharded = _cut(mesh)
         for each in (full, sharded):
@@ -125,7 +125,7 @@ def test_one_process_has_all_of_a_tensor() -> None:
 def test_nothing_is_left_of_the_table() -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     before = dict(handlers)
-    undo, again = dtensor_refusals.install(), dtensor_refusals.install()
+    undo, again = dtensor_refusals.install_refusals(), dtensor_refusals.install_refusals()
     assert handlers != before
     again()
     assert handlers != before

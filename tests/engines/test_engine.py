@@ -214,7 +214,7 @@ def _fit(
         losses.append(loss.detach())
     engine.reshard_and_sync_masters()
     assert engine.memory_model(module, planned) == facts, "what was planned is another engine than the one that ran"
-    masters, own = engine.tensors.masters(), fqns(module).tensors
+    masters, own = engine.masters(), fqns(module).tensors
     found = {fqn: gather_full(masters.get(fqn, tensor), device=CPU) for fqn, tensor in own.items()}
     engine.release_module(failed=False)
     if connection is not None:

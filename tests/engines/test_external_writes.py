@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignStepCheck, assigned_in_place
+from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignStepCheck, assignable_data
 from lightning_shard.errors import ConfigurationError
 from tests.engines.test_engine import Net, _fit
 from tests.harness import run_distributed
@@ -202,7 +202,7 @@ def test_later_writes_cost_nothing_to_find(name: str) -> None:
 
 
 def test_engines_that_shard_end_in_any_order() -> None:
-    first, second = assigned_in_place(), assigned_in_place()
+    first, second = assignable_data(), assignable_data()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

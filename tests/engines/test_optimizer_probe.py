@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines import dtensor_refusals
 from lightning_shard.engines.optimizer_probe import Needs, probe, rests_at_zero
-from lightning_shard.engines.whole_steps import WholeSteps
+from lightning_shard.engines.owner_steps import OwnerSteps
 from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
 from tests.optimizers import Lamb, Noisy, NormalizedTogether
@@ -288,7 +288,7 @@ def test_what_asks_for_a_closure_can_not_be_tried_without() -> None:
 
 
 def _probed_on_shards() -> list[bool]:
-    undo = dtensor_refusals.install()  # as in a fit
+    undo = dtensor_refusals.install_refusals()  # as in a fit
     try:
         return _probed_apart()
     finally:
@@ -347,7 +347,7 @@ def test_an_optimizer_that_steps_in_its_train_mode_alone_is_tried_in_that() -> N
 def test_values_for_evaluation_of_what_owners_step_are_refused() -> None:
     optimizer: Any = TwoKinds(parameters())
     with pytest.raises(ConfigurationError, match="TwoKinds writes values for training and for evaluation"):
-        WholeSteps(optimizer, [], step=optimizer.step, group=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+        OwnerSteps(optimizer, [], step=optimizer.step, group=None, device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_an_optimizer_that_can_not_be_tried_steps_full_parameters_where_each_rank_has_all() -> None:

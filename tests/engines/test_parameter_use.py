@@ -69,15 +69,15 @@ class Steps:
     def __init__(self, rank: Rank, *, always: bool = False) -> None:
         self.rank, self.modules = rank, {name: nn.Linear(1, 1, bias=False) for name in ("stem", "one", "other", "head")}
         self.use = ParameterUse(self.modules.items())
-        self.use.compare(self.modules, always=always)
+        self.use.compare_parameters(self.modules, always=always)
 
     def run(self, *names: str, kind: str = TRAINING) -> int:
         """A step, after which the exchanges so far are returned."""
-        with self.use.step(kind):
+        with self.use.watch_forward(kind):
             for name in names:
                 self.modules[name](torch.ones(1))
-                self.use.used[name] = None
-        self.unused = self.use.finish() if kind == TRAINING else None
+                self.use.used_in_step[name] = None
+        self.unused = self.use.finish_step() if kind == TRAINING else None
         return self.rank.exchanges
 
 
@@ -154,11 +154,11 @@ def test_branches_that_all_take_late_are_followed_on_request(two: Any) -> None:
 def test_parameters_that_only_some_ranks_use(two: Any) -> None:
     def steps(rank: Rank) -> list[Any]:
         use = ParameterUse()
-        use.compare(ALL)
+        use.compare_parameters(ALL)
         found = []
         for _ in range(5):
-            use.used.update(dict.fromkeys(("stem", ("one", "other")[rank.rank])))
-            found.append((sorted(use.finish()), sorted(use.partly), use.settled))
+            use.used_in_step.update(dict.fromkeys(("stem", ("one", "other")[rank.rank])))
+            found.append((sorted(use.finish_step()), sorted(use.partly_unused), use.is_steady))
         return found
 
     assert two(steps) == [[(["head"], ["head", "one", "other"], False)] * 5] * 2
@@ -167,7 +167,7 @@ def test_parameters_that_only_some_ranks_use(two: Any) -> None:
 def test_gradients_in_another_order_or_of_others(two: Any) -> None:
     def orders(rank: Rank) -> Any:
         use = ParameterUse()
-        use.compare(ALL)
+        use.compare_parameters(ALL)
         own = list(ALL) if rank.rank else list(ALL[::-1])
         return use.before_reduction(own, repeats=True), use.before_reduction(own[:1], repeats=True)
 

@@ -42,7 +42,7 @@ def _difference(make: Callable[[], Engine], precision: str) -> str:
     mesh = build_mesh((ranks // shards, shards), device_type="cpu")
     try:
         run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True)
-        return self_check.difference(engine, run)
+        return self_check.numeric_difference(engine, run)
     finally:
         connection.disconnect()
 

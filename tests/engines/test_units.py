@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_shard.engines.units import UnitRule, computes, find_units
+from lightning_shard.engines.units import UnitRule, compute_dtypes, find_units
 from lightning_shard.errors import WrappingError
 from lightning_shard.tensors.names import class_name
 from tests.models import llama
@@ -330,7 +330,7 @@ def test_the_first_rule_that_names_a_module_counts() -> None:
         ("blocks.1", None),
         ("head", "bf16"),
     ]
-    dtypes = computes(units, torch.float16)
+    dtypes = compute_dtypes(units, torch.float16)
     assert dtypes[root.blocks[0]] == torch.float32  # type: ignore[index]
     assert dtypes[root.blocks[0].a] == torch.bfloat16  # type: ignore[index, union-attr]
     assert dtypes[root.blocks[1]] == torch.float16  # type: ignore[index]

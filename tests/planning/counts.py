@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from lightning_shard.engines.zero.stepping import FlatTensors
 from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.planning.model_facts import OptimizerFacts, Training, facts_of
@@ -93,11 +92,11 @@ class Count(pl.Callback):
         self.found: dict[str, int] = dict.fromkeys(KINDS, 0)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
-        tensors = trainer.strategy.engine.tensors
+        tensors = getattr(trainer.strategy.engine, "_stepping", None)
         parameters = [getattr(p, "ds_tensor", p) for p in module.parameters()]
         self.found["parameters"] = _bytes(parameters)
         self.found["buffers"] = _bytes(module.buffers())
-        if not isinstance(tensors, FlatTensors):
+        if tensors is None:
             gradients = [p.grad for p in module.parameters() if p.grad is not None]
         else:
             zero, (optimizer,) = tensors.running.zero, tensors.optimizers()

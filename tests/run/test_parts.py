@@ -31,7 +31,7 @@ from lightning_shard.precision.policy import policy_from
 from lightning_shard.run import (
     Checkpoints,
     DtypeLedger,
-    Freezing,
+    FreezingCheck,
     Predictions,
     Processes,
     RunIdentity,
@@ -69,7 +69,7 @@ def step(engine: Engine, module: nn.Module, batch: torch.Tensor) -> None:
     loss = engine.forward(lambda x: module(x).square().mean(), batch)
     engine.backward(loss, lambda value: value.backward(), overridden=False)
     engine.finish_gradients()
-    for optimizer in engine.tensors.optimizers():
+    for optimizer in engine.optimizers():
         engine.step_optimizer(optimizer, skip=False)  # type: ignore[arg-type]
         optimizer.zero_grad()  # type: ignore[union-attr]
     engine.reshard_and_sync_masters()
@@ -238,14 +238,14 @@ def test_a_ledger_of_a_plain_loop() -> None:
 def test_freezing_is_seen_once_and_needs_masters() -> None:
     module = net()
     module[0].to(torch.bfloat16).requires_grad_(False)
-    freezing = Freezing(module, frozen_too=False, named=False)
-    assert not freezing.changed(1)
+    freezing = FreezingCheck(module, frozen_too=False, named=False)
+    assert not freezing.trainable_changed(1)
     module[2].requires_grad_(False)
-    assert freezing.changed(1)
+    assert freezing.trainable_changed(1)
     freezing.refuse_without_masters(torch.float32)
-    assert not freezing.changed(1)
+    assert not freezing.trainable_changed(1)
     module[0].requires_grad_(True)
-    assert freezing.changed(1)
+    assert freezing.trainable_changed(1)
     with pytest.raises(ConfigurationError, match="2 parameters were thawed"):
         freezing.refuse_without_masters(torch.float32)
 
@@ -253,25 +253,25 @@ def test_freezing_is_seen_once_and_needs_masters() -> None:
 @pytest.mark.parametrize("frozen_too", [True, False])
 def test_parameters_that_come_later_are_refused_at_the_first_look(frozen_too: bool) -> None:
     module = net()
-    freezing = Freezing(module, frozen_too=frozen_too, named=False)
+    freezing = FreezingCheck(module, frozen_too=frozen_too, named=False)
     module[1] = nn.Linear(6, 6).requires_grad_(False)
     module[2].bias = nn.Parameter(torch.zeros(2))
     named = "1.weight, 1.bias, 2.bias came" if frozen_too else "2.bias came"
     with pytest.raises(ConfigurationError, match=f"^{named} after the model was set up to train"):
-        freezing.changed(1)
+        freezing.trainable_changed(1)
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_new_names_are_refused_where_engines_go_by_names(named: bool) -> None:
     module = net()
-    freezing = Freezing(module, frozen_too=False, named=named)
+    freezing = FreezingCheck(module, frozen_too=False, named=named)
     module[0], module[2] = module[2], module[0]
     with (
         pytest.raises(ConfigurationError, match=r"0.weight \(2.weight now\), .* got other names")
         if named
         else nullcontext()
     ):
-        freezing.changed(1)
+        freezing.trainable_changed(1)
 
 
 def _memory() -> tuple[int, int]:

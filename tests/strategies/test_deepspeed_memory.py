@@ -99,10 +99,10 @@ def count_bytes(stage: int, offload: bool) -> dict[str, int]:
 
     class Count(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
-            optimizers = trainer.strategy.engine.tensors.optimizers()
+            optimizers = trainer.strategy.engine.optimizers()
             parameters = [p.ds_tensor if stage == 3 else p for p in module.parameters() if p.requires_grad]
             found["parameters"] = sum(p.numel() * p.element_size() for p in parameters)
-            gradients = trainer.strategy.engine.tensors.gradients(trainer.optimizers[0])
+            gradients = trainer.strategy.engine.gradients(trainer.optimizers[0])[0]
             found["gradients"] = sum(g.numel() * g.element_size() for g in gradients)
             found["masters"] = sum(group.flat.numel() * group.flat.element_size() for group in optimizers[0].groups)
 

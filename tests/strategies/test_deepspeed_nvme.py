@@ -88,7 +88,7 @@ class Watch(pl.Callback):
         if "grad_norm" in trainer.callback_metrics:
             self.norms.append(trainer.callback_metrics["grad_norm"].item())
         if isinstance(trainer.strategy, ShardDeepSpeedStrategy):
-            self.swapped = len(list(swapping.swapped_groups(trainer.strategy.engine.tensors.running.zero)))
+            self.swapped = len(list(swapping.swapped_groups(trainer.strategy.engine._stepping.running.zero)))
             pieces = [p.ds_tensor for p in module.parameters()]
             self.parameters_in_files = sum(piece.final_location == swapping.IN_FILES for piece in pieces)
 

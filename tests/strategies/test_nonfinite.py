@@ -356,7 +356,7 @@ def test_refused(wrong: Any) -> None:
 def test_weights_that_are_quantised_are_not_looked_at_after_training() -> None:
     kinds = (torch.int8, torch.float8_e4m3fn, torch.float32)
     resident = [Resident("parameters", "device", torch.ones(3).to(kind)) for kind in kinds]
-    engine: Any = SimpleNamespace(tensors=SimpleNamespace(memory_breakdown=lambda: resident))
+    engine: Any = SimpleNamespace(memory_breakdown=lambda: resident)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_nonfinite(engine)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.engines.whole_steps import Shard
+from lightning_shard.engines.owner_steps import Shard
 from lightning_shard.engines.zero import swapping
 from lightning_shard.private_names import wrap
 from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatSlice, FlatTensor, LiveTensor

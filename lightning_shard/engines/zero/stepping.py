@@ -2,7 +2,7 @@
 
 DeepSpeed steps one optimizer on flat partitions. One that needs full parameters steps ahead of DeepSpeed. For several
 optimizers DeepSpeed has a carrier over all parameters that steps nothing. At an accumulation boundary the reduced
-gradients are taken out of DeepSpeed. The user's optimizers step full parameters at their owners (`WholeSteps`), and
+gradients are taken out of DeepSpeed. The user's optimizers step full parameters at their owners (`OwnerSteps`), and
 DeepSpeed casts and gathers the new values.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_shard.engines.memory_breakdown import Resident, buffers, memory_of, optimizer_tensors, tensors_in
-from lightning_shard.engines.whole_steps import WholeSteps
+from lightning_shard.engines.owner_steps import OwnerSteps
 from lightning_shard.engines.zero import flat_layout, swapping
 from lightning_shard.engines.zero.running_engine import RunningEngine
 from lightning_shard.engines.zero.unused_parameters import UnusedParameters
@@ -47,8 +47,8 @@ class ParameterCarrier(SGD):
 
 
 class FlatTensors:
-    """The live tensors of a fit in stages 1 to 3, as `EngineTensors`. Subclasses step the optimizers. All ranks call
-    its methods, in one order.
+    """The live tensors of a fit in stages 1 to 3, see `Engine`. Subclasses step the optimizers. All ranks call its
+    methods, in one order.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FlatTensors:
     ) -> None:
         self.running, self.values, self.unused = running, values, unused
         self._module, self._device = module, device
-        self._whole: dict[Optimizer, WholeSteps] = {}  # Of each optimizer that steps full parameters.
+        self._owner_steps: dict[Optimizer, OwnerSteps] = {}  # Of each optimizer that steps full parameters.
         self._stepped: set[Optimizer] = set()  # Optimizers that have stepped since their last ``zero_grad``.
         # Listed before any forward. A parameter that is read off a module in the middle of its forward is gathered by
         # stage 3, which then takes it for a parameter of that module.
@@ -89,29 +89,26 @@ class FlatTensors:
                 "shard_ddp or shard_fsdp."
             )
 
-    def masters(self) -> Mapping[str, LiveTensor]:
-        return self.values.live_tensors(self.running)
-
     def optimizers(self) -> Sequence[AnyOptimizer]:
         assert self.running.optimizer is not None
         flat = FlatOptimizer(optimizer=self.running.optimizer, groups=self.running.groups)
-        return [whole.owned() for whole in self._whole.values()] or [flat]
+        return [owner_steps.as_owned_optimizer() for owner_steps in self._owner_steps.values()] or [flat]
 
     def stepped_parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
-        if optimizer in self._whole:
-            return self._whole[optimizer].stepped()
+        if optimizer in self._owner_steps:
+            return self._owner_steps[optimizer].stepped_parameters()
         return [(m.fqn, group.flat) for group in self.running.groups for m in group.members if m.stepped]
 
     def share_state(self) -> None:
-        for whole in self._whole.values():
-            whole.share_state()
+        for owner_steps in self._owner_steps.values():
+            owner_steps.share_state()
 
     def accumulated(self) -> Mapping[str, LiveTensor]:
         names: dict[Tensor, str] = {p: n for p, n in parameter_names(self._module).items() if p.requires_grad}
         return dict(flat_layout.accumulated_gradients(self.running.zero, self.running.groups, names))
 
     def memory_breakdown(self) -> Iterator[Resident]:
-        """See `EngineTensors`. Tensors in files are those mapped between steps."""
+        """See `Engine`. Tensors in files are those mapped between steps."""
         zero, parameters, device = self.running.zero, self._parameters, self._device
         stage_3 = self.running.stage == 3
         for parameter in parameters:
@@ -157,8 +154,8 @@ class OneOptimizerSteps(FlatTensors):
         self._optimizer = running.optimizer
         if whole_step is not None:
             shards = [unused.with_gradient(s) for s in flat_layout.stepped_shards(running.zero, running.groups)]
-            whole = WholeSteps(self._optimizer, shards, step=whole_step, group=group, device=device)
-            self._whole[self._optimizer] = whole
+            owner_steps = OwnerSteps(self._optimizer, shards, step=whole_step, group=group, device=device)
+            self._owner_steps[self._optimizer] = owner_steps
         self._replace_zero_grad(self._optimizer, self._refuse_drop)
 
     def _refuse_drop(self) -> None:
@@ -191,8 +188,8 @@ class OneOptimizerSteps(FlatTensors):
         self._check_dropped(self._optimizer)
         self._stepped.add(self._optimizer)
         if self.running.pending and not skip:
-            for whole in self._whole.values():
-                whole.step(**kwargs)
+            for owner_steps in self._owner_steps.values():
+                owner_steps.step_parameters(**kwargs)
         self.running.step_masters(skip=skip)
 
 
@@ -228,7 +225,7 @@ class SeveralOptimizerSteps(FlatTensors):
                 if (fqn := names[parameter]) in shards
             ]
             self._own[optimizer] = [shard.fqn for shard in own]
-            self._whole[optimizer] = WholeSteps(optimizer, own, step=optimizer.step, group=group, device=device)
+            self._owner_steps[optimizer] = OwnerSteps(optimizer, own, step=optimizer.step, group=group, device=device)
             self._replace_zero_grad(optimizer, partial(self._drop, self._own[optimizer]))
 
     def check_backward(self) -> None:
@@ -271,7 +268,7 @@ class SeveralOptimizerSteps(FlatTensors):
         if skip:
             return
         self.collect_gradients()
-        self._whole[optimizer].step(**kwargs)
+        self._owner_steps[optimizer].step_parameters(**kwargs)
         self.running.refresh_parameters()
 
 

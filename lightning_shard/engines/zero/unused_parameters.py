@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_shard.engines.owner_steps import Shard
 from lightning_shard.engines.parameter_use import ParameterUse
-from lightning_shard.engines.whole_steps import Shard
 from lightning_shard.engines.zero import flat_layout
 from lightning_shard.engines.zero.running_engine import RunningEngine, replaced_step
 from lightning_shard.errors import ConfigurationError
@@ -48,7 +48,7 @@ class UnusedParameters:
 
     def _compare(self, *, ordered: bool) -> None:
         use = self._use
-        own = list(use.came) if ordered else sorted(use.used.keys() - self._apart)
+        own = list(use.used_in_pass) if ordered else sorted(use.used_in_step.keys() - self._apart)
         partly, orders = use.before_reduction(own, repeats=self.automatic)
         if partly:
             raise _differ(partly)
@@ -65,7 +65,7 @@ class UnusedParameters:
         """ConfigurationError: with the optimizer on the host, micro-batches of a step use different parameters."""
         if not self.automatic:
             return
-        came = frozenset(self._use.came)
+        came = frozenset(self._use.used_in_pass)
         self._first = came if self._first is None else self._first
         if self._sums_on_host and (other := self._first ^ came):
             raise ConfigurationError(
@@ -77,13 +77,13 @@ class UnusedParameters:
     def end_step(self) -> None:
         """End a step with reduced gradients. ConfigurationError: ranks or steps use different parameters."""
         self._first = None
-        before, unused = self._unused, self._use.finish()
+        before, unused = self._unused, self._use.finish_step()
         if len(unused) == len(self._use.names):  # No backward pass has run, and nothing is stepped.
             return
         varies = self._steps > 0 and before != unused and not self._rests
         self._unused, self._steps = unused, self._steps + 1
-        if varies or not self._use.partly - unused <= self._apart:
-            raise _differ(self._use.partly | (before ^ unused if varies else frozenset()))
+        if varies or not self._use.partly_unused - unused <= self._apart:
+            raise _differ(self._use.partly_unused | (before ^ unused if varies else frozenset()))
         if unused and not self._rests and not self._keeps:
             self._keep()
 
@@ -91,7 +91,7 @@ class UnusedParameters:
         """FQNs that backward passes have used since the last call. All ranks compare them, and get the same."""
         if not self._compares:
             self._compare(ordered=False)
-        used = {*self._use.used, *self._apart}
+        used = {*self._use.used_in_step, *self._apart}
         self._use.begin_step()
         return used
 

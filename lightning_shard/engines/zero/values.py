@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines.external_writes import ExternalWriteCheck, Seen
+from lightning_shard.engines.external_writes import ExternalWriteCheck, SeenParameter
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import flat_layout, swapping
@@ -95,14 +95,15 @@ class ParameterValues:
         shapes = {fqn: flat_layout.full_shape(p) for fqn, p in self.parameters.items() if fqn in self.kept}
         return {fqn: FlatTensor(shapes[fqn], part.data.dtype, [part]) for fqn, part in self.kept.items()}
 
-    def copies_in_module(self, running: RunningEngine, unit: nn.Module | None) -> Iterator[Seen]:
+    def copies_in_module(self, running: RunningEngine, unit: nn.Module | None) -> Iterator[SeenParameter]:
         """The module's tensors in which a user's writes would be lost: under stage 3 all, or those in the shard unit
         ``unit``. In other stages stepped parameters, and frozen ones that were cast.
         """
         leaves: Mapping[str, Tensor] = running.scalars.leaves if running.scalars else {}
         for fqn, leaf in leaves.items():
             parts = running.scalars.parts(fqn) if running.scalars else []
-            yield Seen(fqn, leaf, leaf.detach().view(-1)[: len(parts)], parts[0] if parts else leaf.new_empty(0))
+            kept = parts[0] if parts else leaf.new_empty(0)
+            yield SeenParameter(fqn, leaf, leaf.detach().view(-1)[: len(parts)], kept)
         if running.stage == 3:
             # qwZ and DeepSpeed's own autocast round on the way to the ranks, to other values than the shards.
             rounds = running.engine.zero_quantized_weights() or running.engine.torch_autocast_enabled()
@@ -112,16 +113,16 @@ class ParameterValues:
                 if flat_layout.is_gathered(parameter) and not rounds:
                     start, length = flat_layout.own_range(parameter)
                     own = parameter.detach().reshape(-1)[start : start + length]
-                    yield Seen(fqn, parameter, own, swapping.live_shard(parameter)[:length])
+                    yield SeenParameter(fqn, parameter, own, swapping.live_shard(parameter)[:length])
                 else:
-                    yield Seen(fqn, parameter, released=flat_layout.is_released(parameter))
+                    yield SeenParameter(fqn, parameter, released=flat_layout.is_released(parameter))
             return
         lasting = [(m.fqn, m.start, part) for m, part in flat_layout.master_slices(running.groups) if m.stepped]
         for fqn, start, part in (*lasting, *((fqn, part.start, part.data) for fqn, part in self.kept.items())):
             if fqn in leaves:
                 continue
             parameter = self.parameters[fqn]
-            yield Seen(fqn, parameter, parameter.detach().reshape(-1)[start : start + part.numel()], part)
+            yield SeenParameter(fqn, parameter, parameter.detach().reshape(-1)[start : start + part.numel()], part)
 
     def start_write_check(self, running: RunningEngine, strategy: str) -> ExternalWriteCheck:
         """Start the check of a fit under ``strategy``. All ranks call it."""
@@ -129,8 +130,8 @@ class ParameterValues:
         names = {parameter: fqn for fqn, parameter in self.parameters.items()}
         self._inside = {m: [(names[p], p) for p in flat_layout.parameters_of_unit(m)] for _, m in gathered}
         check = ExternalWriteCheck(strategy, partial(self.copies_in_module, running), self._inside)
-        check.closing.callback(flat_layout.watch_releases(names, check.note_release))
-        check.note_versions()
+        check.undo_stack.callback(flat_layout.watch_releases(names, check.accept_own_release))
+        check.accept_own_writes()
         return check
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """DeepSpeed as an engine: ZeRO stages 1 to 3, with offload to the host or to files."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from lightning_shard import devices
 from lightning_shard.engines import module_checks, optimizer_remap, unsharding
-from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
+from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignStepCheck
+from lightning_shard.engines.memory_breakdown import Resident, module_tensors, unsharded
 from lightning_shard.engines.memory_model import EngineFacts, deepspeed_facts, plain_settings
 from lightning_shard.engines.optimizer_probe import rests_at_zero
+from lightning_shard.engines.owner_steps import needs_of
 from lightning_shard.engines.parameter_use import TRAINING, ParameterUse
 from lightning_shard.engines.torch_ddp import prepare_replica
-from lightning_shard.engines.torch_optimizer_engine import ModuleTensors
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.whole_steps import needs_of
 from lightning_shard.engines.zero import flat_layout, offload
 from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.fields import planned_facts, run_facts
@@ -39,6 +39,7 @@ from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import named_parameters, parameter_names
 from lightning_shard.tensors.tracing import version
 
@@ -109,8 +110,8 @@ class ZeroEngine(Engine):
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
-        unsharding.unguard(module)
-        optimizer_remap.remember(module)
+        unsharding.unguard_module(module)
+        optimizer_remap.remember_parameters(module)
         module_checks.refuse_sharded(module, self._called, by_zero=self._stage < 3)
         if run.fitting:
             module_checks.refuse_double(module, self._called, run.policy.compute)
@@ -120,7 +121,7 @@ class ZeroEngine(Engine):
         else:
             module_checks.refuse_compiled(module, self._called)
             module_checks.refuse_lists(module, self._called)
-            self._closing.callback(unsharding.guard, module)
+            self._closing.callback(unsharding.guard_module, module)
         self._closing.callback(self._to_host)
         if run.fitting:
             offload.warn_of_stale_lock()
@@ -150,11 +151,11 @@ class ZeroEngine(Engine):
         self._start_engine(None)
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
-        optimizer_remap.follow(optimizers, self._module)
+        optimizer_remap.remap_optimizers(optimizers, self._module)
         check_optimizers(self._settings, optimizers)
         self._optimizers = optimizers
         self._foreign_steps = ForeignStepCheck(self._module, optimizers)
-        self._closing.callback(self._foreign_steps.close)
+        self._closing.callback(self._foreign_steps.remove_hooks)
         several = len(optimizers) > 1
         # Several step full parameters in any case. `needs_of` refuses an optimizer that couples them.
         self._needs = {id(each): needs_of(each, self._run) for each in optimizers}
@@ -189,7 +190,7 @@ class ZeroEngine(Engine):
             self._stepping = OneOptimizerSteps(*parts, whole_step=whole_step, group=group, device=device)
         self._closing.callback(self._stepping.closing.close)
         self._writes = self._values.start_write_check(running, self._called)
-        self._closing.callback(self._writes.close)
+        self._closing.callback(self._writes.end_check)
         self._note_written()
         self._closing.callback(module_checks.refuse_new_groups(self._optimizers, self._called))
         self._closing.callback(masters.register_masters(self._module, self))
@@ -207,10 +208,10 @@ class ZeroEngine(Engine):
         """Compare the parameters that steps use. ``rests``: see `UnusedParameters`."""
         apart, automatic = flat_layout.names_in_leaf_modules(self._module), self._run.automatic
         leaves: Mapping[str, Tensor] = running.scalars.leaves if running.scalars else {}
-        self._use.compare(self._trainable, always=several, apart=apart)
+        self._use.compare_parameters(self._trainable, always=several, always_reduced=apart)
         for fqn, parameter in self._trainable.items():
             ordered = self._stage > 1 and automatic
-            self._closing.callback(self._use.watch(fqn, leaves.get(fqn, parameter), ordered=ordered))
+            self._closing.callback(self._use.watch_parameter(fqn, leaves.get(fqn, parameter), ordered=ordered))
         unused = UnusedParameters(self._use, running, rests=rests, apart=apart, automatic=automatic)
         self._closing.callback(unused.closing.close)
         return unused
@@ -244,7 +245,7 @@ class ZeroEngine(Engine):
         )
         # An earlier run's masters win.
         self._values.loaded = {**loaded, **self._values.loaded}
-        optimizer_remap.follow(optimizers, self._module)
+        optimizer_remap.remap_optimizers(optimizers, self._module)
 
     def _start_engine(self, optimizer: Optimizer | None) -> RunningEngine:
         self._running = running = start_engine(
@@ -258,23 +259,16 @@ class ZeroEngine(Engine):
         self._closing.callback(self._stop_engine)
         units = flat_layout.gathered_modules(self._module) if self.gathers_in_forward else []
         self._use = ParameterUse(units, self._module.named_modules() if units else ())
-        self._closing.callback(self._use.close)
+        self._closing.callback(self._use.remove_hooks)
         self._values.write_masters(running, ranks=Ranks.of())
         lasting, run = self._values.live_tensors(running), self._run
         scalars = ScalarLeaves(self._module, lasting, running.groups, policy=run.policy, device=run.device)
         running.scalars = scalars if scalars.leaves else None
         return running
 
-    @property
-    def tensors(self) -> EngineTensors:
-        if self._running is not None and self._running.groups:
-            return self._stepping
-        live = self._values.live_tensors(self._running)
-        return ModuleTensors(module=self._module, stepping=self._optimizers, device=self._run.device, live=live)
-
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_writes(together=True)
-        with self._foreign_steps.forward():
+        with self._foreign_steps.watch_forward():
             output = self._run_forward(TRAINING, step, *args, **kwargs)
         if self._writes is not None and self.gathers_in_forward:
             self._writes.refuse_writes(together=True)
@@ -298,7 +292,7 @@ class ZeroEngine(Engine):
     def _note_written(self) -> None:
         if self._writes is not None:
             self._master_versions = self._versions_of_masters()
-            self._writes.note_versions()
+            self._writes.accept_own_writes()
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_writes(together=False)
@@ -313,7 +307,7 @@ class ZeroEngine(Engine):
         return output
 
     def _run_forward(self, kind: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with module_checks.explained(self._called), self._use.step(kind):
+        with module_checks.explain_ungathered(self._called), self._use.watch_forward(kind):
             return self._started.run_forward(step, *args, **kwargs)
 
     @property
@@ -323,8 +317,8 @@ class ZeroEngine(Engine):
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         self._stepping.check_backward()
-        self._use.came.clear()
-        with module_checks.explained(self._called):
+        self._use.used_in_pass.clear()
+        with module_checks.explain_ungathered(self._called):
             self._started.run_backward(loss, call if overridden else None, **kwargs)
         self._stepping.unused.after_backward()
 
@@ -336,9 +330,6 @@ class ZeroEngine(Engine):
 
     def reduction_dtypes(self) -> set[torch.dtype]:
         return flat_layout.reduction_dtypes(self._started.engine)
-
-    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
-        return self._stepping.gradients(optimizer), self._run.mesh
 
     def step_optimizer(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self._check_writes(together=True)
@@ -392,3 +383,34 @@ class ZeroEngine(Engine):
     def _to_host(self) -> None:
         if self._stage < 3 and not self._failed:
             self._module.cpu()
+
+    @property
+    def _flat(self) -> OneOptimizerSteps | SeveralOptimizerSteps | None:
+        """The flat tensors of a fit, or None in an evaluation."""
+        return self._stepping if self._running is not None and self._running.groups else None
+
+    def masters(self) -> Mapping[str, LiveTensor]:
+        return self._values.live_tensors(self._running)
+
+    def optimizers(self) -> Sequence[AnyOptimizer]:
+        return self._optimizers if self._flat is None else self._flat.optimizers()
+
+    def stepped_parameters(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
+        return self._stepping.stepped_parameters(optimizer)
+
+    def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
+        return parameter.grad if self._flat is None else self._flat.gradient(fqn, parameter)
+
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
+        return self._stepping.gradients(optimizer), self._run.mesh
+
+    def accumulated(self) -> Mapping[str, LiveTensor]:
+        return {} if self._flat is None else self._flat.accumulated()
+
+    def memory_breakdown(self) -> Iterable[Resident]:
+        if self._flat is not None:
+            return self._flat.memory_breakdown()
+        return module_tensors(self._module, self._optimizers, device=self._run.device)
+
+    def unsharded(self) -> Iterable[Resident]:
+        return unsharded(self._module) if self._flat is None else self._flat.unsharded()

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_shard.engines import whole_steps
+from lightning_shard.engines import owner_steps
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, differences
@@ -23,7 +23,7 @@ class Factored(TinyLM):
 
 def _fit(engine: str, bucket: int) -> tuple[Final, int]:
     """What a fit ends with, and the number of buckets on one way."""
-    overlapped, numbers = whole_steps._overlapped, list[int]()
+    overlapped, numbers = owner_steps._overlapped, list[int]()
 
     def counted(jobs: Any) -> Iterator[Any]:
         numbers.append(0)
@@ -32,13 +32,13 @@ def _fit(engine: str, bucket: int) -> tuple[Final, int]:
             yield each
 
     pl.seed_everything(1, verbose=False)
-    with patch.object(whole_steps, "BUCKET", bucket), patch.object(whole_steps, "_overlapped", counted):
+    with patch.object(owner_steps, "BUCKET", bucket), patch.object(owner_steps, "_overlapped", counted):
         quiet_trainer(strategy=ENGINES[engine](), max_steps=3, callbacks=[final := Final()]).fit(Factored(), loader())
     return final, max(numbers)
 
 
 def _both(engine: str) -> tuple[dict[str, Any], list[int]]:
-    (one, single), (many, several) = (_fit(engine, bucket) for bucket in (whole_steps.BUCKET, 50))
+    (one, single), (many, several) = (_fit(engine, bucket) for bucket in (owner_steps.BUCKET, 50))
     return {
         **differences(one.parameters, many.parameters),
         **differences(one.optimizer, many.optimizer),

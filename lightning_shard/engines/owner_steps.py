@@ -60,7 +60,7 @@ _parameters: WeakKeyDictionary[Optimizer, dict[str, nn.Parameter]] = WeakKeyDict
 """By optimizer, the parameters that its state is keyed by, for a later run with the same optimizer."""
 
 
-class WholeSteps:
+class OwnerSteps:
     """Steps one optimizer on full parameters. All ranks of ``group`` construct it and call its methods in order."""
 
     def __init__(
@@ -96,12 +96,12 @@ class WholeSteps:
         # the full parameter that the optimizer's state is keyed by, empty between steps.
         self._lengths: dict[int, list[int]] = {}
         self._owned: dict[int, nn.Parameter] = {}
-        self._choose()
-        self._take_over_state()
+        self._choose_owners()
+        self._move_state_to_owners()
         self._slots: Mapping[str, Mapping[str, Slot]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = {}
 
-    def _choose(self) -> None:
+    def _choose_owners(self) -> None:
         by_owner = self._by_owner(range(len(self._shards)))
         lengths = [self._shards[index].value().numel() for rank in by_owner for index in rank]
         mine = by_owner[self._rank]
@@ -115,7 +115,7 @@ class WholeSteps:
                 known[fqn] = nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device))
             self._lengths[index], self._owned[index] = of_ranks, known[fqn]
 
-    def _take_over_state(self) -> None:
+    def _move_state_to_owners(self) -> None:
         """Move state that the optimizer's constructor has made to the owned parameters, if there is one rank.
         ConfigurationError: it has made state of shards.
         """
@@ -138,7 +138,7 @@ class WholeSteps:
         return found
 
     @torch.no_grad()
-    def step(self, **kwargs: Any) -> None:
+    def step_parameters(self, **kwargs: Any) -> None:
         """Step all parameters. ``kwargs`` are arguments of the optimizer's own step."""
         values = [shard.value() for shard in self._shards]
         gradients = {i: g for i, shard in enumerate(self._shards) if (g := shard.gradient()) is not None}
@@ -147,7 +147,7 @@ class WholeSteps:
             self._owned[index].data = value
         for index, gradient in self._received(buckets, gradients):
             self._owned[index].grad = gradient
-        with self._in_place(), torch.enable_grad():
+        with self._owned_in_groups(), torch.enable_grad():
             self._step(**kwargs)
         for bucket, shards in _overlapped((b, self._from_owners(b, values)) for b in buckets):
             indices = [index for owned_there in self._by_owner(bucket) for index in owned_there]
@@ -212,7 +212,7 @@ class WholeSteps:
         return wait
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _owned_in_groups(self) -> Iterator[None]:
         """Replace the shards in the optimizer's groups by the owned parameters in this context."""
         before = [(group, group["params"]) for group in self.optimizer.param_groups]
         sharded = {id(shard.tensor) for shard in self._shards}
@@ -225,7 +225,7 @@ class WholeSteps:
             for group, given in before:
                 group["params"] = given
 
-    def stepped(self) -> Iterator[tuple[str, Tensor]]:
+    def stepped_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """FQN, and the full parameter at its owner or the shard on other ranks."""
         for index, shard in enumerate(self._shards):
             yield shard.fqn, self._owned[index] if index in self._owned else shard.value()
@@ -246,7 +246,7 @@ class WholeSteps:
         self._slots = {fqn: slots for found, _ in gathered for fqn, slots in found.items()}
         self._values = {fqn: values for _, found in gathered for fqn, values in found.items()}
 
-    def owned(self) -> OwnedOptimizer:
+    def as_owned_optimizer(self) -> OwnedOptimizer:
         """The optimizer as checkpoints see it, with the state found by the last `share_state`."""
         parameters = [
             OwnedParameter(fqn=shard.fqn, shape=tuple(shard.shape), group=shard.group, tensor=self._owned.get(index))
