@@ -74,7 +74,7 @@ PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _presets()}
 
 
 _STRATEGIES = "lightning.pytorch.strategies"
-_OTHERS = {
+_OTHER_REGISTRIES = {
     "pytorch_lightning.strategies": (
         "StrategyRegistry",
         "pytorch_lightning's; import lightning_shard.pytorch_lightning ahead of it, or lightning.pytorch in its place",
@@ -89,7 +89,7 @@ def register() -> None:
     registry = importlib.import_module(_STRATEGIES).StrategyRegistry
     for preset in PRESETS.values():
         registry.register(preset.name, partial(build, preset.name), description=preset.description, override=True)
-    for other, (name, where) in _OTHERS.items():
+    for other, (name, where) in _OTHER_REGISTRIES.items():
         for preset in PRESETS.values() if other in sys.modules else ():
             refuse = partial(_refuse, preset.name, where)
             getattr(sys.modules[other], name).register(preset.name, refuse, description="", override=True)

@@ -225,10 +225,6 @@ class Checkpoints:
             # Averages may begin later.
             self._base = digests_of_frozen(self.module, self._engine.masters(), None)
 
-    def remove_checkpoint(self, path: StrPath) -> None:
-        """Delete a checkpoint on rank 0, after a background save is complete. All ranks may call it."""
-        self.saver.remove_checkpoint(path)
-
     # In the background
 
     def start_of_training(self) -> None:
@@ -284,7 +280,7 @@ class Checkpoints:
     def remove_converted(self) -> None:
         converted, self._converted = self._converted, None
         if converted is not None:
-            self.remove_checkpoint(converted)
+            self.saver.remove_checkpoint(converted)
 
     def load_tensors(
         self,

@@ -102,7 +102,7 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
             hook(trainer, module)
 
 
-def lay_out_tensors(module: LightningModule) -> None:
+def make_contiguous(module: LightningModule) -> None:
     """Make every parameter contiguous, as shards are: strides change rounding. 16-bit statistics become fp32."""
     widen_statistics(module)
     for parameter in (p for p in module.parameters() if p.layout == torch.strided and not is_lazy(p)):

@@ -103,7 +103,7 @@ _BATCH_SIZE_FINDER = (
 )
 
 
-def refuse_early(strategy: str) -> NoReturn:
+def refuse_engine_before_run(strategy: str) -> NoReturn:
     """Refuse to give an engine before a run (ConfigurationError)."""
     raise ConfigurationError(
         f"{strategy} has no engine yet: the Trainer makes it in fit, validate, test or predict. Ask for tensors, "
@@ -255,7 +255,7 @@ def warn_of_precision(
     rank_zero_warn(text)
 
 
-_MORE = {
+_EXPLANATIONS = {
     **dict.fromkeys(
         (
             MIXED,
@@ -310,7 +310,7 @@ def explain_error(
     if isinstance(error, DifferentUse) and saved:
         append_to_message(error, f"The newest checkpoint of this fit is {saved[0]}.")
     explain_out_of_memory(error, memory)
-    told = [more for said, more in _MORE.items() if said in str(error)]
+    told = [more for said, more in _EXPLANATIONS.items() if said in str(error)]
     if told and isinstance(error, RuntimeError | AssertionError):
         append_to_message(error, told[0])
     if isinstance(error, RuntimeError | ValueError) and _SIXTEEN_BITS.search(str(error)):

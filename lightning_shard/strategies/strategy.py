@@ -122,7 +122,7 @@ class ShardStrategy(ParallelStrategy):
     @property
     def engine(self) -> Engine:
         """Engine of the run, after set-up."""
-        return self._engine or refusals.refuse_early(type(self).__name__)
+        return self._engine or refusals.refuse_engine_before_run(type(self).__name__)
 
     @property
     def ledger(self) -> Ledger | None:
@@ -225,7 +225,7 @@ class ShardStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         if self._fits and self.preemption.keep_batch and module.automatic_optimization:
             parts.fit.keep_batch(trainer, self._identity)  # before the engine, which is built for it
-        parts.fit.lay_out_tensors(module)  # before the ledger, which reads their dtypes
+        parts.fit.make_contiguous(module)  # before the ledger, which reads their dtypes
         run = self._begin_run(trainer, engine)
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
@@ -461,4 +461,4 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self.checkpoints.remove_checkpoint(filepath)
+        self.checkpoints.saver.remove_checkpoint(filepath)  # once a background save is complete
