@@ -225,12 +225,12 @@ def test_only_steps_of_the_modules_parameters_by_other_optimizers_are_refused() 
     own, wrapped, other = (torch.optim.SGD(part.parameters(), lr=0.1) for part in module)
     wrapper = Wrapper(wrapped)
     check = ForeignStepCheck(module, [own, wrapper])
-    with check.forward():
+    with check.watch_forward():
         for optimizer in (own, wrapper, wrapped, torch.optim.SGD([latent], lr=0.1)):
             optimizer.step()
         with pytest.raises(ConfigurationError, match=r"^SGD, which .* steps 2\.weight, 2\.bias inside"):
             other.step()
     other.step()  # between steps
-    check.close()
-    with check.forward():
+    check.remove_hooks()
+    with check.watch_forward():
         other.step()
