@@ -110,7 +110,7 @@ class Averaging:
         self.swap_into_module(swapped)
 
     def resident(self, memory: str) -> Iterator[Resident]:
-        """The average, in host memory or in ``memory``, as the averaged tensors."""
+        """Live boxes of the average. ``memory``: of the averaged tensors, used unless the average is on the host."""
         for _, tensor in self._average:
             yield Resident("averages", "host" if self.place == "host" else memory, tensor)
 

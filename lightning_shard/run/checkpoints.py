@@ -87,7 +87,7 @@ class Checkpoints:
         return [{n: v for n, v in new.items() if repr(v) != repr(old.get(n))} for new, old in pairs]
 
     def refuse_unsavable(self, trainer: Trainer) -> None:
-        """Refuse, if checkpoints are to be saved, a fit that none can be saved of. All ranks call it.
+        """Refuse a fit with checkpoint callbacks if no checkpoint of it can be saved. All ranks call it.
 
         ConfigurationError: optimizer state. CheckpointError: an object store for a file or a Hugging Face folder,
         Hugging Face's layout, states of callbacks that would not load. A warning names hyperparameters that no

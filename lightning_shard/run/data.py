@@ -48,8 +48,8 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def check_loader(loader: Any, stage: Stage) -> Any:
-    """Check that ``loader`` has the same number of batches on all ranks (else DataError). One without a length is
-    wrapped to end on all ranks together.
+    """Check that ``loader`` has the same number of batches on all ranks (else DataError). Without a length it is
+    wrapped, so that it ends on all ranks together.
     """
     length, name = sized_len(loader), f"{stage} dataloader"
     if stage == "predict" and length is not None:

@@ -210,8 +210,8 @@ class Preemption:
         return bool(self._agreed)
 
     def stop_after_batch(self, trainer: Trainer) -> None:
-        """Stop between a training batch and a validation, if all ranks know of a reason. All ranks call it. Preempted:
-        the run was saved and ends.
+        """Save and end the run between a training batch and a validation, if all ranks know of a reason (Preempted).
+        All ranks call it.
         """
         validates = loops.validation_follows(trainer)
         # Within an accumulation the gradients would have to be saved too.
@@ -227,7 +227,7 @@ class Preemption:
         self.before_validation = changed_by_validation(trainer)
 
     def stop_in_validation(self, trainer: Trainer) -> None:
-        """Before each batch of a validation in a fit. All ranks call it. Preempted: as in `stop_after_batch`."""
+        """Save and end the run before a batch of a validation in a fit (Preempted). All ranks call it."""
         if self._stop_number is not None and self._stoppable and self._should_stop():
             self._save_and_leave(trainer)
 

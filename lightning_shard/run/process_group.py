@@ -159,8 +159,8 @@ def count_run() -> tuple[Rendezvous, int] | None:
 
 
 def _destroy_group() -> None:
-    """Destroy this package's process group at exit, because its thread aborts the process if it frees tensors after the
-    interpreter. After an exception the group is left, since destroying it would wait for other ranks.
+    """Destroy this package's process group at exit. Else its thread aborts the process by freeing tensors after the
+    interpreter has ended. After an exception the group is left, since destroying it would wait for other ranks.
     """
     if _rendezvous() is not None and not hasattr(sys, "last_value"):
         forget_made_groups()
