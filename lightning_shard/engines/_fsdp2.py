@@ -113,19 +113,19 @@ def leave_inputs_alone(module: FSDPModule, before: Callable[[], None]) -> None:
     """
     if (group := _group_of(module)) is None:
         return
-    begun: list[tuple[Tensor, Given]] = []
+    marks: list[tuple[Tensor, Given]] = []
     own: list[Tensor] = []
 
-    def begin(args: Any, kwargs: Any) -> Any:
+    def mark_forward(args: Any, kwargs: Any) -> Any:
         marked = mark(group.post_backward, group.device)
-        begun[:] = [] if marked is None else [(marked, given_tensors((args, kwargs)))]
+        marks[:] = [] if marked is None else [(marked, given_tensors((args, kwargs)))]
         return args, kwargs
 
-    def end(post_forward: Callable[..., Any], *args: Any) -> Any:
+    def join_outputs(post_forward: Callable[..., Any], *args: Any) -> Any:
         output = post_forward(*args)
-        if not begun:
+        if not marks:
             return output
-        marked, given = begun.pop()
+        marked, given = marks.pop()
 
         def join_own(tensor: Tensor) -> Tensor:
             own.append(joined := join(tensor, marked, before))
@@ -139,8 +139,8 @@ def leave_inputs_alone(module: FSDPModule, before: Callable[[], None]) -> None:
         own.clear()
         return output
 
-    group._register_post_backward_hook = begin
-    wrap(group, "post_forward", end)
+    group._register_post_backward_hook = mark_forward
+    wrap(group, "post_forward", join_outputs)
     wrap(_state_of(module), "_register_pre_backward_hook", hook_own)
 
 
