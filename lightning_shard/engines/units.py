@@ -120,13 +120,13 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
         chosen = {**dict.fromkeys(_nearest_with_forward(root), UnitRule(modules="auto")), **chosen}
     chosen = _around_graphs(root, chosen)
     below = {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)}
-    settled = _settle_shared(root, below)
-    if lost := [fqn for fqn, module in below.items() if fqn not in settled and chosen[module].special]:
+    kept = _drop_sharing_modules(root, below)
+    if lost := [fqn for fqn, module in below.items() if fqn not in kept and chosen[module].special]:
         raise WrappingError(
             f"units gives {lost[0]} settings of its own, but it shares parameters with a module outside of it, and "
             "so is no unit. Leave it out, or give the settings to the module that has both."
         )
-    return [Unit(name=fqn, module=m, rule=chosen[m], standalone=m in standalone) for fqn, m in settled.items()]
+    return [Unit(name=fqn, module=m, rule=chosen[m], standalone=m in standalone) for fqn, m in kept.items()]
 
 
 def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.Module]:
@@ -305,7 +305,7 @@ def _nearest_with_forward(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _drop_sharing_modules(root: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Drop modules until every parameter belongs to one unit, see `find_units`."""
     units = dict(modules)
     while True:
