@@ -40,11 +40,10 @@ class Shard:
     tensor: Tensor  # The group's tensor for it, maybe a flat one with several parameters.
 
 
-def needs_of(optimizer: Optimizer, run: Run, *, replicated: bool = False) -> Needs:
-    """The optimizer's needs in ``run``, see `probe`. ``replicated``: each rank steps all parameters."""
-    alone = replicated or run.mesh[SHARD].size() == 1
-    policy, aligned = run.policy, run.planned.aligned
-    return probe(optimizer, dtype=policy.master, aligned=aligned, alone=alone, device=run.device)
+def needs_of(optimizer: Optimizer, run: Run) -> Needs:
+    """The optimizer's needs in ``run``, see `probe`."""
+    alone, aligned = run.mesh[SHARD].size() == 1, run.planned.aligned
+    return probe(optimizer, dtype=run.policy.master, aligned=aligned, alone=alone, device=run.device)
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -60,7 +60,7 @@ class UnitRule:
         try:
             re.compile(self.pattern or "")
         except re.error as error:
-            reason = f"{error}. A point, brackets and other signs of its own are written with a backslash before"
+            reason = f"{error}. Write a backslash before a literal point, bracket or other special character"
             raise WrappingError(f"units' pattern {self.pattern!r} is no regular expression: {reason}.") from error
 
     @property
