@@ -85,6 +85,7 @@ class Data:
         self._sample_seeds = sample_seeds
         self._made: int | None = None  # Epoch in which the training loaders were made.
         self._trained = False  # In this run.
+        self._trains = False  # Now, from on_train_start to on_train_end.
         self._resumed: Mapping[str, Any] | None = None
 
     def end_of_run(self) -> None:
@@ -93,7 +94,11 @@ class Data:
         """
         if not self._trained:
             self._resumed = None
-        self._trained = False
+        self._trained = self._trains = False
+
+    def end_training(self) -> None:
+        """End the time in which a checkpoint that is loaded is not one to resume from."""
+        self._trains = False
 
     def prepare_loader(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make a training loader resumable, and check a loader of any stage. All ranks call it. ``coordinates``: number
@@ -171,7 +176,7 @@ class Data:
 
     def after_loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
         """After the loops were loaded: give loaders their state, end a due epoch, settle a due validation."""
-        if not trainer.fit_loop.restarting:  # user code loads a checkpoint in mid-fit, without the loops
+        if self._trains and not trainer.fit_loop.restarting:  # loaded by user code in mid-fit, without the loops
             self._resumed = None
             return
         loaders.forget_loaders(trainer)
@@ -184,7 +189,7 @@ class Data:
         resumed, module = self._resumed, trainer.lightning_module
         apply_accumulation_schedule(trainer)
         self._resumed = None
-        self._trained = True
+        self._trained = self._trains = True
         if resumed is not None:
             other = other_batch(resumed.get("batch"), _batch_factors(trainer))
             frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))

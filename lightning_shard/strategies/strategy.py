@@ -365,6 +365,7 @@ class ShardStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         self._saves.after_training()
         self.checkpoints.end_of_training()  # saves end before the run stops listening to signals
+        self._data.end_training()
         self._preemption.end_checks()
         parts.warn_of_nonfinite(self.engine)
 
