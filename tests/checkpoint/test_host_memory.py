@@ -15,16 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.checkpoint.background import Saver
+from lightning_shard.checkpoint.files.hashing import BLOCK
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from tests.checkpoint.calls import load_into
 from tests.harness import run_distributed
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # malloc.h
-BOX, BOXES = 2 * MIB, 16
+BOX, BOXES = 2 * MIB, 32
 SHARD = BOX * BOXES
 # A box on its way to or from a file, its bytes and the reader's, and what Python allocates for the first time.
 BUFFERS = 6 * BOX
+# A load hashes one block of a file while it reads the next.
+READ_AHEAD = 2 * BLOCK
 
 
 def status(field: str) -> int:
@@ -85,4 +88,4 @@ def test_a_save_takes_buffers_and_one_in_the_background_a_copy_of_the_shard(tmp_
         assert 0.9 * SHARD < found["async"] < SHARD + BUFFERS, found
         assert found["async again"] < BUFFERS, found
         assert found["given back"] > 0.9 * SHARD, found
-        assert found["load"] < BUFFERS, found
+        assert found["load"] < BUFFERS + READ_AHEAD < SHARD, found

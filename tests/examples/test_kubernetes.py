@@ -39,7 +39,7 @@ def test_the_manifest_leaves_time_for_the_save() -> None:
     assert f"--master-addr={job['metadata']['name']}-0.{pod['subdomain']}" in words
     # The pod's configuration is not here.
     rest = [word for word in words[words.index("fit") + 1 :] if "config" not in word][1:]
-    slurm.check_rest("fit", [*rest, "--model=Model"], cpu=False)
+    slurm.check_rest("fit", [*rest, "--model=Model"])
 
 
 def _pod(folder: Path) -> subprocess.Popen[str]:

@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from lightning_shard.checkpoint.files.hashing import FileHash
+from lightning_shard.checkpoint.files.hashing import BLOCK, FileHash
 from lightning_shard.checkpoint.files.location import Location, StorePath, StrPath
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointReplacedError
 
@@ -156,7 +156,6 @@ def checkpoint_names(folder: Location) -> list[Path] | list[StorePath]:
     return sorted({folder / name for name in names if name})
 
 
-_BLOCK = 1 << 24
 _PATIENCE_SECONDS = 10.0
 ATTEMPTS, ATTEMPT_SECONDS = 25, 0.002
 """Attempts to read a path that saves replace meanwhile, before an error is raised, and the pause between them."""
@@ -220,7 +219,7 @@ class Directory:
             try:
                 # Threads hash one block while the next one is read.
                 hashed: list[Future[None]] = []
-                while block := stream.read(_BLOCK):
+                while block := stream.read(BLOCK):
                     hashed, before = digest.begin_update(block), hashed
                     for job in before:
                         job.result()
