@@ -17,7 +17,7 @@ def step_memory(training: Training, engine: TorchDDPFacts) -> StepMemory:
     in_buckets = engine.gradient_as_bucket_view
     resident = KindBytes(
         parameters=sum(p.numel * p.stepped_in(policy.master).itemsize for p in model.parameters),
-        optimizer=training.optimizer.state_bytes([p.numel for p in model.stepped], policy.master),
+        optimizer=training.optimizer.state_bytes([p.numel for p in model.stepped_parameters], policy.master),
         buffers=model.buffer_bytes,
         # DDP allocates its buckets when it is built. It copies gradients to and from them unless these are views.
         communication=0 if in_buckets else gradients,

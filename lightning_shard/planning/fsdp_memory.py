@@ -66,7 +66,9 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
     unsharded = sum(p.numel * p.stepped_in(master).itemsize for p in model.parameters if p.unsharded)
     kinds = KindBytes(
         parameters=sum(_shard_elements(p, shards) * p.stepped_in(master).itemsize for p in model.parameters),
-        optimizer=training.optimizer.state_bytes([_shard_elements(p, shards) for p in model.stepped], master),
+        optimizer=training.optimizer.state_bytes(
+            [_shard_elements(p, shards) for p in model.stepped_parameters], master
+        ),
         gradients=gradients,
     )
     account = MemoryAccount(device=replace(kinds, buffers=model.buffer_bytes))

@@ -57,7 +57,7 @@ class ModelFacts:
         return tuple(p for p in self.parameters if p.trainable and p.dtype.is_floating_point)
 
     @cached_property
-    def stepped(self) -> tuple[ParameterFacts, ...]:
+    def stepped_parameters(self) -> tuple[ParameterFacts, ...]:
         return tuple(p for p in self.trainable if p.group is not None)
 
     @cached_property
@@ -147,12 +147,12 @@ class Training:
     def stepped_share(self) -> float:
         """Share of the parameters' bytes that the optimizer steps, on engines without separate masters."""
         every = sum(p.numel * p.stepped_in(self.policy.master).itemsize for p in self.model.parameters)
-        return sum(p.numel for p in self.model.stepped) * self.policy.master.itemsize / max(1, every)
+        return sum(p.numel for p in self.model.stepped_parameters) * self.policy.master.itemsize / max(1, every)
 
     @property
     def saved(self) -> int:
         """Bytes of a checkpoint's tensors without averages, equal on every engine."""
-        master, stepped = self.policy.master, [p.numel for p in self.model.stepped]
+        master, stepped = self.policy.master, [p.numel for p in self.model.stepped_parameters]
         own = sum(p.numel * p.stepped_in(master).itemsize for p in self.model.parameters)
         return own + self.optimizer.state_bytes(stepped, master)
 

@@ -116,6 +116,6 @@ def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners
 def gradient_elements(model: ModelFacts, resident: Callable[[ParameterFacts], int]) -> dict[str, int]:
     """Elements of each unit's gradients on a rank. ``resident`` gives the elements of one parameter."""
     found = dict.fromkeys(model.units, 0)
-    for p in model.stepped:
+    for p in model.stepped_parameters:
         found[p.unit] += resident(p)
     return found

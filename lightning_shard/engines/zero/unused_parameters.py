@@ -108,14 +108,14 @@ class UnusedParameters:
         self._keeps, own = True, running.optimizer.step
 
         @torch.no_grad()
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step_but_unused(*args: Any, **kwargs: Any) -> Any:
             before = [part.clone() for part in parts]
             result = own(*args, **kwargs)
             for part, value in zip(parts, before, strict=True):
                 part.copy_(value)
             return result
 
-        self.closing.enter_context(replaced_step(running.optimizer, step))
+        self.closing.enter_context(replaced_step(running.optimizer, step_but_unused))
 
     def with_gradient(self, shard: Shard) -> Shard:
         """``shard`` without the gradient of zeros of an unused parameter."""
