@@ -46,6 +46,9 @@ GRACE_SECONDS = 5.0
 # Imports of torch and Lightning on a busy machine.
 START_SECONDS = 300.0
 LOG_TAIL_LINES = 60
+# Process groups that torch, DTensor and DeepSpeed keep in caches leave threads of gloo's behind. Each wakes every 10 ms
+# (gloo's transport/tcp/loop.cc): a hundred of them in idle workers cost more than a new worker, which is a fork.
+MOST_THREADS = 20
 # Read by torch when it is imported.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -84,7 +87,10 @@ def run_distributed(
             pool.kill()
         pool = _POOLS[world_size] = _Pool(world_size)
     try:
-        return pool.call(payload, timeout, getattr(fn, "__qualname__", str(fn)))
+        results = pool.call(payload, timeout, getattr(fn, "__qualname__", str(fn)))
+        if pool.threads() > MOST_THREADS:
+            _POOLS.pop(world_size).kill()
+        return results
     except BaseException:
         # A KeyboardInterrupt leaves ranks in the middle of a call just as a failure does.
         _POOLS.pop(world_size, None)
@@ -142,6 +148,10 @@ class _Pool:
 
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
+
+    def threads(self) -> int:
+        """Threads of the first worker, 0 on systems that do not list them."""
+        return len(list(Path(f"/proc/{self.processes[0].pid}/task").glob("*")))
 
     def call(self, payload: bytes, timeout: float, name: str) -> list[Any]:
         self.calls += 1
