@@ -45,7 +45,7 @@ class Predicted:
     tensors: float
     expandable: float  # That the allocator reserves with expandable segments.
     default: float  # And without.
-    ends: tuple[float, float]  # Of all that the device holds.
+    bounds: tuple[float, float]  # Of all that the device holds.
     largest: tuple[int, int] | None = None  # The largest batch that fits at most of the range, and at least.
     step: float | None = None  # Seconds.
 
@@ -110,8 +110,8 @@ def predict(run: Published) -> Predicted:
     largest = None if run.largest is None else largest_batches(run, model, training)
     step = None if device is None else seconds(run, training, trace, device)
     needs = device_memory(points, training, run.engine, trace)
-    ends = needs.bounds[0] / GIB, needs.bounds[1] / GIB
-    return Predicted(tensors=tensors, expandable=expandable, default=default, ends=ends, largest=largest, step=step)
+    bounds = needs.bounds[0] / GIB, needs.bounds[1] / GIB
+    return Predicted(tensors=tensors, expandable=expandable, default=default, bounds=bounds, largest=largest, step=step)
 
 
 def largest_batches(run: Published, model: Model, training: Training) -> tuple[int, int]:

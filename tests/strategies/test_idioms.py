@@ -124,4 +124,4 @@ def test_engines_that_would_round_fp64_refuse_it() -> None:
 def test_a_step_inside_of_forward_is_refused_alike(kind: type[Plain]) -> None:
     for found in run_distributed(_refused, 2, kind, NAMES):
         assert len(set(found)) == 1
-        assert found[0].startswith("SGD, which configure_optimizers does not return, steps codes.weight inside of a")
+        assert found[0].startswith("SGD, which configure_optimizers does not return, steps codes.weight inside a ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,7 +177,8 @@ def test_an_exception_leaves_no_hook() -> None:
 class Steps:
     """An engine that steps a module's own parameters."""
 
-    tensors = SimpleNamespace(stepped=lambda optimizer: None)
+    def stepped_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Those of the optimizer."""
 
     def reduction_dtypes(self) -> set[torch.dtype]:
         return {FP32}
