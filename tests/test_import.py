@@ -88,6 +88,7 @@ def test_version_is_that_of_the_project() -> None:
     assert re.search(r'^version = "(.*)"$', project, re.MULTILINE)[1] == lightning_shard.__version__
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("first", ["lightning.pytorch", "lightning_shard"])
 def test_import_registers_the_names_in_both_orders(first: str) -> None:
     code = f"""
@@ -109,6 +110,7 @@ def test_import_adds_nothing_of_this_package_but_the_names() -> None:
     assert set(added) == {"lightning_shard", *(f"lightning_shard.{name}" for name in ("errors", "registry", "text"))}
 
 
+@pytest.mark.matrix
 def test_import_changes_nothing_of_python_or_lightning() -> None:
     code = """
 import logging, sys, warnings

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = """
 import lightning_fabric.utilities.seed
 import pytorch_lightning as pl
@@ -50,6 +52,7 @@ def test_a_package_of_the_older_namespace_trains(tmp_path: Path) -> None:
     assert ended.stdout.splitlines()[-1] == "ShardFSDPStrategy 2"
 
 
+@pytest.mark.matrix
 def test_it_has_to_be_imported_first(tmp_path: Path) -> None:
     ended = _run(tmp_path, "import pytorch_lightning\nimport lightning_shard.pytorch_lightning\n")
     assert ended.returncode == 1

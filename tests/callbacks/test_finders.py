@@ -130,6 +130,7 @@ def assert_same(ones: list[dict[str, Any]], others: list[dict[str, Any]]) -> Non
         assert one["left"] == other["left"] == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ALL)
 def test_the_tuner_finds_a_learning_rate_and_leaves_the_fit_as_it_was(strategy: str) -> None:
     plain, after = (run_distributed(run, 2, strategy, "32-true") for run in (fit, tuned))
@@ -154,6 +155,7 @@ def test_a_batch_size_is_found_and_the_fit_is_one_with_it(strategy: str) -> None
     assert_same(run_distributed(fit, 2, strategy, "32-true", batch_size=size, accumulate_grad_batches=2), runs)
 
 
+@pytest.mark.matrix
 def test_the_global_batch_is_kept_and_a_resumed_fit_goes_on(tmp_path: Path) -> None:
     strategy, settings = "shard_fsdp_aligned", {"limit": MB, "start": 24, "keep_global_batch": True, "has_lock": True}
     runs = run_distributed(found, 2, strategy, "bf16-mixed", folder=str(tmp_path), **settings)

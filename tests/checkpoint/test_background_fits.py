@@ -180,6 +180,7 @@ def fit_without_end(folder: str) -> dict[str, Any]:
     return {**found, "runs": (whole_run, resumed), "since": since}
 
 
+@pytest.mark.matrix
 def test_a_save_begins_when_the_last_one_ends(tmp_path: Path) -> None:
     first, second = results = run_distributed(fit_without_end, 2, str(tmp_path))
     assert first["begun"] == second["begun"], "ranks differ in when they save"

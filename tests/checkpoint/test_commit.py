@@ -108,6 +108,7 @@ def test_leftovers_that_can_not_be_listed_are_no_failure(tmp_path, monkeypatch):
     assert not path.exists()
 
 
+@pytest.mark.matrix
 def test_what_another_job_is_writing_is_not_removed(tmp_path):
     path = tmp_path / "a.ckpt"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -123,6 +123,7 @@ def stopped_fit(folder: str) -> None:
         _fit(strategy, callbacks=[Stops()], folder=folder, every=1)
 
 
+@pytest.mark.matrix
 def test_a_stop_is_saved_ahead_of_the_validation_that_follows_it(tmp_path: Path) -> None:
     run_distributed(stopped_fit, 1, str(tmp_path))
     straight, resumed = (

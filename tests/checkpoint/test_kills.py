@@ -91,6 +91,7 @@ def kill(tmp_path: Path, rounds: int, background: bool) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("background", sampled([False, True], 1))
 def test_killed_at_random_moments_a_whole_one_is_there(tmp_path, background):
     kill(tmp_path, 3, background)

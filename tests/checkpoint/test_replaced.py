@@ -93,6 +93,7 @@ def in_a_process(folder: Path, reads: int, least: int) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environ, timeout=600)
 
 
+@pytest.mark.matrix
 def test_a_path_that_two_writers_replace(tmp_path: Path) -> None:
     in_a_process(tmp_path, 5, 2)
 

@@ -316,6 +316,7 @@ def load_error(path: str) -> str:
     return "loaded"
 
 
+@pytest.mark.matrix
 def test_all_ranks_refuse_alike(path):
     damaged = bytearray((path / "__0_0.distcp").read_bytes())
     damaged[100] ^= 1

@@ -69,6 +69,7 @@ def test_links_for_a_plan(tmp_path: Path) -> None:
         assert (found.intra_node, found.inter_node) == expected
 
 
+@pytest.mark.matrix
 def test_a_process_alone_writes_that_it_has_no_links(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

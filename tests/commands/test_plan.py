@@ -104,6 +104,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fewest devices for this batch: none for sure; 1 x 1 may be enough" in out
 
 
+@pytest.mark.matrix
 def test_cpus_have_nothing_of_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "--device-memory", "50MB", *GPT)
     held = re.search(r"^all +.*", out, re.MULTILINE)
@@ -125,6 +126,7 @@ def test_of_engines_that_send_the_same_the_simplest_is_recommended(capsys: pytes
     assert re.search(r"^engine +parameters +.*host +peak +fits +batch +fewest devices$", out, re.MULTILINE)
 
 
+@pytest.mark.matrix
 def test_one_verdict_of_one_range() -> None:
     inputs = plan_inputs.read_inputs([*GPT, ON_GPUS], 10**9, nodes=1, devices=4)
     options = plan_command.parser().parse_args(["--device-memory=1GB"])

@@ -83,6 +83,7 @@ def test_a_configuration_is_planned_as_its_architecture(
     assert model(**next(iter(data.train_dataloader()))).loss.isfinite()
 
 
+@pytest.mark.matrix
 def test_a_class_and_a_task(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "transformers.GPT2Config", "--task=token-classification", "--trainer.strategy=shard_ddp")
     assert "shard_ddp, bf16-mixed, 1 x 1 devices, batch 1 per device: 124," in out
@@ -235,6 +236,7 @@ class Grown(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@pytest.mark.matrix
 def test_layers_that_setup_makes(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"--model={__name__}.Grown", "--trainer.strategy=shard_ddp"]
     out = plan(capsys, f"--data={__name__}.Labelled", *arguments)

@@ -67,6 +67,7 @@ def _reset_by_hand(root: Root) -> dict[str, Tensor]:
 UNITS: list[Any] = ["auto", ["Linear", "MultiheadAttention"], ["Block", "Model"], 30, 1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("make", "units"),
     sampled([(Root, UNITS[1:3]), (Root, UNITS), (tied_llama, ["auto", ["LlamaMLP", "Linear"], 90])], 0),

@@ -207,6 +207,7 @@ class Roots(optim.SGD):
             p -= torch.linalg.matrix_exp(torch.outer(p.grad.view(-1), p.grad.view(-1)) / p.numel()).sum(1).view_as(p)
 
 
+@pytest.mark.matrix
 def test_what_shows_on_few_elements_is_not_tried_on_many() -> None:
     assert probed(Roots(parameters()))
 

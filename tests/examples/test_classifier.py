@@ -57,6 +57,7 @@ def _fit(encoder: str, folder: str, strategy: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", sampled(["shard_fsdp_aligned", "shard_ddp"], 0))
 def test_it_trains_from_the_folders_weights(encoder: Path, tmp_path: Path, strategy: str) -> None:

@@ -78,6 +78,7 @@ def _train(encoder: str) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 def test_epochs_are_timed_and_told_with_what_was_learned(encoder: Path) -> None:
     for found, trial_without_memory in run_distributed(_train, 2, str(encoder)):

@@ -26,6 +26,7 @@ def _race(names: list[str], variants: bool = False, **changes: Any) -> Result:
     return time_together(names, replace(TINY, **changes), plan, build_variant if variants else build)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("names", "left_out"),
     [
@@ -54,6 +55,7 @@ def test_contestants_take_turns_and_learn_the_same(names: list[str], left_out: l
         assert difference(found.losses[name], reference) < 1e-5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "changes",
     [

@@ -63,6 +63,7 @@ def test_the_fastest_is_first_and_the_simplest_of_equals() -> None:
     assert plain.cells == ["shard_ddp", "-", "2", "1", "1 s", "compute", "10 B"]
 
 
+@pytest.mark.matrix
 def test_the_global_batch_is_kept(tmp_path: Path) -> None:
     text, content = search(tmp_path, "--device-memory=80GB", "--nodes=2", "--devices=4", "--global-batch=96")
     assert re.search(r"^the fastest of \d+ forms that keep a global batch of 96 and fit", text, re.MULTILINE)

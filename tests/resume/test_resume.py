@@ -196,6 +196,7 @@ def _validate(strategy: str, path: str) -> float:
     return trainer.validate(module, loader(4, count=16, shuffle=False), ckpt_path=path, verbose=False)[0]["val_loss"]
 
 
+@pytest.mark.matrix
 def test_validate_gives_the_value_of_the_fit(tmp_path: Path) -> None:
     fitted = run_distributed(_fit, 2, "shard_fsdp", folder=str(tmp_path), steps=EPOCH, every=EPOCH)
     path = str(tmp_path / f"step={EPOCH}.ckpt")

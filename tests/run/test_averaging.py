@@ -170,6 +170,7 @@ def _options(folder: str) -> Any:
     return found, states, {key for key in stored["weights"].tensors if key.startswith("average.")}
 
 
+@pytest.mark.matrix
 def test_what_is_averaged_and_evaluated_is_an_option(tmp_path: Path) -> None:
     (found, states, averaged), _ = run_distributed(_options, 2, str(tmp_path))
     # The weights themselves are evaluated ahead of the first update, and where the average is in checkpoints alone.
@@ -306,6 +307,7 @@ def _validated(runs: list[tuple[str, str, str]]) -> Any:
     return found
 
 
+@pytest.mark.matrix
 def test_an_average_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     (stock, ours, one), (_, _, other) = run_distributed(_saved, 2, str(tmp_path))
     assert [differing(*pair) for pair in zip(stock, ours, strict=True)] == [[]] * 2

@@ -175,6 +175,7 @@ def run(strategy: str, precision: str, folder: str) -> None:
 NAMES = [f"shard_{name}_aligned" for name in ("fsdp", "deepspeed_stage_3", "ddp", "deepspeed_stage_2")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", sampled(["bf16-true", "32-true"], 0))
 @pytest.mark.parametrize("strategy", sampled(NAMES, 0, 1))
 def test_what_a_module_makes_of_the_state_dict_is_loaded(strategy: str, precision: str, tmp_path: Path) -> None:

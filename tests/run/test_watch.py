@@ -167,6 +167,7 @@ def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
         assert told["tells of crashes"]  # such as what NCCL's watchdog ends
 
 
+@pytest.mark.matrix
 def test_a_process_that_ends_in_the_middle_of_a_run_does_so_cleanly() -> None:
     """Its thread is in the store most of the time, where the interpreter's end would abort it."""
     code = f"""

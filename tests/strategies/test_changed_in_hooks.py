@@ -136,6 +136,7 @@ def _refusals(cases: list[tuple[str, type[Indexed], str]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.matrix
 def test_what_can_not_be_followed_is_refused() -> None:
     assert run_distributed(_refusals, 1, CASES) == [[]]
 

@@ -230,6 +230,7 @@ def test_spawned_processes_hand_the_weights_back(tmp_path: Path) -> None:
     assert "trained: Parameter True" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     sampled(

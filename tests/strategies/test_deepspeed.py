@@ -75,6 +75,7 @@ class Early(TinyLM):
         return super().training_step(batch, batch_idx) + (0 if batch_idx % 2 else self.early.sum())
 
 
+@pytest.mark.matrix
 def test_manual_optimization() -> None:
     check_equal(["zero_1", "zero_3_offload"], Manual)
     # Stages 2 and 3 reduce every backward pass, as FSDP does.
@@ -108,6 +109,7 @@ def test_adapters_over_a_frozen_model() -> None:
         assert {name.split(".")[0] for name in ranks[0][engine]["optimizer"]} == {"head", "shift"}
 
 
+@pytest.mark.matrix
 def test_models_on_the_meta_device_and_in_zero_init() -> None:
     check_equal(["zero_2", "zero_3"], Meta, "bf16-mixed")
     # The user's own context leaves another F.linear behind, which the contract does not allow.
@@ -142,6 +144,7 @@ def test_the_ledger_shows_the_masters() -> None:
         assert run["reductions"] == {torch.float32}
 
 
+@pytest.mark.matrix
 def test_a_plain_name_reduces_in_the_dtype_that_it_is_told() -> None:
     strategy = {"aligned": False, "communication_data_type": "bf16"}
     [rank, _] = run_distributed(fit_all, 2, STAGES, TinyLM, "bf16-mixed", strategy, {}, timeout=120)

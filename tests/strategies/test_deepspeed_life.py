@@ -149,6 +149,7 @@ def saved_after(engine: str, folder: str) -> None:
     trainer.save_checkpoint(f"{folder}/{engine}-after.ckpt")
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_saved_after_the_fit_too(tmp_path: Path) -> None:
     for engine in ["full", "zero_2", "zero_3_offload"]:
         run_distributed(saved_after, 2, engine, str(tmp_path))
@@ -235,6 +236,7 @@ def resumed(schedule: dict[str, Any], wins: str) -> tuple[list[Any], list[Any], 
     return whole, after, [str(each.message) for each in caught if "hyperparameters win" in str(each.message)]
 
 
+@pytest.mark.matrix
 def test_a_schedule_of_deepspeeds_goes_on_whosever_hyperparameters_win() -> None:
     for schedule, wins in ((WARMUP, "checkpoint"), (CYCLE, "configuration")):
         [(whole, after, said)] = run_distributed(resumed, 1, schedule, wins)

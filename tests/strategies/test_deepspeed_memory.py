@@ -171,6 +171,7 @@ def second_copies() -> tuple[list[tuple[int, int, int]], list[list[int]]]:
     return found, accounts
 
 
+@pytest.mark.matrix
 def test_hpz_keeps_a_second_copy_of_the_parameters_that_fewer_ranks_share() -> None:
     for found, accounts in run_distributed(second_copies, 4):
         assert found

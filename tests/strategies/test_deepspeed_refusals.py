@@ -217,6 +217,7 @@ def refused_untouched(cases: list[tuple[type[TinyLM], dict[str, Any], str]]) -> 
     return said
 
 
+@pytest.mark.matrix
 def test_what_an_optimizer_or_a_schedule_lacks_is_refused_before_stage_3_shards() -> None:
     for said in run_distributed(refused_untouched, 2, UNKNOWN):
         assert [case[2] for case, text in zip(UNKNOWN, said, strict=True) if case[2] not in text] == []

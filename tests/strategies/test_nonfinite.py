@@ -178,6 +178,7 @@ def _goes_back(names: list[str], folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.matrix
 def test_the_fit_goes_back(tmp_path: Path) -> None:
     seen = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 4)]
     expected = (True, seen, [0.1, 0.09, 0.081, 0.0729, 0.081, 0.0729, 0.0656], 5)

@@ -196,6 +196,7 @@ def _early(names: list[str]) -> dict[str, list[str]]:
     return {name: different for name in names if (different := _different(wanted, found[name]))}
 
 
+@pytest.mark.matrix
 def test_an_optimizer_made_in_init_steps_what_replaced_its_parameters() -> None:
     assert run_distributed(_early, 2, ["shard_ddp_aligned", *SHARDING]) == [{}] * 2
 

@@ -366,10 +366,12 @@ def off_by(one: dict[str, Any], other: dict[str, Any]) -> float:
     return float((off / moved).sqrt())
 
 
+@pytest.mark.matrix
 def test_hybrid_agrees_to_summation_order_at_four_processes() -> None:
     check_summation_order(4, ["full", "hybrid_2x2"], "32-true", NORM)
 
 
+@pytest.mark.matrix
 def test_gradients_of_three_ranks_are_divided_in_fp32() -> None:
     check_summation_order(3, ["full", "zero_2", "zero_3"], "bf16-mixed", NORM)
 

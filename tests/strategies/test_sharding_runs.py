@@ -99,6 +99,7 @@ def test_one_module_in_several_runs() -> None:
     run_distributed(_check_fit_twice, 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
 def test_fit_then_evaluate_with_another_trainer(precision: str) -> None:
     run_distributed(_check_fit_then_evaluate, 2, precision)

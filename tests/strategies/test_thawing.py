@@ -71,6 +71,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor], index: int) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == [], index
 
 
+@pytest.mark.matrix
 def test_a_thawed_backbone_and_its_resume(tmp_path: Path) -> None:
     check(FEW, "bf16-mixed", "backbone", tmp_path)
 

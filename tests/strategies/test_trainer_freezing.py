@@ -82,6 +82,7 @@ def _finetuned(precision: str, kind: str, strategies: list[str]) -> dict[str, An
     return runs
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sampled(["backbone", "refreeze"], 0))
 @PRECISIONS
 def test_freezing_and_thawing_between_epochs(precision: str, kind: str) -> None:

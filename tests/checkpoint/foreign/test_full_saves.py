@@ -31,6 +31,7 @@ def save_full(strategy: str, folder: str) -> tuple[dict[str, Tensor], dict[str, 
     return state_of(resumed), state_of(fit(strategy, 4)), names
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", sampled(["shard_ddp", "shard_fsdp"], 1))
 def test_a_path_that_ends_in_full_becomes_one_file(tmp_path: Path, strategy: str) -> None:
