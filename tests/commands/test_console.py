@@ -49,6 +49,7 @@ VARYING = [
     (r"epoch=\d+-step=\d+", "epoch=#-step=#"),
     (r"\b\d[\d,]*\.\d+\b|\b\d[\d,]*(?= ?(tokens/s|ms|s|[KMG]iB|%)\b)", "#"),
     (r"(?<=grad_norm )\d+|(?<=  )\d[\d,]*", "#"),
+    (r"\S+/site-packages/(\S+):\d+:", r"\1:#:"),
     (r" {3,}", "  "),
 ]
 
