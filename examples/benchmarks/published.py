@@ -71,7 +71,7 @@ class Model:
 
     def training(self, run: Published) -> Training:
         found = model_facts(self.module, units=self.units)
-        rules = {self.units[index].names[0]: again for index, again in run.unit_rules.items()}
+        rules = {self.units[index].name: again for index, again in run.unit_rules.items()}
         parameters = tuple(replace(p, reshard=rules.get(p.unit, p.reshard)) for p in found.parameters)
         model = replace(found, parameters=parameters)
         return Training(model=model, policy=run.policy, optimizer=OptimizerFacts(), micro_batches=run.micro_batches)

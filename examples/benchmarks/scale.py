@@ -94,7 +94,7 @@ def made_up(connection: Connection, port: int, first: int, count: int, size: int
             _compare(stores, places)
             stores.clear()
         elif order == "watch":
-            watches = _each(places, lambda place: RankWatch(place, LOST_SECONDS), threads=128)
+            watches = _each(places, lambda place: RankWatch(place, LOST_SECONDS, exit_process=os._exit), threads=128)
         elif order == "suspect":
             for watch in watches:
                 watch._suspects = True
@@ -153,7 +153,7 @@ def measure(size: int, *, lost_rank: bool) -> dict[str, Any]:
     took = ranks.do("compare", lambda: compare_ranks(ranks.store, ranks.zero, FACTS, 300))
     row |= {"preflight, s": took[0], "preflight, CPU s": took[1]}
     print(f"{size} ranks compared: {took[0]:.1f} s, {took[1]:.1f} CPU s", file=sys.stderr, flush=True)
-    watch = RankWatch(ranks.zero, LOST_SECONDS)
+    watch = RankWatch(ranks.zero, LOST_SECONDS, exit_process=os._exit)
     ranks.do("watch")
     ranks.do("beat", lambda: exchange(watch))
     took = ranks.do("beat", lambda: exchange(watch))
