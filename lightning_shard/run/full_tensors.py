@@ -196,9 +196,14 @@ class FullTensors(Mapping[str, Tensor]):
         for name in self:
             kept = name in self._kept
             yield name, self[name]
-            if not kept and (full := self._kept.pop(name, None)) is not None:
-                self._write(name, full)
-                self._written.append((name, *_change_counter(full)))
+            if not kept:
+                self._write_passed(name)
+
+    def _write_passed(self, name: str) -> None:
+        # A function of its own: a local variable of the generator would keep the tensor until the next one is written.
+        if (full := self._kept.pop(name, None)) is not None:
+            self._write(name, full)
+            self._written.append((name, *_change_counter(full)))
 
     def write_kept(self) -> None:
         for name, full in self._kept.items():
