@@ -46,7 +46,7 @@ GRACE_SECONDS = 5.0
 # Imports of torch and Lightning on a busy machine.
 START_SECONDS = 300.0
 LOG_TAIL_LINES = 60
-# Process groups that torch, DTensor and DeepSpeed keep in caches leave threads of gloo behind, and each wakes every 10 ms
+# Process groups in caches of torch, DTensor and DeepSpeed leave threads of gloo behind. Each wakes every 10 ms
 # (gloo's transport/tcp/loop.cc). A new worker is a fork, but its own caches are empty: 20 took 1.7 times as long.
 MOST_THREADS = 100
 # Read by torch when it is imported.
