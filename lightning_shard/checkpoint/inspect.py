@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_shard.checkpoint.files import layout
-from lightning_shard.checkpoint.files.boxes import boxes_file, read_boxes
+from lightning_shard.checkpoint.files.boxes import read_boxes
 from lightning_shard.checkpoint.files.commit import wait_for_background_saves
 from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, StrPath
 from lightning_shard.checkpoint.files.location import Location, StorePath, location
@@ -17,7 +17,7 @@ from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.foreign import sharded_folders
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
 from lightning_shard.checkpoint.load import open_portable
-from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 from lightning_shard.text import columns
 
 
@@ -83,9 +83,8 @@ def describe(path: layout.StrPath, stored: Contents) -> str:
             "left out": f"{len(facts.frozen)} frozen tensors, digests kept" if facts.frozen else "nothing",
             "run's state": ", ".join(sorted(key for key in state if key != layout.OPTIMIZER_STATES)) or "none",
         }
-        width = max(map(len, lines)) + 2
-        head = [f"{name + ':':{width}}{text}" for name, text in lines.items()]
-        return "\n".join([*head, "", *_ledger(facts.ledger), *_tensors(stored)])
+        head = columns([[f"{name}:", text] for name, text in lines.items()])
+        return "\n".join([head, "", *_ledger(facts.ledger), *_tensors(stored)])
 
 
 def _ledger(ledger: Mapping[str, Any]) -> list[str]:
@@ -105,15 +104,14 @@ def _tensors(stored: Contents) -> list[str]:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         table.append([key, shape, layout.dtype_name(tensor.dtype), f"{tensor.nbytes:,}"])
     table += [[alias, f"tied to {key}", "", ""] for alias, key in stored.aliases.items()]
-    weights = [tensor for key, tensor in stored.tensors.items() if key.startswith(layout.MODEL_PREFIX)]
-    averages = [key for key in stored.tensors if key.startswith(layout.AVERAGE_PREFIX)]
-    return [
-        columns(table),
-        "",
+    weights = layout.without_prefix(layout.MODEL_PREFIX, stored.tensors).values()
+    averages = layout.without_prefix(layout.AVERAGE_PREFIX, stored.tensors)
+    total = (
         f"{len(weights)} tensors of the model with {sum(math.prod(t.shape) for t in weights):,} elements, "
-        f"{len(stored.slots)} of optimizers{f', {len(averages)} averages' * bool(averages)}; "
-        f"{sum(tensor.nbytes for tensor in stored.tensors.values()):,} bytes",
-    ]
+        f"{len(stored.slots)} of optimizers, {len(averages)} averages; "
+        f"{sum(tensor.nbytes for tensor in stored.tensors.values()):,} bytes"
+    )
+    return [columns(table), "", total]
 
 
 def verify(path: layout.StrPath) -> list[str]:
@@ -138,18 +136,9 @@ def verify(path: layout.StrPath) -> list[str]:
 def _verify_directory(where: Location) -> list[str]:
     directory, manifest = open_checkpoint_directory(where)
     damage = directory.damaged(manifest.files, manifest.files)
-    with directory.open(layout.MANIFEST) as stream:
-        if not stream.read().endswith(b"\n"):  # the one byte that its digest does not cover
-            damage[layout.MANIFEST] = f"{where / layout.MANIFEST} was cut: its last byte is missing"
-    if not damage:  # parsing a changed file gives less clear errors
-        opened = ((boxes_file(manifest), read_boxes), (layout.TRAINER_STATE, read_trainer_state))
-        for name, read in opened if layout.TRAINER_STATE in manifest.files else ():  # Hugging Face's layout has neither
-            try:
-                read(directory, manifest)
-            except CheckpointReplacedError:
-                raise
-            except CheckpointError as error:
-                damage[name] = str(error)
     if damage:
         raise damaged(where, damage)
+    if layout.TRAINER_STATE in manifest.files:  # Hugging Face's layout has neither
+        read_boxes(directory, manifest)
+        read_trainer_state(directory, manifest)
     return [*sorted(manifest.files), layout.MANIFEST]

@@ -4,8 +4,6 @@ A checkpoint is opened once. Every rank reads the manifest, ``trainer.pt`` and `
 each other file with its checksum. Loading checks and reads nothing of these a second time.
 """
 
-import hashlib
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_shard import errors
-from lightning_shard.checkpoint import load_optimizers, optimizer_state
+from lightning_shard.checkpoint import optimizer_state
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, boxes_file, read_boxes
 from lightning_shard.checkpoint.files.commit import wait_for_background_saves
@@ -29,7 +27,7 @@ from lightning_shard.checkpoint.files.manifest import (
 )
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
-from lightning_shard.checkpoint.load_optimizers import OptimizerPlan, plan_optimizers
+from lightning_shard.checkpoint.load_optimizers import OptimizerPlan, create_slots, plan_optimizers
 from lightning_shard.checkpoint.matching import LoadReport, by_key, match_keys
 from lightning_shard.checkpoint.save_plan import digests
 from lightning_shard.checkpoint.state_dict import StateDict, StoredValues
@@ -96,7 +94,9 @@ def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
         raise errors.CheckpointReplacedError(
             f"rank {other} finds another checkpoint at {path} than rank 0: load from {common_to_all(opened.path)}"
         )
-    files, mine = opened.manifest.files, _share(opened.manifest, ranks)
+    files, apart = opened.manifest.files, {boxes_file(opened.manifest), layout.TRAINER_STATE}
+    largest_first = sorted(files.keys() - apart, key=lambda name: (-files[name].size, name))
+    mine = largest_first[ranks.rank :: ranks.size]
 
     def merged(found: list[dict[str, str]]) -> list[dict[str, str]]:
         return [{name: text for part in found for name, text in part.items()}] * ranks.size
@@ -105,19 +105,6 @@ def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
         opened.directory.close()
         raise damaged(opened.path, damage)
     return opened
-
-
-def _share(found: Manifest, ranks: Ranks) -> list[str]:
-    """Return the files that this rank hashes: largest first, each to the rank with the fewest bytes."""
-    load = [(0, rank) for rank in range(ranks.size)]
-    mine = []
-    files = {name: file for name, file in found.files.items() if name not in (boxes_file(found), layout.TRAINER_STATE)}
-    for name, entry in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
-        bytes_before, rank = load[0]
-        heapq.heapreplace(load, (bytes_before + entry.size + 1, rank))
-        if rank == ranks.rank:
-            mine.append(name)
-    return mine
 
 
 def load_training_state(
@@ -149,6 +136,10 @@ def load_training_state(
     def full(key: str) -> Tensor:
         return state.values[key] if key in state.values else checkpoint.full(key)
 
+    def fill(targets: Iterable[tuple[str, Any]]) -> None:
+        stored = [(key, target) for key, target in targets if not state.fill(key, target)]
+        read_tensors(checkpoint.directory, checkpoint.metadata, stored)
+
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], OptimizerPlan, LoadReport]:
         if optimizers and layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
             raise errors.CheckpointMismatchError(
@@ -166,7 +157,8 @@ def load_training_state(
             doubles = ((key, full(key), full(taken)) for key, taken in matched.doubles)
             matched.unexpected.extend(k for k, a, b in doubles if a.shape != b.shape or not a.equal(b.to(a.dtype)))
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
-        plan = plan_optimizers(optimizers, names, found, saved, matched, configured=configured, homes=state.keys)
+        more: dict[str, Any] = {"homes": state.keys, "configured": configured}
+        plan = plan_optimizers(optimizers, names, found, saved, matched, lambda new: fill(new.items()), **more)
         report = matched.report_or_raise(checkpoint.path, strict)
         report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
         live, targets = by_key(wanted), []
@@ -179,20 +171,12 @@ def load_training_state(
     if strict and found.facts.frozen:
         _check_frozen(checkpoint, optimizer_state.live_tensors(names, masters))
 
-    def fill(targets: Iterable[tuple[str, Any]]) -> None:
-        stored = [(key, target) for key, target in targets if not state.fill(key, target)]
-        read_tensors(checkpoint.directory, checkpoint.metadata, stored)
-
-    reading = f"reading {checkpoint.path}"
-    scalars = ranks.agree(reading, lambda: load_optimizers.read_scalars(plan, lambda empty: fill(empty.items())))
-
     def read() -> None:
-        fill([*tensors, *load_optimizers.create_slots(plan, scalars)])
-        load_optimizers.load_groups(plan)
+        fill([*tensors, *create_slots(plan)])
         extra = checkpoint.trainer_state.get(layout.EXTRA_STATE, {})
         optimizer_state.load_extra_state(module, names, extra, strict=strict)
 
-    ranks.agree(reading, read)
+    ranks.agree(f"reading {checkpoint.path}", read)
     return report
 
 
@@ -217,7 +201,7 @@ def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
         key: StoredTensor(shape=shape, dtype=dtype, read=partial(opened.full, key))
         for key, (shape, dtype) in found.tensors.items()
     }
-    own_states = partial(_own_states, opened, range(found.facts.world_size)) if _has_own_states(opened) else None
+    own_states = partial(_own_states, opened) if _has_own_states(opened) else None
     return Contents(
         facts=found.facts,
         tensors=stored,
@@ -233,41 +217,24 @@ def _has_own_states(checkpoint: OpenCheckpoint) -> bool:
     return isinstance(run, dict) and "ranks" not in run
 
 
-def _own_states(checkpoint: OpenCheckpoint, of: Iterable[int]) -> list[dict[str, Any]]:
-    return [read_own_state(checkpoint.directory, rank) for rank in of]
+def _own_states(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:
+    return [read_own_state(checkpoint.directory, rank) for rank in range(checkpoint.manifest.facts.world_size)]
 
 
 def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    """Return `OpenCheckpoint.trainer_state` with the states that each rank saved for itself. All ranks call it.
-
-    If these states differ only in numbers and lengths of lists, each rank reads those that it continues (``rank``,
-    ``rank + size``, ...; a new rank ``rank % saved``) and uses one of them for every other. All ranks then act alike on
-    them. Otherwise each rank reads all.
+    """Return `OpenCheckpoint.trainer_state` with the states that each rank saved for itself. Rank 0 reads them. All
+    ranks call it.
     """
     if not _has_own_states(checkpoint):
         return dict(checkpoint.trainer_state)
-    ranks, saved, doing = Ranks.of(), checkpoint.manifest.facts.world_size, f"reading {checkpoint.path}"
-    of, mine = range(ranks.rank % saved, saved, ranks.size), list[dict[str, Any]]()
+    ranks, states = Ranks.of(), list[dict[str, Any]]()
 
-    def read_mine() -> set[str]:
-        mine.extend(_own_states(checkpoint, of))
-        return {hashlib.sha256(repr(_outline(state)).encode()).hexdigest() for state in mine}
+    def read() -> None:
+        states.extend(_own_states(checkpoint))
 
-    if ranks.exchange(doing, read_mine, lambda found: [len(set.union(*found)) == 1] * ranks.size):
-        states = [mine[of.index(rank)] if rank in of else mine[0] for rank in range(saved)]
-    else:
-        states = ranks.agree(doing, lambda: _own_states(checkpoint, range(saved)))
-    run = {**checkpoint.trainer_state[layout.RUN_STATE], "ranks": states}
+    ranks.first(f"reading {checkpoint.path}", read)
+    run = {**checkpoint.trainer_state[layout.RUN_STATE], "ranks": ranks.broadcast(states)}
     return {**checkpoint.trainer_state, layout.RUN_STATE: run}
-
-
-def _outline(value: Any) -> Any:
-    """Return ``value`` without its numbers and the contents of lists."""
-    if isinstance(value, Mapping):
-        return {key: _outline(part) for key, part in value.items()}
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape)
-    return value if isinstance(value, (str, bool)) else isinstance(value, (list, tuple))
 
 
 @dataclass(frozen=True, kw_only=True)

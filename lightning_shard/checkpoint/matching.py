@@ -1,15 +1,12 @@
-"""Matching stored tensors and optimizers with live ones by name, with mismatches collected for one report."""
+"""Matching stored tensors with live ones by name, with all mismatches in one report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.manifest import Manifest
-from lightning_shard.checkpoint.optimizer_state import Group, kind_of
 from lightning_shard.checkpoint.state_dict import StateDict
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import LiveTensor
@@ -36,7 +33,7 @@ class Match:
     kept: list[str] = field(default_factory=list)  # missing too, but not asked for
     unexpected: list[str] = field(default_factory=list)
     doubles: list[tuple[str, str]] = field(default_factory=list)  # stored names of one live tensor: ignored, taken
-    reshaped: list[str] = field(default_factory=list)  # names with both shapes
+    reshaped: dict[str, str] = field(default_factory=dict)  # name of a live tensor to both shapes in words
     problems: list[str] = field(default_factory=list)  # other mismatches, in sentences
 
     def report_or_raise(
@@ -49,22 +46,18 @@ class Match:
                 f"{where} there is {listed(sorted(self.unexpected), most=20)}. {hint}".rstrip()
             )
         if self.reshaped or self.problems or (strict and (self.missing or self.unexpected)):
-            kinds = {f"missing in {where}": self.missing, f"unexpected in {where}": self.unexpected}
-            lines = [f"  {kind} ({len(keys)}): {listed(sorted(keys), most=20)}" for kind, keys in kinds.items() if keys]
+            shapes = [f"{name} {both}" for name, both in self.reshaped.items()]
+            kinds = (f"missing in {where}", self.missing), (f"unexpected in {where}", self.unexpected)
+            lines = [
+                f"{kind} ({len(keys)}): {listed(sorted(keys), most=20)}"
+                for kind, keys in (*kinds, ("of another shape", shapes))
+                if keys
+            ]
+            advice = f"{hint}strict=False (in a run strict_loading = False of the module) loads those that match."
             if self.reshaped:
-                lines.append(f"  of another shape ({len(self.reshaped)}):")
-                lines += [f"    {each}" for each in sorted(self.reshaped)[:10]]
-                lines += [f"    and {len(self.reshaped) - 10} more"] * (len(self.reshaped) > 10)
-            lines += [f"  {problem}" for problem in self.problems[:20]]
-            if self.reshaped and not self.problems:
-                lines += [
-                    "  Give these the shapes that were saved, or reshape the loaded tensors in on_load_checkpoint."
-                ]
-            elif not self.problems:
-                lines += [
-                    f"  {hint}strict=False (in a run strict_loading = False of the module) loads those that match."
-                ]
-            raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]))
+                advice = "Give these the shapes that were saved, or reshape the loaded tensors in on_load_checkpoint."
+            lines += self.problems[:20] or [advice]
+            raise CheckpointMismatchError("\n  ".join([f"{path} does not fit:", *lines]))
         return LoadReport(missing=(*self.missing, *self.kept), unexpected=tuple(self.unexpected))
 
 
@@ -84,7 +77,7 @@ def match_names(
             continue
         found.sources[name] = source
         if stored[source] != shape:
-            found.reshaped.append(f"{name} {stored[source]} there, {shape} here")
+            found.reshaped[name] = f"{stored[source]} there, {shape} here"
     for alias, name in aliases.items():
         source = found.sources.get(name)
         if source is not None and homes.get(alias, source) != source:
@@ -94,10 +87,14 @@ def match_names(
     return found
 
 
-Wanted = Mapping[str, Mapping[str, LiveTensor]]
-
-
-def match_keys(found: Manifest, state: StateDict, names: Names, wanted: Wanted, *, kept: set[str] | None) -> Match:
+def match_keys(
+    found: Manifest,
+    state: StateDict,
+    names: Names,
+    wanted: Mapping[str, Mapping[str, LiveTensor]],
+    *,
+    kept: set[str] | None,
+) -> Match:
     """Match the ``wanted`` tensors, by prefix and FQN. ``kept``: FQNs that may be missing, besides those whose digests
     are compared. None: any may be missing.
     """
@@ -115,16 +112,15 @@ def match_keys(found: Manifest, state: StateDict, names: Names, wanted: Wanted, 
             raise CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
     matched = match_names({key: tuple(tensor.shape) for key, tensor in live.items()}, aliases, stored, homes)
     own = {names.aliases.get(name, name) for name in state.kept}
-    for fqn in own:
-        if names.tensors[fqn].shape != (full := tuple(wanted[layout.MODEL_PREFIX][fqn].shape)):
-            matched.problems.append(
-                f"{fqn} was taken from the module's own state_dict(), which has no values of it under this engine: it "
-                f"has shape {full}. Compare with shapes that do not come from there, or delete the names"
-            )
+    matched.problems.extend(
+        f"{fqn} was taken from the module's own state_dict(), which has no values of it under this engine: delete the "
+        "name there"
+        for fqn in own
+        if names.tensors[fqn].shape != tuple(wanted[layout.MODEL_PREFIX][fqn].shape)
+    )
     if kept is not None:
-        digested = {
-            prefix + fqn for fqn in found.facts.frozen for prefix in (layout.MODEL_PREFIX, layout.AVERAGE_PREFIX)
-        }
+        prefixes = (layout.MODEL_PREFIX, layout.AVERAGE_PREFIX)
+        digested = {prefix + fqn for fqn in found.facts.frozen for prefix in prefixes}
         left = {layout.MODEL_PREFIX + fqn for fqn in own | kept}
         matched.kept.extend(key for key in matched.missing if key in left - digested)
         matched.missing[:] = [key for key in matched.missing if key not in left | digested]
@@ -142,28 +138,3 @@ def further_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
     return further
-
-
-_RULES = {"betas", "momentum", "alpha", "rho", "lambd", "etas", "step_sizes"}
-"""Hyperparameters that tell kinds of optimizers apart."""
-
-
-def other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[str, Any]) -> str | None:
-    """Say why the saved state belongs to another kind of optimizer than the live one. None if no difference shows."""
-    saved, here = described["class"].rpartition(".")[2][:100], kind_of(optimizer)
-    if saved == "unknown":  # another library's checkpoint
-        groups = (described["groups"], [group.settings for group in live])
-        then, now = (sorted({rule for group in part for rule in _RULES & group.keys()}) for part in groups)
-        if then == now or not described["groups"]:
-            return None
-        saved = f"one with {', '.join(then) or 'neither betas nor momentum'}"
-    else:
-        mro = [cls.__name__ for cls in type(optimizer).__mro__]
-        # A user's class may replace the class of torch that it derives from.
-        torchs = next(n for n, cls in enumerate(type(optimizer).__mro__) if cls.__module__.startswith("torch.optim"))
-        if saved in {here, *mro[: torchs + 1]}:
-            return None
-    return (
-        f"was {saved} and is {here} here: build the optimizer that was saved, or start from the weights alone "
-        "(load_from_checkpoint)"
-    )

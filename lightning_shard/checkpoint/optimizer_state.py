@@ -98,7 +98,7 @@ class Stepped:
     tensor: Tensor
     names: tuple[str, ...]  # FQNs of the parameters, frozen ones in the group too
     shapes: Mapping[str, tuple[int, ...]]  # FQN to full shape, of those that can have state
-    flat: Mapping[str, FlatMember] | None  # FQN to slice; None if the tensor is a module's parameter or DTensor
+    flat: Mapping[str, FlatMember] | None = None  # FQN to slice; None if the tensor is a module's parameter or DTensor
     new_slot: Callable[[str], Tensor] | None = None  # `FlatGroup.new_slot`
     elsewhere: bool = False  # True if another rank steps the full parameter and has all of its state
 
@@ -144,18 +144,15 @@ def _stepped(index: int, optimizer: AnyOptimizer, names: Names) -> Iterator[tupl
         for owned in optimizer.parameters:
             fqn, elsewhere = names.canonical(owned.fqn), owned.tensor is None
             tensor, shapes = torch.empty(0) if owned.tensor is None else owned.tensor, {fqn: tuple(owned.shape)}
-            yield owned.group, Stepped(tensor=tensor, names=(fqn,), shapes=shapes, flat=None, elsewhere=elsewhere)
+            yield owned.group, Stepped(tensor=tensor, names=(fqn,), shapes=shapes, elsewhere=elsewhere)
     else:
-        for position, settings in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(settings["params"]):
-                if (name := names.of(parameter)) is None:
-                    raise CheckpointError(
-                        f"optimizer {index} steps a parameter of shape {tuple(parameter.shape)} (group {position}, "
-                        f"position {place}) that the module does not have: make the optimizer from the module's "
-                        "parameters after the module was sharded"
-                    )
-                shapes = {name: tuple(parameter.shape)}
-                yield settings, Stepped(tensor=parameter, names=(name,), shapes=shapes, flat=None)
+        for settings, parameter in ((group, p) for group in optimizer.param_groups for p in group["params"]):
+            if (name := names.of(parameter)) is None:
+                raise CheckpointError(
+                    f"optimizer {index} steps a parameter of shape {tuple(parameter.shape)} that the module does not "
+                    "have: make the optimizer from the module's parameters after the module was sharded"
+                )
+            yield settings, Stepped(tensor=parameter, names=(name,), shapes={name: tuple(parameter.shape)})
 
 
 def optimizer_states(
@@ -226,16 +223,13 @@ def _check_shardable(name: SlotName, value: Any, shape: tuple[int, ...]) -> None
         if value.shape not in ((), shape):
             raise CheckpointError(unshardable(name, tuple(value.shape), tuple(shape)))
     elif any(isinstance(part, Tensor) for part in parts(value)):
-        raise CheckpointError(
-            f"{name.key} is a {type(value).__name__} of tensors; of a sharded parameter only scalars and tensors of "
-            "its shape can be saved: use an optimizer without it"
-        )
+        raise CheckpointError(unshardable(name, f"of a {type(value).__name__} of tensors", tuple(shape)))
 
 
-def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...]) -> str:
+def unshardable(name: SlotName, slot: object, parameter: tuple[int, ...]) -> str:
     return (
-        f"{name.key} has shape {slot}, its sharded parameter {parameter}: a slot that is neither a scalar nor of its "
-        "parameter's shape can't be sharded; use another optimizer, or replicate (DDP)"
+        f"{name.key} has shape {slot}, its parameter {parameter}: only scalars and tensors of the parameter's shape "
+        "can be sharded. Use another optimizer, or replicate (DDP)"
     )
 
 
@@ -279,12 +273,13 @@ def _refuse_inner(optimizer: Optimizer) -> None:
     held = list(vars(optimizer).values())
     held += [each for value in held if isinstance(value, list | tuple) for each in value]
     held += [each for value in held if isinstance(value, dict) for each in value.values()]
-    if other := [each for each in held if isinstance(each, Optimizer) and each.state is not optimizer.state]:
-        raise ConfigurationError(
-            f"the state of {kind_of(optimizer)} can't be saved: it steps {kind_of(other[0])}, an optimizer of its own, "
-            "whose state is not in its `state`, so that a resumed run would begin with an empty one. Use another "
-            "optimizer, let the two share their state, or save nothing (enable_checkpointing: false)."
-        )
+    for other in held:
+        if isinstance(other, Optimizer) and other.state is not optimizer.state:
+            raise ConfigurationError(
+                f"the state of {kind_of(optimizer)} can't be saved: it steps {kind_of(other)}, whose state is not in "
+                "its `state`, so that a resumed run would begin with an empty one. Use another optimizer, let the two "
+                "share their state, or save nothing (enable_checkpointing: false)."
+            )
 
 
 # Settings of the implementation of a step. Some devices lack them.
@@ -316,6 +311,16 @@ def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Mapping[str, Any
     return new.state.get(small, {}), apart
 
 
+def _attributes(optimizer: Optimizer) -> dict[str, str]:
+    return {
+        name: repr(value)
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_")
+        and name not in ("state", "param_groups", "defaults")
+        and isinstance(value, (int, float, Tensor, list, tuple, dict))
+    }
+
+
 def own_values(optimizers: Sequence[AnyOptimizer]) -> list[dict[str, Any]]:
     """Plain attributes of each optimizer, besides state and groups. Empty for libraries' own classes."""
     live = [flat.torch_optimizer(optimizer) for optimizer in optimizers]
@@ -328,18 +333,9 @@ def _own_values(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    if type(value) is dict:
-        return all(map(_is_plain, [*value, *value.values()]))
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
+    if type(value) in (dict, list, tuple):
+        return all(map(_is_plain, [*value, *value.values()] if type(value) is dict else value))
     return isinstance(value, bool | int | float | str | np.generic | None)
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, str]:
-    kept = ("state", "param_groups", "defaults")
-    plain = (int, float, Tensor, list, tuple, dict)
-    own = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k not in kept}
-    return {k: repr(v) for k, v in own.items() if isinstance(v, plain)}
 
 
 def kind_of(optimizer: Optimizer) -> str:

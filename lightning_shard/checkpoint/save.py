@@ -26,6 +26,7 @@ from lightning_shard.checkpoint.save_plan import SavePlanner, digests, live_valu
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.text import listed
 
 
 def digests_of_frozen(
@@ -89,17 +90,22 @@ class PendingSave:
     The save is complete or not made at all. Each box is written by one of the ranks that have it.
     """
 
-    def __init__(self, ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], planner: SavePlanner) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        path: AnyPath,
+        collect: Callable[[], Contents],
+        planner: SavePlanner,
+        convert: Callable[[Ranks], object] = lambda ranks: None,
+    ) -> None:
         """Agree with all ranks on the plan. All ranks call it. Rank 0's ``path`` counts.
 
-        ``collect`` returns the rank's contents without communication. CheckpointError, the same on every rank, if any
-        rank fails. An older checkpoint stays then.
+        ``collect`` returns the rank's contents without communication. ``convert`` turns the directory into another
+        form, on all ranks. CheckpointError, the same on every rank, if any rank fails. An older checkpoint stays then.
         """
-        self._token = layout.new_token()
+        self._token, self._convert = layout.new_token(), convert
         # Rank 0's ``trainer.pt``, and the state that this rank appends to its boxes.
         self._trainer_state = self._own_state = b""
-        # Turns the directory into another form. All ranks call it.
-        self.convert: Callable[[Ranks], object] = lambda ranks: None
 
         def collect_contents() -> bool:
             self.contents = collect()
@@ -120,32 +126,25 @@ class PendingSave:
     def write(self, ranks: Ranks, values: ReadBox) -> None:
         """Write the values and put the checkpoint in place. All of ``ranks`` call it. Errors as above."""
         with commit.deleted_on_failure(self._temporary, here=ranks.is_first):
-            written = ranks.collect(f"writing {self.target}", lambda: self._write_share(ranks.rank, values))
+            boxes = self.plan.mine
+            mine = partial(write_boxes, self._temporary, ranks.rank, boxes, values, self._own_state)
+            written = ranks.collect(f"writing {self.target}", mine)
             ranks.first(f"completing {self.target}", lambda: self._complete_directory(written))
-        self.convert(ranks)
-
-    def _write_share(self, rank: int, values: ReadBox) -> WrittenFiles:
-        written = write_boxes(self._temporary, rank, self.plan.mine, values, self._own_state)
-        if rank == 0:
-            entry = write_file(self._temporary / layout.TRAINER_STATE, self._trainer_state)
-            return replace(written, files={**written.files, layout.TRAINER_STATE: entry})
-        return written
+        self._convert(ranks)
 
     def _complete_directory(self, written: Sequence[WrittenFiles]) -> None:
-        """Write the metadata, then the manifest, and publish the directory. Rank 0 calls it."""
+        """Write the other files, the manifest last, and publish the directory. Rank 0 calls it."""
         plan = self.plan.of_all
         assert plan is not None
         files = {name: entry for part in written for name, entry in part.files.items()}
-        for name, data in describe_boxes(plan, written).items():
+        for name, data in {**describe_boxes(plan, written), layout.TRAINER_STATE: self._trainer_state}.items():
             files[name] = write_file(self._temporary / name, data)
         seen = commit.sizes(self._temporary)
-        for name, entry in files.items():
-            if seen.get(name) != entry.size:
-                found = f"has {seen[name]} bytes" if name in seen else "does not exist"
-                raise CheckpointError(
-                    f"a rank wrote {entry.size} bytes to {self._temporary / name}, but on rank 0 it {found}: save to "
-                    f"{common_to_all(self.target)}"
-                )
+        if lost := [name for name, entry in files.items() if seen.get(name) != entry.size]:
+            raise CheckpointError(
+                f"{listed(lost)} in {self._temporary} are missing or cut on rank 0, although all ranks have written "
+                f"theirs: save to {common_to_all(self.target)}"
+            )
         manifest = Manifest(
             facts=replace(self.contents.facts, world_size=len(written), versions=library_versions()),
             tensors={facts.key: TensorEntry(facts.shape, facts.dtype) for facts, _ in plan.tables},
@@ -184,12 +183,9 @@ def prepare_save(
 
     target, parts, skeleton = ranks.exchange(f"starting to save {path}", lambda: None, choose_paths)
     if skeleton is None:
-        pending = PendingSave(ranks, os.fspath(parts), collect, planner)
-        pending.convert = partial(_write_file, target, parts)
-    else:
-        pending = PendingSave(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), SavePlanner())
-        pending.convert = partial(write_hugging_face, target=target, parts=parts, skeleton=skeleton)
-    return pending
+        return PendingSave(ranks, os.fspath(parts), collect, planner, partial(_write_file, target, parts))
+    convert = partial(write_hugging_face, target=target, parts=parts, skeleton=skeleton)
+    return PendingSave(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), SavePlanner(), convert)
 
 
 def _write_file(target: Path, parts: Path, ranks: Ranks) -> None:

@@ -46,15 +46,11 @@ class OfferedState:
         names, given, self._given = fqns(self._module).tensors, self._given, {}
 
         def missing_names() -> list[str]:
-            if added := sorted(set(kept) - set(given)):
+            other = [name for name in kept if name not in given or not _is_the_same(kept[name], given[name])]
+            if other:
                 raise CheckpointError(
-                    f"on_save_checkpoint added {listed(added)} to the state_dict, but a checkpoint has the "
-                    "module's own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
-                )
-            if changed := [name for name in kept if not _is_the_same(kept[name], given[name])]:
-                raise CheckpointError(
-                    f"on_save_checkpoint replaced {listed(changed)} in the state_dict, but a checkpoint has the "
-                    "values of the module's own tensors. Change those, or put yours under a key of their own: "
+                    f"on_save_checkpoint added or replaced {listed(sorted(other))} in the state_dict, but a checkpoint "
+                    "has the module's own tensors there. Change their values, or put yours under a key of their own: "
                     "checkpoint['my_key'] = ..."
                 )
             return sorted(set(names) - set(kept))

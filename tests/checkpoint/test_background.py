@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from lightning_shard.checkpoint import background, save_plan
 from lightning_shard.checkpoint.background import HostBuffers, Saver, pinned_like
 from lightning_shard.checkpoint.files import tensor_files
-from lightning_shard.checkpoint.files.layout import leftovers
 from lightning_shard.checkpoint.files.manifest import Contents, Facts, is_checkpoint
 from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint
 from lightning_shard.errors import CheckpointError
 from lightning_shard.tensors.flat import FlatSlice, FlatTensor
-from tests.checkpoint.calls import FACTS, load_into
+from tests.checkpoint.calls import FACTS
 from tests.checkpoint.compare import stored
 from tests.harness import DistributedError, run_distributed
 
@@ -76,19 +75,13 @@ def test_what_is_written_are_the_values_at_the_call(tmp_path: Path, saver: Saver
     assert torch.load(path / "trainer.pt", weights_only=True)["list"] == [1]
 
 
-def test_who_reads_waits(tmp_path: Path, saver: Saver) -> None:
-    """In the same process, whoever it is: a load, a search for the newest, a look at the manifest."""
-    tensor = torch.zeros(3)
-    readers: list[Callable[[Path], Any]] = [
-        lambda path: load_into(path, {"model.w": torch.zeros(3)}),
-        open_checkpoint,
-        lambda path: find_checkpoints([path.parent], "mine").own[0],
-    ]
+def test_readers_wait(tmp_path: Path, saver: Saver) -> None:
+    readers = (open_checkpoint, lambda path: find_checkpoints([path.parent], "mine").own[0])
     for number, read in enumerate(readers):
         path = tmp_path / str(number) / "a.ckpt"
-        info = Facts(engine="test", policy="fp32", run={"name": "mine", "step": 1, "time": 0.0})
+        facts = Facts(engine="test", policy="fp32", run={"name": "mine", "step": 1, "time": 0.0})
+        state = Contents(tensors={"model.w": torch.zeros(3)}, trainer_state={}, facts=facts)
         with Gate() as gate:
-            state = Contents(tensors={"model.w": tensor}, trainer_state={}, facts=info)
             saver.save(str(path), lambda state=state: state, background=True)
             threading.Timer(0.05, gate.opened.set).start()
             read(path)
@@ -104,12 +97,8 @@ def test_nothing_old_is_removed_before_the_new_is_whole(tmp_path: Path, saver: S
         saver.remove_checkpoint(old)
         saver.link_checkpoint(new, last)
         saver.link_checkpoint(new, tmp_path / "first.ckpt")
-        # A second callback takes another name for its link, as where the first one's is there.
-        assert [saver.is_writing(tmp_path / name) for name in ("new.ckpt", "first.ckpt", "old.ckpt")] == [
-            True,
-            True,
-            False,
-        ]
+        assert [saver.is_writing(tmp_path / name) for name in ("new.ckpt", "first.ckpt")] == [True, True]
+        assert not saver.is_writing(old)
         assert is_checkpoint(old)
         assert is_checkpoint(last)
         assert not new.exists()
@@ -124,28 +113,7 @@ def test_nothing_old_is_removed_before_the_new_is_whole(tmp_path: Path, saver: S
     assert sorted(os.listdir(tmp_path)) == ["first.ckpt", "last.ckpt", "new.ckpt"]
 
 
-def test_a_failed_write_leaves_what_it_was_to_replace(tmp_path: Path, saver: Saver) -> None:
-    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
-    saver.save(str(old), of({"model.w": torch.zeros(3)}), background=False)
-    with Gate() as gate:
-        saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
-        saver.remove_checkpoint(old)
-        assert gate.reached.wait(60)
-        (temporary,) = leftovers(new.parent)
-        # As a cleaning script of the cluster would.
-        temporary.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"while writing .*new\.ckpt: FileNotFoundError|while completing"):
-        saver.finish_background_save()
-    saver.finish_background_save()
-    assert torch.equal(stored(old)["model.w"], torch.zeros(3))
-    assert not new.exists()
-    saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
-    saver.finish_background_save()
-    assert torch.equal(stored(new)["model.w"], torch.ones(3))
-
-
 def test_memory_that_is_mapped_from_files_is_copied_to_files(tmp_path: Path) -> None:
-    """As NVMe offload has it; the copy leaves no file behind."""
     tensor = torch.from_file(str(tmp_path / "slot"), shared=True, size=1 << 20).fill_(3.0)
     buffers = HostBuffers()
     part = {"whole": tensor, "half": tensor[: 1 << 19], "memory": torch.ones(4)}
@@ -205,46 +173,38 @@ def save_and_fail(folder: str, failing_rank: int, error: Exception) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("failing_rank", "error", "said"),
-    [
-        (1, OSError(28, "No space left on device"), "rank 1: OSError: [Errno 28] No space left on device"),
-        (0, PermissionError(13, "Permission denied"), "rank 0: PermissionError: [Errno 13] Permission denied"),
-        (1, MemoryError("of the host"), "rank 1: MemoryError: of the host"),
-    ],
+    ("failing_rank", "error"), [(1, OSError(28, "No space left on device")), (0, MemoryError("of the host"))]
 )
-def test_a_failure_is_raised_on_all_ranks_in_one_step(
-    tmp_path: Path, failing_rank: int, error: Exception, said: str
-) -> None:
+def test_a_failure_is_raised_on_all_ranks_in_one_step(tmp_path: Path, failing_rank: int, error: Exception) -> None:
     first, second = run_distributed(save_and_fail, 2, str(tmp_path), failing_rank, error)
     assert first == second
-    assert said in first["said"]
+    assert f"rank {failing_rank}: {type(error).__name__}: {error}" in first["said"]
     assert os.listdir(tmp_path) == ["old.ckpt"]
     open_checkpoint(tmp_path / "old.ckpt")
 
 
-def die_in_the_background(path: str, dying_rank: int) -> None:
+def die_in_the_background(path: str) -> None:
     def die(self: object, data: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
     saver = Saver()
-    if dist.get_rank() == dying_rank:
+    if dist.get_rank() == 0:
         tensor_files.HashedFile.write = die  # type: ignore[method-assign]
     saver.save(path, of(part_of(2.0)), background=True)
     saver.finish_background_save()
 
 
-@pytest.mark.parametrize("dying_rank", [0, pytest.param(1, marks=pytest.mark.matrix)])
-def test_a_rank_that_dies_fails_the_others(tmp_path: Path, dying_rank: int) -> None:
+def test_a_rank_that_dies_fails_the_others(tmp_path: Path) -> None:
     with pytest.raises(DistributedError) as caught:
-        run_distributed(die_in_the_background, 2, str(tmp_path / "a.ckpt"), dying_rank, timeout=60)
+        run_distributed(die_in_the_background, 2, str(tmp_path / "a.ckpt"), timeout=60)
     # A rank that waited for the dead one would be "did not end".
-    assert caught.value.failed == {dying_rank: "died", 1 - dying_rank: "CheckpointError"}
+    assert caught.value.failed == {0: "died", 1: "CheckpointError"}
     assert not is_checkpoint(tmp_path / "a.ckpt")
 
 
 def plans_of_saves(folder: str) -> list[int]:
-    """How often rank 0 has made a plan after each of several saves; one rank's part changes before the fourth."""
+    """How often rank 0 has made a plan after each of several saves; one rank's part changes before the third."""
     made: list[int] = []
     original = save_plan.divide_boxes
 
@@ -252,27 +212,25 @@ def plans_of_saves(folder: str) -> list[int]:
         made.append(1)
         return original(*args)
 
-    save_plan.divide_boxes = counted
     saver, rank, counts = Saver(), dist.get_rank(), []
 
     def flat(start: int, stop: int) -> FlatTensor:
         return FlatTensor((10,), torch.float32, [FlatSlice(torch.arange(start, stop).float(), start)])
 
-    try:
-        for number, border in enumerate([5, 5, 5, 7, 7]):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_plan, "divide_boxes", counted)
+        for number, border in enumerate([5, 5, 7]):
             part = flat(0, border) if rank == 0 else flat(border, 10)
             path = Path(folder) / f"{number}.ckpt"
             saver.save(str(path), of({"model.w": part}), background=number % 2 == 0)
             counts.append(len(made))
             saver.finish_background_save()
             assert torch.equal(stored(path)["model.w"], torch.arange(10.0))
-    finally:
-        save_plan.divide_boxes = original
     return counts
 
 
 def test_a_plan_is_kept_until_a_rank_is_cut_in_another_way(tmp_path: Path) -> None:
-    assert run_distributed(plans_of_saves, 2, str(tmp_path)) == [[1, 1, 1, 2, 2], [0] * 5]
+    assert run_distributed(plans_of_saves, 2, str(tmp_path)) == [[1, 1, 2], [0] * 3]
 
 
 def test_pinned_copies_share_slabs(monkeypatch: pytest.MonkeyPatch) -> None:

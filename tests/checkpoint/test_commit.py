@@ -66,22 +66,20 @@ def number_in(path: Path) -> float:
 def test_replacing_leaves_the_new_one_alone(tmp_path):
     path = tmp_path / "deep" / "a.ckpt"
     save_number(path, 1.0)
-    save_number(path, 2.0)
-    assert number_in(path) == 2.0
-    assert os.listdir(path.parent) == ["a.ckpt"]
-    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "boxes.bin", MANIFEST, "trainer.pt"]
-
-
-def test_the_next_save_removes_what_interrupted_ones_left(tmp_path):
-    path = tmp_path / "a.ckpt"
-    save_number(path, 1.0)
-    other = tmp_path / ".b.ckpt.tmp-1234"
+    other = path.parent / ".b.ckpt.tmp-1234"
     other.mkdir()
-    shutil.copytree(path, tmp_path / ".a.ckpt.tmp-0123")
-    (tmp_path / ".a.ckpt.old-0123").mkdir()
+    # as interrupted saves and removals leave them
+    shutil.copytree(path, path.parent / ".a.ckpt.tmp-0123")
+    (path.parent / ".a.ckpt.tmp-0123" / MANIFEST).unlink()
+    (path.parent / ".a.ckpt.old-0123").mkdir()
     save_number(path, 2.0)
     assert number_in(path) == 2.0
-    assert sorted(os.listdir(tmp_path)) == [".b.ckpt.tmp-1234", "a.ckpt"]
+    assert sorted(os.listdir(path.parent)) == [other.name, "a.ckpt"]
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "boxes.bin", MANIFEST, "trainer.pt"]
+    (path.parent / ".a.ckpt.tmp-0123").mkdir()
+    for _ in range(2):
+        commit.remove_checkpoint(path)
+        assert os.listdir(path.parent) == [other.name]
 
 
 WRITING = """
@@ -163,51 +161,21 @@ def test_half_written_is_no_checkpoint_and_is_replaced(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_no_checkpoint_is_said_so(tmp_path):
-    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
-        read_manifest(tmp_path / "a.ckpt")
-    (tmp_path / "file.ckpt").write_text("")
-    with pytest.raises(CheckpointNotFoundError, match=r"files\.ckpt\. Did you mean file\.ckpt"):
-        read_manifest(tmp_path / "files.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match="is a file"):
-        read_manifest(tmp_path / "file.ckpt")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("")
-    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
-        read_manifest(tmp_path / "folder")
-
-
-def test_a_directory_of_other_files_is_never_deleted(tmp_path):
-    notes = tmp_path / "work" / "notes.txt"
-    notes.parent.mkdir()
-    notes.write_text("mine")
-    for delete in (lambda: save_number(notes.parent, 1.0), lambda: commit.remove_checkpoint(notes.parent)):
-        with pytest.raises(CheckpointError, match="would delete them"):
-            delete()
-        assert notes.read_text() == "mine"
-    assert os.listdir(tmp_path) == ["work"]
-
-
-def test_a_checkpoint_that_torch_wrote_for_another_program_is_never_deleted(tmp_path):
-    path = tmp_path / "a.ckpt"
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
-    there = sorted(os.listdir(path))
-    for delete in (lambda: save_number(path, 1.0), lambda: commit.remove_checkpoint(path)):
-        with pytest.raises(CheckpointError, match="would delete them"):
-            delete()
-    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint: it has no manifest"):
-        read_manifest(path)
-    assert sorted(os.listdir(path)) == there
-
-
-def test_what_a_removal_left_in_any_state_is_removed(tmp_path):
-    path = tmp_path / "a.ckpt"
-    save_number(path, 1.0)
-    path.rename(tmp_path / ".a.ckpt.tmp-0123")
-    for name in (MANIFEST, "trainer.pt"):
-        (tmp_path / ".a.ckpt.tmp-0123" / name).unlink()
-    commit.remove_checkpoint(path)
-    assert os.listdir(tmp_path) == []
+def test_what_no_save_wrote_is_never_deleted(tmp_path):
+    """A directory of other files, and a checkpoint that torch wrote for another program."""
+    notes, torchs = tmp_path / "work", tmp_path / "a.ckpt"
+    notes.mkdir()
+    (notes / "notes.txt").write_text("mine")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=torchs, no_dist=True)
+    for path in (notes, torchs):
+        there = sorted(os.listdir(path))
+        for delete in (lambda path=path: save_number(path, 1.0), lambda path=path: commit.remove_checkpoint(path)):
+            with pytest.raises(CheckpointError, match="would delete them"):
+                delete()
+            assert sorted(os.listdir(path)) == there
+        with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint: it has no manifest"):
+            read_manifest(path)
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "work"]
 
 
 def test_a_file_or_a_link_at_the_path_is_replaced(tmp_path):
@@ -218,15 +186,6 @@ def test_a_file_or_a_link_at_the_path_is_replaced(tmp_path):
     assert number_in(tmp_path / "a.ckpt") == 1.0
     assert number_in(tmp_path / "last.ckpt") == 2.0
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "last.ckpt"]
-
-
-def test_remove(tmp_path):
-    path = tmp_path / "a.ckpt"
-    commit.remove_checkpoint(path)
-    save_number(path, 1.0)
-    (tmp_path / ".a.ckpt.tmp-0123").mkdir()
-    commit.remove_checkpoint(path)
-    assert os.listdir(tmp_path) == []
 
 
 def test_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
@@ -280,30 +239,6 @@ def test_the_path_names_a_whole_checkpoint_after_every_change_of_names(tmp_path,
     assert all(seen)
 
 
-def failing_save(path: str, failing_rank: int, how: str) -> str:
-    """Save with a failure on one rank; the error's type and text as this rank sees it."""
-    me = dist.get_rank() == failing_rank
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    state: dict[str, Any] = {"n": 2.0}
-    original = tensor_files.HashedFile.write
-    try:
-        if me and how == "too large":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        if me and how == "no space":
-            tensor_files.HashedFile.write = no_space  # type: ignore[method-assign]
-        if me and how == "interrupt":
-            tensor_files.HashedFile.write = interrupt  # type: ignore[method-assign]
-        if how == "state":
-            state["callbacks"] = {"MyCallback": {"folder": Path("/x"), "fine": 1}}
-        save_number(path, 2.0, size=5000, state=state)
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        tensor_files.HashedFile.write = original  # type: ignore[method-assign]
-    return "saved"
-
-
 def no_space(self: object, data: bytes) -> int:
     raise OSError(28, "No space left on device")
 
@@ -312,39 +247,42 @@ def interrupt(self: object, data: bytes) -> int:
     raise KeyboardInterrupt("stop")
 
 
-@pytest.mark.parametrize(
-    ("failing_rank", "how", "said"),
-    [
-        (1, "no space", r"CheckpointError: while writing .*a\.ckpt: rank 1: OSError: \[Errno 28\] No space left"),
-        (0, "no space", r"CheckpointError: while writing .*a\.ckpt: rank 0: OSError: \[Errno 28\] No space left"),
-        (1, "too large", r"CheckpointError: while writing .*a\.ckpt: rank 1: OSError: \[Errno 27\] File too large"),
-        (0, "state", r"CheckpointError: the trainer's state .*: callbacks/MyCallback/folder: pathlib\.PosixPath\. "),
-    ],
-)
-def test_a_failing_rank_fails_all_and_the_old_one_stays(tmp_path, failing_rank, how, said):
-    path = tmp_path / "a.ckpt"
-    run_distributed(save_number, 2, str(path), 1.0)
-    results = run_distributed(failing_save, 2, str(path), failing_rank, how)
-    assert results[0] == results[1]
-    assert re.match(said, results[0]), results[0]
+def failing_saves(folder: str) -> list[str]:
+    """What this rank says of saves that fail on one rank."""
+    said, limits, path = [], resource.getrlimit(resource.RLIMIT_FSIZE), f"{folder}/a.ckpt"
+    save_number(path, 1.0)
+    for failing_rank, write in ((1, no_space), (0, no_space), (1, interrupt), (1, None), (0, None)):
+        state: dict[str, Any] = {"n": 2.0}
+        if write is None and failing_rank == 1 == dist.get_rank():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        if write is None and failing_rank == 0:
+            state["callbacks"] = {"MyCallback": {"folder": Path("/x"), "fine": 1}}
+        with pytest.MonkeyPatch.context() as patch:
+            if write is not None and failing_rank == dist.get_rank():
+                patch.setattr(tensor_files.HashedFile, "write", write)
+            with pytest.raises(BaseException) as failure:  # noqa: PT011
+                save_number(path, 2.0, size=5000, state=state)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        said.append(f"{failure.type.__name__}: {failure.value}")
+    with pytest.raises(CheckpointError) as failure:
+        save_number(f"{folder}/a.ckpt/trainer.pt/b.ckpt", 1.0)
+    return [*said, str(failure.value)]
+
+
+def test_a_failing_rank_fails_all_and_the_old_one_stays(tmp_path):
+    first, second = run_distributed(failing_saves, 2, str(tmp_path))
+    assert [said for said in first if "Keyboard" not in said] == [said for said in second if "Keyboard" not in said]
+    for rank, said in ((1, first[0]), (0, first[1])):
+        wanted = rf"CheckpointError: while writing .*a\.ckpt: rank {rank}: OSError: \[Errno 28\] No space left"
+        assert re.match(wanted, said), said
+    assert second[2] == "KeyboardInterrupt: stop"
+    assert "rank 1: KeyboardInterrupt: stop" in first[2]
+    assert "rank 1: OSError: [Errno 27] File too large" in first[3]
+    wanted = r"CheckpointError: the trainer's state .*: callbacks/MyCallback/folder: pathlib\.PosixPath\. "
+    assert re.match(wanted, first[4]), first[4]
+    assert "rank 0: NotADirectoryError" in first[5]
     assert os.listdir(tmp_path) == ["a.ckpt"]
-    assert number_in(path) == 1.0
-
-
-def test_an_interrupted_rank_tells_the_others(tmp_path):
-    path = tmp_path / "a.ckpt"
-    results = run_distributed(failing_save, 2, str(path), 1, "interrupt")
-    assert results[1] == "KeyboardInterrupt: stop"
-    assert "rank 1: KeyboardInterrupt: stop" in results[0]
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_directory_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    results = run_distributed(failing_save, 2, str(tmp_path / "file" / "a.ckpt"), 0, "none")
-    assert results[0] == results[1]
-    assert "rank 0: " in results[0]
-    assert "Error" in results[0]
+    assert number_in(tmp_path / "a.ckpt") == 1.0
 
 
 def test_what_interrupted_removals_and_files_left_is_removed_by_the_next_save_or_by_hand(tmp_path):

@@ -18,18 +18,16 @@ from lightning_shard import registry
 from lightning_shard.checkpoint import save
 from lightning_shard.checkpoint.background import HostBuffers
 from lightning_shard.checkpoint.files import commit
-from lightning_shard.checkpoint.files.commit import wait_for_background_saves
 from lightning_shard.checkpoint.files.manifest import Manifest, read_manifest
 from lightning_shard.checkpoint.inspect import verify
+from tests.checkpoint.test_background_fits import Paced
 from tests.harness import DistributedError, run_distributed
 from tests.resume.test_resume import _assert_continues, _fit
 
 # Phase to what is called in it, and the rank that is killed. Files of a save, and its names, are rank 0's to change.
 PHASES: dict[str, tuple[Any, str, int]] = {
-    "a folder is made": (commit, "create_temporary", 0),
     "tensors are copied": (HostBuffers, "copy", 1),
     "tensors are written": (save, "write_boxes", 1),
-    "tensors are written by the first rank": (save, "write_boxes", 0),
     "the manifest is written": (Manifest, "to_json", 0),
     "names are exchanged": (commit, "_replace", 0),
     "leftovers are deleted": (commit, "_delete_leftovers", 0),
@@ -41,13 +39,6 @@ STEPS = 40
 
 def step_of(path: Path) -> int:
     return int(read_manifest(path).facts.run["step"])
-
-
-class Paced(pl.Callback):
-    """A save goes on beside one step, however fast steps are: the call has come long before `STEPS`."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        wait_for_background_saves()
 
 
 def killed_fit(folder: str, phase: str, after: bool) -> None:
@@ -102,10 +93,8 @@ def test_killed_in_a_phase(tmp_path: Path, whole_run: Any, phase: str, after: bo
 
 
 class Stops(pl.Callback):
-    """As the Trainer's timer does at ``max_time``."""
-
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.global_step == 2
+        trainer.should_stop = trainer.global_step == 2  # as the Trainer's timer does at ``max_time``
 
 
 def stopped_fit(folder: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +14,9 @@ from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatOptimizer, t
 from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.flat import Net, Run, build, flat_with, masters_of
 from tests.checkpoint.flat_runs import load_run, save_run
-from tests.checkpoint.test_flat import BEFORE
 from tests.harness import run_distributed
+
+STEPS = 3
 
 
 def small_flat(first: list[int], *, steps: int) -> Run:
@@ -24,138 +27,133 @@ def small_flat(first: list[int], *, steps: int) -> Run:
     values = torch.cat([p.detach().flatten() for p in parameters.values()])
     flat, members = flat_with(values[first[rank] : first[rank + 1]], first[rank], parameters)
     adam = torch.optim.Adam([flat], lr=0.1)
-    run = Run(
-        net, FlatOptimizer(optimizer=adam, groups=[FlatGroup(flat=flat, members=members, group=adam.param_groups[0])])
-    )
-    run.masters = masters_of(run.flats())
+    groups = [FlatGroup(flat=flat, members=members, group=adam.param_groups[0])]
+    run = Run(net, FlatOptimizer(optimizer=adam, groups=groups), masters_of(groups))
     for _ in range(steps if len(flat) else 0):
         flat.grad = values[first[rank] : first[rank + 1]] + 1
         adam.step()
     return run
 
 
-def save_small(path: str, first: list[int]) -> None:
-    run = small_flat(first, steps=4)
-    flat = run.flats()[0].flat
-    assert (flat in torch_optimizer(run.optimizer).state) == (len(flat) > 0)
-    save_run(run, path)
+def there_and_back(folder: str, firsts: list[list[int]]) -> list[dict[str, Tensor]]:
+    found = []
+    for number, first in enumerate(firsts):
+        save_run(small_flat(first, steps=4), f"{folder}/{number}.ckpt")
+        run = small_flat([0, 1, 1, 5], steps=0)
+        load_run(run, f"{folder}/{number}.ckpt")
+        found.append(run.values())
+    return found
 
 
-def load_small(path: str, first: list[int]) -> dict[str, Tensor]:
-    run = small_flat(first, steps=0)
-    load_run(run, path)
-    return run.values()
+def test_a_rank_without_elements_has_no_state_and_takes_none_away(tmp_path):
+    results = run_distributed(there_and_back, 3, str(tmp_path), [[0, 0, 1, 5], [0, 5, 5, 5], [0, 2, 5, 5]])
+    for number in range(3):
+        tensors = stored(tmp_path / f"{number}.ckpt")
+        assert {key for key in tensors if key.startswith("optimizer.")} == {
+            f"optimizer.0.{name}.{slot}" for name in ("scale", "row") for slot in ("step", "exp_avg", "exp_avg_sq")
+        }
+        assert tensors["optimizer.0.row.step"].item() == tensors["optimizer.0.scale.step"].item() == 4
+        for values in results:
+            assert_equal(values[number], tensors)
 
 
-@pytest.mark.parametrize("first", [[0, 0, 1, 5], [0, 5, 5, 5], [0, 2, 5, 5]])
-def test_a_rank_without_elements_has_no_state_and_takes_none_away(tmp_path, first):
-    path = str(tmp_path / "a.ckpt")
-    run_distributed(save_small, 3, path, first)
-    tensors = stored(path)
-    assert {key for key in tensors if key.startswith("optimizer.")} == {
-        f"optimizer.0.{name}.{slot}" for name in ("scale", "row") for slot in ("step", "exp_avg", "exp_avg_sq")
-    }
-    assert tensors["optimizer.0.row.step"].item() == tensors["optimizer.0.scale.step"].item() == 4
-    for values in run_distributed(load_small, 3, path, [0, 1, 1, 5]):
-        assert_equal(values, tensors)
-
-
-def save_uneven(path: str, skipped: int) -> None:
-    """A parameter that had no gradient in the first steps, or ever."""
-    save_run(build("whole", 0).step(skipped, skip=("body.bias",)).step(BEFORE - skipped), path)
-
-
-def try_to_load(form: str, path: str, strict: bool) -> tuple[str, bool, dict[str, Tensor]]:
-    run = build(form, 1).step(1)
-    before = run.values()
-    message = ""
-    try:
-        report = load_run(run, path, strict=strict)
-        message = str(report.missing)
-    except CheckpointMismatchError as error:
-        message = str(error)
-    after = run.values()
-    return message, all(torch.equal(after[key], before[key]) for key in before), after
-
-
-@pytest.mark.parametrize("form", ["stage 1", "stage 3"])
-def test_parameters_with_other_step_counts_do_not_share_a_flat_tensor(tmp_path, form):
-    path = str(tmp_path / "a.ckpt")
-    run_distributed(save_uneven, 1, path, 1)
-    for message, unchanged, _ in run_distributed(try_to_load, 2, form, path, False):
-        assert "step of optimizer 0 is 2.0 for body.bias and 3.0 for head.bias" in message
-        assert "ZeRO keeps one step per flat group" in message
-        assert unchanged
-    for message, unchanged, values in run_distributed(try_to_load, 2, "dtensor", path, True):
-        assert message == "()"
-        assert not unchanged
-        assert values["optimizer.0.body.bias.step"].item() == 2
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_parameter_without_state_begins_with_zeros_and_the_step_of_its_flat_tensor(tmp_path, strict):
-    path = str(tmp_path / "a.ckpt")
-    run_distributed(save_uneven, 1, path, BEFORE)
-    slots = [f"optimizer.0.body.bias.{slot}" for slot in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
-    for message, unchanged, values in run_distributed(try_to_load, 2, "stage 1", path, strict):
-        assert message == "()"
-        assert not unchanged
-        assert not any(values[slot].any() for slot in slots)
-        assert values["optimizer.0.head.bias.exp_avg"].any()
-        assert values["optimizer.0.body.bias.step"].item() == BEFORE
-    for message, _, values in run_distributed(try_to_load, 2, "dtensor", path, False):
-        assert message == "()"
-        assert slots[0] not in values
-        assert values["optimizer.0.head.bias.exp_avg"].any()
-
-
-def save_fewer(path: str) -> None:
+def save_all(folder: str) -> None:
+    """Full parameters, of which some had other steps than the rest."""
+    for name, skipped in (("uneven", 1), ("without", STEPS)):  # no gradient in the first steps, or ever
+        save_run(build("whole", 0).step(skipped, skip=("body.bias",)).step(STEPS - skipped), f"{folder}/{name}.ckpt")
     run = build("whole", 0)
     run.optimizer = torch.optim.AdamW([p for name, p in run.net.named_parameters() if name != "kernel"])
-    save_run(run.step(1), path)
-
-
-def test_a_parameter_that_was_not_stepped_is_missing(tmp_path):
-    path = str(tmp_path / "a.ckpt")
-    run_distributed(save_fewer, 1, path)
-    for message, unchanged, _ in run_distributed(try_to_load, 2, "stage 3", path, True):
-        assert "missing in the checkpoint (1): optimizer.0.kernel\n" in message
-        assert unchanged
-
-
-def save_thawed(path: str) -> None:
+    save_run(run.step(1), f"{folder}/fewer.ckpt")
     run = build("whole", 0)
     run.net.frozen.requires_grad_()
     run.net.frozen.grad = torch.ones_like(run.net.frozen)
     torch_optimizer(run.optimizer).step()
-    save_run(run, path)
+    save_run(run, f"{folder}/thawed.ckpt")
+    save_run(build("whole", 0), f"{folder}/none.ckpt")
 
 
-def load_frozen(path: str) -> tuple[str, tuple[str, ...]]:
-    run = build("stage 3", 1)
-    with pytest.raises(CheckpointMismatchError) as caught:
-        load_run(run, path)
-    return str(caught.value), load_run(run, path, strict=False).unexpected
+LOADS = [
+    ("stage 1", "uneven", False),
+    ("stage 3", "uneven", False),
+    ("dtensor", "uneven", True),
+    ("stage 1", "without", True),
+    ("stage 1", "without", False),
+    ("dtensor", "without", False),
+    ("stage 3", "fewer", True),
+    ("stage 3", "thawed", True),
+    ("stage 3", "thawed", False),
+    ("stage 1", "none", True),
+]
 
 
-def test_saved_state_of_a_parameter_that_is_frozen_now_is_unexpected(tmp_path):
-    path = str(tmp_path / "a.ckpt")
-    run_distributed(save_thawed, 1, path)
-    keys = tuple(f"optimizer.0.frozen.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step"))
-    for message, unexpected in run_distributed(load_frozen, 2, path):
-        assert f"unexpected in the checkpoint (3): {', '.join(keys)}" in message
-        assert unexpected == keys
+def load_all(folder: str) -> dict[Any, tuple[str, bool, dict[str, Tensor]]]:
+    """Form, checkpoint and ``strict`` to what is said, whether nothing changed, and the values."""
+    found = {}
+    for form, name, strict in LOADS:
+        run = build(form, 1).step(1)
+        before = run.values()
+        try:
+            report = load_run(run, f"{folder}/{name}.ckpt", strict=strict)
+            said = f"missing {report.missing} unexpected {report.unexpected}"
+        except CheckpointMismatchError as error:
+            said = str(error)
+        after = run.values()
+        unchanged = after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+        found[form, name, strict] = said, unchanged, after
+    return found
 
 
-def test_no_state_at_all_drops_the_live_state(tmp_path):
-    assert run_distributed(state_after_loading_none, 2, str(tmp_path / "a.ckpt")) == [0, 0]
+NOTHING = "missing () unexpected ()"
 
 
-def state_after_loading_none(path: str) -> int:
-    save_run(build("whole", 0), path)
-    run = build("stage 1", 1).step(1)
-    load_run(run, path)
-    return len(torch_optimizer(run.optimizer).state)
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("loaded")
+    save_all(str(folder))
+    return run_distributed(load_all, 2, str(folder))
+
+
+def test_parameters_with_other_step_counts_do_not_share_a_flat_tensor(loaded):
+    for found in loaded:
+        for form in ("stage 1", "stage 3"):
+            said, unchanged, _ = found[form, "uneven", False]
+            assert "step of optimizer 0 is 2.0 for body.bias and 3.0 for head.bias" in said
+            assert "ZeRO keeps one step per flat group" in said
+            assert unchanged
+        said, _, values = found["dtensor", "uneven", True]
+        assert said == NOTHING
+        assert values["optimizer.0.body.bias.step"].item() == 2
+
+
+def test_a_parameter_without_state_begins_with_zeros_and_the_step_of_its_flat_tensor(loaded):
+    slots = [f"optimizer.0.body.bias.{slot}" for slot in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+    for found in loaded:
+        for strict in (True, False):
+            said, unchanged, values = found["stage 1", "without", strict]
+            assert said == NOTHING
+            assert not unchanged
+            assert not any(values[slot].any() for slot in slots)
+            assert values["optimizer.0.head.bias.exp_avg"].any()
+            assert values["optimizer.0.body.bias.step"].item() == STEPS
+        said, _, values = found["dtensor", "without", False]
+        assert said == NOTHING
+        assert slots[0] not in values
+        assert values["optimizer.0.head.bias.exp_avg"].any()
+
+
+def test_other_parameters_than_were_stepped(loaded):
+    keys = ", ".join(f"optimizer.0.frozen.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step"))
+    for found in loaded:
+        said, unchanged, _ = found["stage 3", "fewer", True]
+        assert "missing in the checkpoint (1): optimizer.0.kernel\n" in said
+        assert unchanged
+        assert f"unexpected in the checkpoint (3): {keys}" in found["stage 3", "thawed", True][0]
+        assert keys in found["stage 3", "thawed", False][0].replace("'", "")
+
+
+def test_no_state_at_all_drops_the_live_state(loaded):
+    for found in loaded:
+        assert not [key for key in found["stage 1", "none", True][2] if key.startswith("optimizer.")]
 
 
 def refused(path: str) -> list[str]:
@@ -183,7 +181,7 @@ def refused(path: str) -> list[str]:
 def test_what_can_not_be_saved_is_refused_by_name(tmp_path):
     for slot, history, name, master in run_distributed(refused, 2, str(tmp_path / "a.ckpt")):
         assert "optimizer.0.embed.weight.rows has shape (7, 5)" in slot
-        assert "optimizer.0.embed.weight.history is a list of tensors" in history
+        assert "optimizer.0.embed.weight.history has shape of a list of tensors" in history
         assert name == master
         assert "the module has no parameter 'module.body.weight'. Did you mean" in name
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Checkpoints with changed manifests, metadata, states and files, through every reader.
+"""Checkpoints with changed manifests, boxes, states and files, through every reader.
 
 Each is read, or refused in a sentence, at once and in the memory of a small file.
 """
@@ -6,15 +6,10 @@ Each is read, or refused in a sentence, at once and in the memory of a small fil
 from __future__ import annotations
 
 import copy
-import hashlib
-import io
-import json
 import os
-import pickle
 import resource
 import shutil
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from lightning_shard.checkpoint.files.boxes import DecodedBoxes, encode_boxes
-from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, _digest, read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.foreign.hugging_face_folders import export
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
@@ -34,6 +29,7 @@ from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import FACTS, load_module, save_module
 from tests.checkpoint.nets import build, step
+from tests.checkpoint.test_safety import forge, rewrite
 
 MOST_BYTES = 300 << 20
 BIG = [2**31, 2**33, 2**62, 2**63, 2**70]
@@ -41,9 +37,7 @@ TEXTS = ["", "x", "../x", "/etc/hostname", "a\0b", "model.x", "x" * 10_000, "flo
 DEEP: Any = []
 for _ in range(500):
     DEEP = [DEEP]
-VALUES = [None, True, -1, 0, 1, *BIG, -(2**63), 1.5, float("nan"), float("inf"), *TEXTS, [], {}, [[]], {"a": {}}, DEEP]
-
-
+VALUES = [None, True, -1, 0, 1, *BIG, -(2**63), 1.5, float("nan"), float("inf"), *TEXTS, [], {}, [[]], {"a": {}}]
 OWN = {"rng": {"torch": torch.ones(3)}, "metrics": {}, "loaders": [{"at": (5, 6)}]}
 
 
@@ -69,7 +63,6 @@ def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """The same with another value there; `places`."""
     if not path:
         return value
     key, *rest = path
@@ -89,86 +82,24 @@ def mangled(draw: Callable[..., Any], data: bytes) -> bytes:
     """Bytes changed, put in, repeated or left out."""
     at = draw(st.integers(0, len(data) - 1))
     count = draw(st.sampled_from([0, 1, 1, 4, 1000]))
-    # Opcodes of pickles, each with an argument that is too large.
-    new = draw(
-        st.sampled_from([b"", b"\x85" * 300, b"2\x86" * 40, b"0", b"r\xff\xff\xff\x0f", b"\x8d" + b"\xff" * 8, b"h\0"])
-    )
-    return data[:at] + (new or draw(st.binary(max_size=8))) + data[at + count :]
+    return data[:at] + draw(st.binary(max_size=8)) + data[at + count :]
 
 
-def zipped(data: bytes, change: Callable[[bytes], bytes], method: int) -> bytes:
-    """A file of torch.save whose pickle is another one."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w", method) as new:
-        for info in old.infolist():
-            new.writestr(
-                info.filename, change(old.read(info)) if info.filename.endswith("data.pkl") else old.read(info)
-            )
-    return made.getvalue()
-
-
-def attributes(value: Any) -> Any:
-    """The records of torch's metadata as a tree for `changed`; `records` makes them of it again."""
-    if isinstance(value, dict):
-        return {"dict": [[attributes(key), attributes(part)] for key, part in value.items()]}
-    if isinstance(value, list) or type(value) is tuple:
-        return [attributes(part) for part in value]
-    if hasattr(value, "__dict__"):
-        return {"class": type(value), "state": {k: attributes(v) for k, v in vars(value).items()}}
-    return value
-
-
-def records(value: Any) -> Any:
-    if isinstance(value, list):
-        return [records(part) for part in value]
-    if isinstance(value, dict) and set(value) == {"dict"} and isinstance(value["dict"], list):
-        return {
-            key if isinstance(key := records(k), str) or hasattr(key, "fqn") else str(key): records(v)
-            for k, v in value["dict"]
-        }
-    if isinstance(value, dict) and isinstance(value.get("class"), type) and isinstance(value.get("state"), dict):
-        made = object.__new__(value["class"])
-        for name, part in value["state"].items():
-            object.__setattr__(made, name, records(part))
-        return made
-    return value
-
-
-def signed(path: Path, version: int = FORMAT_VERSION) -> None:
-    """Make the manifest agree with the files, as who can write the directory may."""
-    fields = json.loads((path / "manifest.json").read_text())
-    fields.pop("digest")
-    fields["format_version"] = version
-    for name, entry in fields["files"].items():
-        data = (path / name).read_bytes()
-        entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
-    (path / "manifest.json").write_text(json.dumps({**fields, "digest": _digest(fields)}))
-
-
-def ends_with(file: Path, own: bytes, off: int) -> None:
-    """Put the state of a rank at a file's end, with a length that is ``off``."""
+def ends_with(file: Path, own: bytes) -> None:
+    """Put the state of a rank at a file's end."""
     data = file.read_bytes()
-    boxes = data[: -8 - int.from_bytes(data[-8:], "little")]
-    file.write_bytes(boxes + own + (len(own) + off).to_bytes(8, "little"))
+    forge(
+        file.parent, file.name, data[: -8 - int.from_bytes(data[-8:], "little")] + own + len(own).to_bytes(8, "little")
+    )
 
 
 def change(draw: Callable[..., Any], folder: Path) -> None:
     """Change one of the files."""
     path = folder / "a.ckpt"
-    kind = draw(
-        st.sampled_from(["manifest", "metadata", "boxes", "state", "own", "bytes", "pickle", "one file", "special"])
-    )
+    kind = draw(st.sampled_from(["manifest", "boxes", "state", "bytes", "one file", "special"]))
+    names = sorted(entry.name for entry in path.iterdir())
     if kind == "manifest":
-        fields = mutated(draw, json.loads((path / "manifest.json").read_text()), VALUES)
-        if isinstance(fields, dict):
-            fields.pop("digest", None)
-            text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-            fields["digest"] = hashlib.sha256(text.encode()).hexdigest()
-        (path / "manifest.json").write_text(json.dumps(fields))
-    elif kind == "metadata":
-        tree = attributes(pickle.loads((path / ".metadata").read_bytes()))
-        (path / ".metadata").write_bytes(pickle.dumps(records(mutated(draw, tree, VALUES))))
-        signed(path, version=1)
+        rewrite(path, lambda fields: mutated(draw, fields, [*VALUES, DEEP]))
     elif kind == "boxes":
         found = DecodedBoxes((path / "boxes.bin").read_bytes(), read_manifest(path))
         tables = [found[key].rows.copy() for key in sorted(found)]
@@ -176,35 +107,27 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
             numbers = draw(st.sampled_from(tables)).reshape(-1)
             at = draw(st.integers(0, len(numbers) - 1))
             numbers[at] = draw(st.sampled_from([-1, 0, 1, 7, numbers[at] ^ 1, *BIG[:3], -(2**63), 2**63 - 1]))
-        (path / "boxes.bin").write_bytes(encode_boxes(tables))
-        signed(path)
-    elif kind in ("state", "own"):
-        others = [value for value in VALUES if value is not DEEP] + [torch.ones(1).expand(2**40), torch.ones(2, 2)]
-        if kind == "state":
-            torch.save(mutated(draw, torch.load(path / "trainer.pt", weights_only=True), others), path / "trainer.pt")
-        else:
-            torch.save(mutated(draw, OWN, others), made := io.BytesIO())
-            ends_with(path / "__0_0.distcp", made.getvalue(), draw(st.sampled_from([0, 0, 0, -1, 1, *BIG[:3]])))
-        signed(path)
+        forge(path, "boxes.bin", encode_boxes(tables))
+    elif kind == "state":
+        others = [*VALUES, torch.ones(1).expand(2**40), torch.ones(2, 2)]
+        torch.save(mutated(draw, torch.load(path / "trainer.pt", weights_only=True), others), folder / "state")
+        forge(path, "trainer.pt", (folder / "state").read_bytes())
     elif kind == "bytes":
-        file = path / draw(st.sampled_from(sorted(entry.name for entry in path.iterdir())))
-        file.write_bytes(mangled(draw, file.read_bytes()))
-        if file.name != "manifest.json":
-            signed(path, version=1 if file.name == ".metadata" else FORMAT_VERSION)
-    elif kind in ("pickle", "one file"):
-        file = path / "trainer.pt" if kind == "pickle" else folder / "b.ckpt"
-        method = draw(st.sampled_from([zipfile.ZIP_STORED] * 4 + [zipfile.ZIP_DEFLATED]))
-        file.write_bytes(zipped(file.read_bytes(), lambda data: mangled(draw, data), method))
-        signed(path)
+        file = path / draw(st.sampled_from(names))
+        data = mangled(draw, file.read_bytes())
+        file.write_bytes(data)
+        if file.name not in ("manifest.json", ".metadata"):
+            forge(path, file.name, data)
+    elif kind == "one file":
+        (folder / "b.ckpt").write_bytes(mangled(draw, (folder / "b.ckpt").read_bytes()))
     else:
-        file = path / draw(st.sampled_from(sorted(entry.name for entry in path.iterdir())))
+        file = path / draw(st.sampled_from(names))
         file.unlink()
-        make = draw(st.sampled_from([os.mkfifo, os.mkdir, lambda f: os.symlink("/dev/zero", f), lambda f: None]))
-        make(file)
+        draw(st.sampled_from([os.mkfifo, os.mkdir, lambda f: os.symlink("/dev/zero", f), lambda f: None]))(file)
 
 
 def read_by_all(folder: Path) -> list[str]:
-    """What of `folder` could be read; anything but a sentence of refusal is raised."""
+    """Names of readers that could read it. Anything but a sentence of refusal is raised."""
     path, done, lengths = folder / "a.ckpt", list[str](), [0]
     readers: dict[str, Callable[[], Any]] = {
         "load": lambda: load(path),
@@ -254,21 +177,17 @@ def fuzz(good: Path, folder: Path, examples: int) -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < MOST_BYTES
 
 
-def test_what_is_not_changed_is_read_by_all(good: Path, tmp_path: Path) -> None:
+def test_changed_checkpoints(good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "a")
     assert len(read_by_all(tmp_path / "a")) == 9
-
-
-def test_changed_checkpoints(good: Path, tmp_path: Path) -> None:
-    fuzz(good, tmp_path / "a", 25)
+    fuzz(good, tmp_path / "a", 10)
 
 
 def test_a_tensor_of_a_rank_that_repeats_its_values_is_refused(good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "a")
     path = tmp_path / "a" / "a.ckpt"
-    torch.save({**OWN, "rng": torch.ones(1).expand(2**40)}, made := io.BytesIO())
-    ends_with(path / "__0_0.distcp", made.getvalue(), 0)
-    signed(path)
+    torch.save({**OWN, "rng": torch.ones(1).expand(2**40)}, tmp_path / "own")
+    ends_with(path / "__0_0.distcp", (tmp_path / "own").read_bytes())
     with pytest.raises(CheckpointError, match="a tensor of many more"):
         with_own_states(open_checkpoint(path))
 

@@ -53,21 +53,19 @@ def test_values_are_plain_and_what_can_not_be_saved_is_named() -> None:
 
 
 class Templated(TinyLM):
-    def __init__(self, net: Any = None, kind: Any = None, folder: Any = None, config: Any = None) -> None:
+    def __init__(self, net: Any = None, config: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
 
 
 def _fit(folder: str) -> tuple[list[str], dict[str, Any]]:
-    module = Templated(net=nn.Linear(2, 2), kind=Kind.SMALL, folder=Path("here"), config=GIVEN["config"])
-    saves = ModelCheckpoint(folder, "one")
+    module, saves = Templated(net=nn.Linear(2, 2), config=GIVEN["config"]), ModelCheckpoint(folder, "one")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = quiet_trainer(strategy="shard_fsdp", max_steps=1, enable_checkpointing=True, callbacks=[saves])
+        trainer = quiet_trainer(strategy="shard_ddp", max_steps=1, enable_checkpointing=True, callbacks=[saves])
         trainer.fit(module, loader())
     said = [text for warning in caught if "without the hyperparameters" in (text := str(warning.message))]
-    read = load_from_checkpoint(Templated, f"{folder}/one.ckpt", net=None)
-    return said, dict(read.hparams)
+    return said, dict(load_from_checkpoint(Templated, f"{folder}/one.ckpt", net=None).hparams)
 
 
 def test_a_templates_fit_begins_and_says_once_what_a_reader_must_give(tmp_path: Path) -> None:
@@ -75,4 +73,4 @@ def test_a_templates_fit_begins_and_says_once_what_a_reader_must_give(tmp_path: 
     assert len(said) == 1
     assert "without the hyperparameters net, which" in said[0]
     assert none == []
-    assert read == {"net": None, "kind": "SMALL", "folder": "here", "config": PLAIN["config"]}
+    assert read == {"net": None, "config": PLAIN["config"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.files.manifest import Facts, read_manifest
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
 from lightning_shard.errors import (
@@ -18,8 +18,6 @@ from lightning_shard.errors import (
     CheckpointNotFoundError,
 )
 from tests.checkpoint.calls import save_tensors
-
-# Inspecting and verifying
 
 
 def test_describe_names_what_is_there(trained: Path) -> None:
@@ -30,9 +28,8 @@ def test_describe_names_what_is_there(trained: Path) -> None:
         "AdamW",
         "dtypes as measured: not recorded",
         "model.frozen                          3x5                         bfloat16  30",
-        "model.count                           scalar",
         "model.head.weight                     tied to model.embed.weight",
-        "9 tensors of the model with 96 elements, 18 of optimizers; 1,018 bytes",
+        "9 tensors of the model with 96 elements, 18 of optimizers, 0 averages; 1,018 bytes",
     ):
         assert part in text, part
 
@@ -60,19 +57,16 @@ def test_verify_names_every_damaged_file(trained: Path) -> None:
     assert len(lines) == 3
 
 
-def test_verify_finds_each_flipped_and_missing_byte(tmp_path: Path) -> None:
+def test_verify_finds_flipped_and_missing_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save_tensors(path, {"model.w": torch.ones(3)}, trainer_state={"epoch": 1})
     for file in sorted(path.iterdir()):
         original = file.read_bytes()
-        for position in [*range(0, len(original), 37), len(original) - 1]:
-            damaged = bytearray(original)
-            damaged[position] ^= 1 << position % 8
-            file.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=re.escape(file.name)):
-                verify(path)
-        for length in (0, 1, len(original) // 2, len(original) - 1):
-            file.write_bytes(original[:length])
+        flipped = [bytearray(original) for _ in range(0, len(original) - 1, 37)]
+        for number, damaged in enumerate(flipped):
+            damaged[37 * number] ^= 1 << number % 8
+        for changed in (*flipped, b"", original[: len(original) // 2]):
+            file.write_bytes(changed)
             with pytest.raises(CheckpointError, match=re.escape(file.name)):
                 verify(path)
         file.write_bytes(original)
@@ -93,10 +87,9 @@ def test_verify_of_one_file_checks_its_records(tmp_path: Path, trained: Path) ->
         path.write_bytes(damaged)
         with pytest.raises(CheckpointCorruptError, match=rf"full\.ckpt is damaged: .*{re.escape(info.filename)}"):
             verify(path)
-    for length in (0, 100, len(original) // 2, len(original) - 1):
-        path.write_bytes(original[:length])
-        with pytest.raises(CheckpointError, match=r"full\.ckpt is (damaged|no whole file)"):
-            verify(path)
+    path.write_bytes(original[:-1])
+    with pytest.raises(CheckpointError, match=r"full\.ckpt is (damaged|no whole file)"):
+        verify(path)
 
 
 def test_verify_of_one_file_opens_it(tmp_path: Path) -> None:
@@ -111,20 +104,21 @@ def test_verify_of_one_file_opens_it(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    for look in (verify, open_any):
-        with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
-            look(tmp_path / "nothing")
-        with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
-            look(tmp_path)
     weights, run = tmp_path / "exported", tmp_path / "run"
     for folder in (weights, run / "checkpoints"):
         folder.mkdir(parents=True)
     (weights / "model.safetensors").touch()
     (run / "checkpoints" / "last.ckpt").touch()
+    (tmp_path / "link.ckpt").symlink_to("3.ckpt")
     for path, told in (
+        (run / "nothing", "there is no checkpoint at"),
+        (run / "checkpoints" / "lust.ckpt", "lust.ckpt. Did you mean last.ckpt"),
+        (tmp_path / "link.ckpt", "link.ckpt is a link to 3.ckpt, where there is no checkpoint"),
         (weights, f"weights alone, from which none resumes: callbacks.PretrainedWeights('{weights}') loads them"),
         (weights / "model.safetensors", "It has weights alone, from which none resumes"),
         (run, f"It is a folder with checkpoints. The newest: ckpt_path='{run}/checkpoints/last.ckpt'"),
     ):
         with pytest.raises(CheckpointNotFoundError, match=re.escape(told)):
             open_any(path)
+    with pytest.raises(CheckpointNotFoundError, match="is a file"):
+        read_manifest(run / "checkpoints" / "last.ckpt")

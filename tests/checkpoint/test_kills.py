@@ -32,26 +32,25 @@ def die(self: object, data: bytes) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("dying_rank", [0, 1])
+@pytest.mark.parametrize("dying_rank", sampled([0, 1], 1))
 def test_a_rank_that_dies_fails_the_others_and_the_old_one_stays(tmp_path, dying_rank):
     path = tmp_path / "a.ckpt"
-    run_distributed(save_number, 2, str(path), 1.0)
+    save_number(path, 1.0)
     with pytest.raises(DistributedError) as caught:
         run_distributed(die_while_saving, 2, str(path), dying_rank, timeout=60)
     # A rank that waited for the dead one would be "did not end".
     assert caught.value.failed == {dying_rank: "died", 1 - dying_rank: "CheckpointError"}
     assert "lost contact with another rank" in str(caught.value)
     assert number_in(path) == 1.0
-    run_distributed(save_number, 2, str(path), 3.0)
+    save_number(path, 3.0)
     assert number_in(path) == 3.0
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def save_until_killed(path: str, rounds: int, seed: int, background: bool) -> None:
-    """Fork a process that saves without end and kill it at a random moment, `rounds` times."""
+def save_until_killed(path: str, rounds: int) -> None:
+    """Fork a process that saves without end in the background, and kill it at a random moment, ``rounds`` times."""
     torch.set_num_threads(1)
-    chance = random.Random(seed)
-    number = 0.0
+    chance, number = random.Random(0), 0.0
     for _ in range(rounds):
         ready, tell = os.pipe()
         child = os.fork()
@@ -61,8 +60,8 @@ def save_until_killed(path: str, rounds: int, seed: int, background: bool) -> No
             while True:
                 os.write(tell, b"%d\n" % int(number + 1.0))
                 number += 1.0
-                # In the background it is the one before that is whole when it returns.
-                save_number(path, number + 1.0, size=20_000, saver=saver, background=background)
+                # The one before is whole when this returns.
+                save_number(path, number + 1.0, size=20_000, saver=saver, background=True)
         os.close(tell)
         lines = os.read(ready, 1)  # it has saved at least once and is in the midst of the next
         time.sleep(chance.uniform(0.0, 0.03))
@@ -71,33 +70,17 @@ def save_until_killed(path: str, rounds: int, seed: int, background: bool) -> No
         while part := os.read(ready, 1 << 16):
             lines += part
         os.close(ready)
-        found = number_in(Path(path))
-        # Numbers are told after the save: the one that was not told yet may be in place already.
-        told = max(float(line) for line in lines.split())
-        if background:
-            assert told - 1.0 <= found <= told + 1.0, (told, found)
-        else:
-            assert told <= found <= told + 1.0, (told, found)
-        number = found
+        number, told = number_in(Path(path)), max(float(line) for line in lines.split())
+        assert told - 1.0 <= number <= told + 1.0, (told, number)
 
 
-def kill(tmp_path: Path, rounds: int, background: bool) -> None:
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(3, marks=pytest.mark.matrix), pytest.param(100, marks=pytest.mark.soak)]
+)
+def test_killed_at_random_moments_a_whole_one_is_there(tmp_path, rounds):
     path = tmp_path / "a.ckpt"
-    call = f"f({str(path)!r}, {rounds}, 0, {background})"
-    code = f"from tests.checkpoint.test_kills import save_until_killed as f; {call}"
+    code = f"from tests.checkpoint.test_kills import save_until_killed as f; f({str(path)!r}, {rounds})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path, timeout=120 + 6 * rounds)
     save_number(path, 1.0)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt"]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("background", sampled([False, True], 1))
-def test_killed_at_random_moments_a_whole_one_is_there(tmp_path, background):
-    kill(tmp_path, 3, background)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("background", [False, True])
-def test_killed_a_hundred_times(tmp_path, background):
-    kill(tmp_path, 100, background)

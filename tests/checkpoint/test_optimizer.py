@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.inspect import open_any
@@ -51,10 +50,9 @@ def test_other_groups_than_were_saved_are_refused(tmp_path):
     net = Net()
     one = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     two = torch.optim.SGD([{"params": named(net, "weight")}, {"params": named(net, "bias", "scale")}], lr=0.1)
-    trained(net, [one, two])
-    for saved, own, said in ((one, two, "group 1 .* a group that is several here"), (two, one, "group 0 .* several")):
+    for saved, own, group in ((one, two, 1), (two, one, 0)):
         save_module(tmp_path / "a.ckpt", module=net, optimizers=[saved])
-        with pytest.raises(CheckpointMismatchError, match=said):
+        with pytest.raises(CheckpointMismatchError, match=f"group {group} .* grouped in another way"):
             load_module(tmp_path / "a.ckpt", module=net, optimizers=[own])
 
 
@@ -116,24 +114,11 @@ def test_state_follows_its_parameter_to_another_dtype(tmp_path):
     assert torch.equal(other.weight, net.weight.float())
 
 
-def test_an_optimizer_that_has_not_stepped(tmp_path):
-    net = Net()
-    adam = torch.optim.AdamW(net.parameters(), lr=0.5)
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
-    trained(net, [adam])
-    load_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
-    assert not adam.state
-
-
 def test_an_optimizer_over_foreign_parameters_is_an_error(tmp_path):
     net = nn.Linear(2, 3)
     adam = torch.optim.AdamW([*net.parameters(), nn.Parameter(torch.ones(7))])
-    for use in (
-        lambda: live(net, [adam]),
-        lambda: save_module(tmp_path / "a", module=net, optimizers=[adam]),
-    ):
-        with pytest.raises(CheckpointError, match=r"parameter of shape \(7,\) \(group 0, position 2\) that the module"):
-            use()
+    with pytest.raises(CheckpointError, match=r"parameter of shape \(7,\) that the module does not have"):
+        save_module(tmp_path / "a", module=net, optimizers=[adam])
 
 
 def test_optimizers_that_do_not_fit(tmp_path):
@@ -166,47 +151,40 @@ def sharded(slot: Any, rows: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]
     return net, sgd
 
 
-def save_slot(path: str, slot: Any) -> str:
-    net, sgd = sharded(slot)
-    try:
-        save_module(path, module=net, optimizers=[sgd])
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
-
-
-def load_slot(path: str, rows: int = 4) -> str:
-    net, sgd = sharded(None, rows)
-    try:
-        load_module(path, module=net, optimizers=[sgd])
-    except CheckpointMismatchError as error:
-        return str(error)
-    assert isinstance(net.weight, DTensor)
-    return "loaded"
+def refusals(folder: str) -> list[str]:
+    """Of slots that can't be cut: saved, and loaded from a checkpoint of replicated parameters."""
+    said = []
+    for slot in (torch.ones(4), [torch.ones(4)]):
+        net, sgd = sharded(slot)
+        with pytest.raises(CheckpointError) as refusal:
+            save_module(f"{folder}/b.ckpt", module=net, optimizers=[sgd])
+        said.append(str(refusal.value))
+    net, sgd = sharded(torch.ones(()))
+    save_module(f"{folder}/b.ckpt", module=net, optimizers=[sgd])
+    for name, rows in (("vector", 4), ("matrix", 8)):
+        net, sgd = sharded(None, rows)
+        with pytest.raises(CheckpointMismatchError) as refusal:
+            load_module(f"{folder}/{name}.ckpt", module=net, optimizers=[sgd])
+        said.append(str(refusal.value))
+    return said
 
 
 def test_slots_that_cannot_be_cut(tmp_path):
-    path = str(tmp_path / "a.ckpt")
-    said = r"optimizer.0.weight.slot has shape (4,), its sharded parameter (4, 4)"
-    assert all(said in result for result in run_distributed(save_slot, 2, path, torch.ones(4)))
-    listed = run_distributed(save_slot, 2, path, [torch.ones(4)])
-    assert all("optimizer.0.weight.slot is a list of tensors" in result for result in listed)
-    assert run_distributed(save_slot, 2, path, torch.ones(())) == ["saved"] * 2
     # Of a replicated parameter any slot can be saved; it is refused where it would have to be cut.
     net = nn.Linear(4, 4)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    sgd.state[net.weight]["slot"] = torch.arange(4.0)
-    save_module(path, module=net, optimizers=[sgd])
-    del sgd.state[net.weight]
-    load_module(path, module=net, optimizers=[sgd])
+    for name, slot in (("vector", torch.arange(4.0)), ("matrix", torch.zeros(4, 4))):
+        sgd.state[net.weight]["slot"] = slot
+        save_module(tmp_path / f"{name}.ckpt", module=net, optimizers=[sgd])
+    load_module(tmp_path / "vector.ckpt", module=net, optimizers=[sgd])
     assert sgd.state[net.weight]["slot"].tolist() == [0, 1, 2, 3]
-    assert all(said in result for result in run_distributed(load_slot, 2, path))
-    # Where the parameter has another shape that alone is said, and no advice on its slots.
-    sgd.state[net.weight]["slot"] = torch.zeros(4, 4)
-    save_module(path, module=net, optimizers=[sgd])
-    for result in run_distributed(load_slot, 2, path, 8):
-        assert "of another shape (2):\n    model.bias (4,) there, (8,) here\n" in result
-        assert "weight.slot" not in result
+    for saved, listed, loaded, reshaped in run_distributed(refusals, 2, str(tmp_path)):
+        for said in (saved, loaded):
+            assert "optimizer.0.weight.slot has shape (4,), its parameter (4, 4)" in said
+        assert "optimizer.0.weight.slot has shape of a list of tensors" in listed
+        # Of a parameter of another shape no advice on its slots is given.
+        assert "of another shape (2): model.bias (4,) there, (8,) here, model.weight" in reshaped
+        assert "weight.slot" not in reshaped
 
 
 def test_state_is_found_by_the_map_and_not_by_its_key(tmp_path):
@@ -230,14 +208,10 @@ def test_another_kind_of_optimizer_is_refused(tmp_path):
     net = nn.Linear(2, 2)
     kinds = {
         "AdamW": torch.optim.AdamW(net.parameters()),
-        "Adam": torch.optim.Adam(net.parameters()),
         "SGD": torch.optim.SGD(net.parameters(), lr=0.1),
-        "RMSprop": torch.optim.RMSprop(net.parameters()),
         "Renamed": Renamed(net.parameters()),
     }
     for name, optimizer in kinds.items():
-        net(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
         save_module(tmp_path / name, module=net, optimizers=[optimizer])
     for saved in kinds:
         for name, optimizer in kinds.items():
@@ -245,9 +219,7 @@ def test_another_kind_of_optimizer_is_refused(tmp_path):
             if name == saved or (saved, name) == ("AdamW", "Renamed"):
                 load_module(tmp_path / saved, module=net, optimizers=[optimizer], strict=False)
                 continue
-            with pytest.raises(
-                CheckpointMismatchError, match=rf"optimizer 0 was {saved} and is {name} here: build the"
-            ):
+            with pytest.raises(CheckpointMismatchError, match=f"optimizer 0 was {saved} and is {name} here: build the"):
                 load_module(tmp_path / saved, module=net, optimizers=[optimizer], strict=False)
             assert optimizer.param_groups[0] == before
 
@@ -265,7 +237,7 @@ def test_another_kind_of_optimizer_in_a_stock_file_is_refused_by_its_hyperparame
 
 def test_hyperparameters_that_the_checkpoint_replaces_are_said(tmp_path):
     net = Net()
-    adam = torch.optim.AdamW(net.parameters(), lr=0.5)
+    adam = torch.optim.AdamW([{"params": net.parameters(), "weights": torch.ones(2)}], lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.9)
     trained(net, [adam])
     schedule.step()
@@ -273,21 +245,13 @@ def test_hyperparameters_that_the_checkpoint_replaces_are_said(tmp_path):
     again = torch.optim.AdamW(net.parameters(), lr=0.5)
     torch.optim.lr_scheduler.ExponentialLR(again, 0.9)
     again.param_groups[0]["betas"] = [0.9, 0.999]  # as YAML has them
+    again.param_groups[0]["weights"] = torch.ones(2)
     assert load_module(tmp_path / "a.ckpt", module=net, optimizers=[again])[1] == LoadReport()
-    other = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.3)
+    other = torch.optim.AdamW([{"params": net.parameters(), "weights": torch.zeros(2)}], lr=0.1, weight_decay=0.3)
     torch.optim.lr_scheduler.ExponentialLR(other, 0.9)
     assert load_module(tmp_path / "a.ckpt", module=net, optimizers=[other])[1].overridden == (
         "lr of group 0 of optimizer 0 is 0.45, not 0.1",
         "weight_decay of group 0 of optimizer 0 is 0.01, not 0.3",
+        "weights of group 0 of optimizer 0 is tensor([1., 1.]), not tensor([0., 0.])",
     )
-
-
-def test_hyperparameters_that_are_tensors_are_compared(tmp_path):
-    net = Net()
-    adam = torch.optim.AdamW([{"params": net.parameters(), "weights": torch.ones(2)}])
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
-    assert load_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])[1] == LoadReport()
-    adam.param_groups[0]["weights"] = torch.zeros(2)
-    (said,) = load_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])[1].overridden
-    assert said.startswith("weights of group 0 of optimizer 0 is tensor([1., 1.]), not ")
-    assert adam.param_groups[0]["weights"].tolist() == [1.0, 1.0]
+    assert other.param_groups[0]["weights"].tolist() == [1.0, 1.0]

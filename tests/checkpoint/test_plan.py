@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from examples.benchmarks.planning import LAYOUTS, cut, gpt_tensors, held_by
+from examples.benchmarks.planning import LAYOUTS, cut, gpt_tensors
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import tensor_files
 from lightning_shard.checkpoint.files.boxes import PlannedBoxes, TensorFacts, covered_once
@@ -55,7 +54,7 @@ def divided_among(*ranks: list[Part]) -> tuple[list[list[int]], PlannedBoxes]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("size", [1, 3])
 def test_every_box_is_written_once_and_the_ranks_have_equal_shares(layout: str, size: int) -> None:
     tensors = gpt_tensors(2, 64)
     ranks = [
@@ -87,15 +86,6 @@ def test_what_only_one_rank_can_write_counts_before_the_rest_is_spread() -> None
     assert divided_among([own, *shared], shared)[0] == [[0], list(range(10))]
 
 
-def test_what_one_rank_alone_has_is_described_by_it() -> None:
-    first, second, both = whole("a", 2, 3), whole("b"), whole("c", 4, 2, 2)
-    numbers, planned = divided_among([both, first], [second, both])
-    assert [facts for facts, _ in (first, second, both)] == [facts for facts, _ in planned.tables]
-    assert sorted(len(part) for part in numbers) == [1, 2]
-    rows = {facts.key: table[:, 3:].tolist() for facts, table in planned.tables}
-    assert rows == {"a": [[0, 0, 2, 3]], "b": [[]], "c": [[0, 0, 0, 4, 2, 2]]}
-
-
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
@@ -118,23 +108,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 SHAPE = (4, 3, 5)
 
 
-@st.composite
-def boxes(draw: st.DrawFn) -> list[Box]:
-    found = []
-    for _ in range(draw(st.integers(2, 6))):
-        offsets = tuple(draw(st.integers(0, size - 1)) for size in SHAPE)
-        sizes = tuple(draw(st.integers(1, size - offset)) for size, offset in zip(SHAPE, offsets, strict=True))
-        found.append((offsets, sizes))
-    return found
-
-
 def cells(box: Box) -> set[tuple[int, ...]]:
     return set(itertools.product(*(range(o, o + s) for o, s in zip(*box, strict=True))))
 
 
 @st.composite
 def divided(draw: st.DrawFn) -> list[Box]:
-    """Boxes that make up a tensor."""
+    """Boxes that make up a tensor, of which one may have another one's place, or be smaller."""
     found: list[Box] = [((0, 0, 0), SHAPE)]
     for _ in range(draw(st.integers(0, 5))):
         offsets, sizes = found.pop(draw(st.integers(0, len(found) - 1)))
@@ -143,13 +123,15 @@ def divided(draw: st.DrawFn) -> list[Box]:
         for first, size in ((0, at), (at, sizes[dim] - at)):
             moved = tuple(offset + first * (d == dim) for d, offset in enumerate(offsets))
             found.append((moved, tuple(size if d == dim else other for d, other in enumerate(sizes))))
+    number = draw(st.integers(0, len(found) - 1))
+    offsets, sizes = found[draw(st.integers(0, len(found) - 1))]
+    if draw(st.booleans()):
+        found[number] = offsets, tuple(draw(st.integers(0, size)) for size in sizes)
     return found
 
 
-@given(boxes() | divided(), st.data())
-def test_gaps_and_overlaps_are_found_as_by_looking_at_every_element(found: list[Box], data: st.DataObject) -> None:
-    if data.draw(st.booleans()):
-        found[data.draw(st.integers(0, len(found) - 1))] = data.draw(st.sampled_from(found))
+@given(divided())
+def test_gaps_and_overlaps_are_found_as_by_looking_at_every_element(found: list[Box]) -> None:
     counts = collections.Counter(cell for box in found for cell in cells(box))
     begin, sizes = (np.array(part, dtype=np.int64) for part in zip(*found, strict=True))
     exact = len(counts) == math.prod(SHAPE) and set(counts.values()) == {1}
@@ -183,11 +165,6 @@ def test_many_boxes_are_described_as_numbers_alone(tmp_path: Path, monkeypatch: 
     save_tensors(tmp_path / "a.ckpt", tensors)
     assert not (tmp_path / "a.ckpt/.metadata").exists()
     assert all(torch.equal(t.read(), tensors[key]) for key, t in open_any(tmp_path / "a.ckpt").tensors.items())
-
-
-def test_what_a_rank_sends_is_small() -> None:
-    tensors = gpt_tensors(8, 512)
-    assert len(pickle.dumps(held_by(3, 1024, "flat", tensors))) < 100 * len(tensors)
 
 
 def convert(source: str, target: str) -> list[str]:

