@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -29,28 +28,19 @@ from lightning_shard.checkpoint.files.manifest import Contents, is_checkpoint, r
 from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
-from tests.checkpoint.calls import FACTS, load_into, save_tensors
+from tests.checkpoint.calls import FACTS, load_into
 from tests.harness import ROOT, run_distributed
 
 
 def save_number(
-    path: str | Path,
-    number: float,
-    size: int = 100,
-    state: dict[str, Any] | None = None,
-    saver: Saver | None = None,
-    background: bool = False,
+    path: str | Path, number: float, size: int = 100, state: Any = None, saver: Saver | None = None, **kwargs: Any
 ) -> None:
     """Every rank has a part of its own, so that every rank writes."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     tensors = {f"model.w{r}": torch.full((size,), number) for r in range(4)}
     tensors[f"model.{rank}"] = torch.ones(())
-    state = state or {"n": number}
-    if saver is None:
-        save_tensors(path, tensors, trainer_state=state)
-    else:
-        whole = Contents(tensors=tensors, trainer_state=state, facts=FACTS)
-        saver.save(str(path), lambda: whole, background=background)
+    whole = Contents(tensors=tensors, trainer_state=state or {"n": number}, facts=FACTS)
+    (saver or Saver()).save(str(path), lambda: whole, **{"background": False, **kwargs})
 
 
 def number_in(path: Path) -> float:
@@ -90,20 +80,6 @@ from lightning_shard.checkpoint.files import commit
 print("writing", flush=True)
 time.sleep(60)
 """
-
-
-def test_leftovers_that_can_not_be_listed_are_no_failure(tmp_path, monkeypatch):
-    path = tmp_path / "a.ckpt"
-    save_number(path, 1.0)
-
-    def fail(*_: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error", str(tmp_path))
-
-    monkeypatch.setattr(commit.layout, "leftovers", fail)
-    save_number(path, 2.0)
-    assert number_in(path) == 2.0
-    commit.remove_checkpoint(path)
-    assert not path.exists()
 
 
 @pytest.mark.matrix
@@ -188,15 +164,6 @@ def test_a_file_or_a_link_at_the_path_is_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "last.ckpt"]
 
 
-def test_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
-    path = tmp_path / "a.ckpt"
-    monkeypatch.setattr(commit, "_exchange", lambda *_: False)
-    save_number(path, 1.0)
-    save_number(path, 2.0)
-    assert number_in(path) == 2.0
-    assert os.listdir(tmp_path) == ["a.ckpt"]
-
-
 @pytest.mark.parametrize("new_is_whole", [True, False])
 def test_a_replacement_that_was_interrupted_is_read_and_then_replaced(tmp_path, new_is_whole):
     path = tmp_path / "a.ckpt"
@@ -214,11 +181,12 @@ def test_a_replacement_that_was_interrupted_is_read_and_then_replaced(tmp_path, 
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_the_path_names_a_whole_checkpoint_after_every_change_of_names(tmp_path, monkeypatch):
+@pytest.mark.parametrize("exchange", [True, False])
+def test_the_path_names_a_whole_checkpoint_after_every_change_of_names(tmp_path, monkeypatch, exchange):
     path = tmp_path / "a.ckpt"
-    (tmp_path / "one").mkdir()
-    (tmp_path / "other").mkdir()
-    if not commit._exchange(tmp_path / "one", tmp_path / "other"):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    if exchange and not commit._exchange(tmp_path / "one", tmp_path / "other"):
         pytest.skip("the filesystem of the temporary directory has no RENAME_EXCHANGE")
     seen: list[bool] = []
 
@@ -231,12 +199,14 @@ def test_the_path_names_a_whole_checkpoint_after_every_change_of_names(tmp_path,
         return call
 
     save_number(path, 1.0)
+    monkeypatch.setattr(commit, "_exchange", watched(commit._exchange) if exchange else lambda *_: False)
     monkeypatch.setattr(os, "rename", watched(os.rename))
-    monkeypatch.setattr(commit, "_exchange", watched(commit._exchange))
     monkeypatch.setattr(commit, "delete_tree", watched(commit.delete_tree))
     save_number(path, 2.0)
     assert len(seen) >= 2
     assert all(seen)
+    assert number_in(path) == 2.0
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "one", "other"]
 
 
 def no_space(self: object, data: bytes) -> int:

@@ -88,9 +88,8 @@ def mangled(draw: Callable[..., Any], data: bytes) -> bytes:
 def ends_with(file: Path, own: bytes) -> None:
     """Put the state of a rank at a file's end."""
     data = file.read_bytes()
-    forge(
-        file.parent, file.name, data[: -8 - int.from_bytes(data[-8:], "little")] + own + len(own).to_bytes(8, "little")
-    )
+    boxes = data[: -8 - int.from_bytes(data[-8:], "little")]
+    forge(file.parent, file.name, boxes + own + len(own).to_bytes(8, "little"))
 
 
 def change(draw: Callable[..., Any], folder: Path) -> None:

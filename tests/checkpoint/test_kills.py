@@ -74,11 +74,9 @@ def save_until_killed(path: str, rounds: int) -> None:
         assert told - 1.0 <= number <= told + 1.0, (told, number)
 
 
-@pytest.mark.parametrize(
-    "rounds", [pytest.param(3, marks=pytest.mark.matrix), pytest.param(100, marks=pytest.mark.soak)]
-)
-def test_killed_at_random_moments_a_whole_one_is_there(tmp_path, rounds):
-    path = tmp_path / "a.ckpt"
+@pytest.mark.matrix
+def test_killed_at_random_moments_a_whole_one_is_there(tmp_path):
+    path, rounds = tmp_path / "a.ckpt", 10
     code = f"from tests.checkpoint.test_kills import save_until_killed as f; f({str(path)!r}, {rounds})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path, timeout=120 + 6 * rounds)

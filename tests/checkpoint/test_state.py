@@ -14,7 +14,7 @@ from lightning_shard.checkpoint.optimizer_state import extra_state, left_out, lo
 from lightning_shard.checkpoint.state_dict import OfferedState
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.names import fqns
-from tests.checkpoint.calls import live, load_into, load_module, save_module, save_tensors
+from tests.checkpoint.calls import load_into, load_module, save_module, save_tensors
 from tests.checkpoint.wrapped import ALIASES, BUFFERS, PARAMETERS, Net, trained, wrapped
 from tests.harness import run_distributed
 
@@ -38,14 +38,6 @@ def test_names_are_those_of_the_unwrapped_module():
         assert tensors == PARAMETERS + BUFFERS, how
         assert aliases == ALIASES, how
         assert extra == {"extra._extra_state": {"seen": 7}}, how
-
-
-def test_buffers_that_are_not_persistent_and_missing_parameters_have_no_name():
-    net = nn.Linear(2, 2, bias=False)
-    net.register_buffer("scratch", torch.ones(1), persistent=False)
-    net.register_buffer("nothing", None)
-    assert list(fqns(net).tensors) == ["weight"]
-    assert live(net, [])["model.weight"] is net.weight
 
 
 def test_a_tensor_that_a_hook_renames_is_no_extra_state():
