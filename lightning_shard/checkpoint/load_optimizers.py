@@ -292,22 +292,22 @@ def create_slots(plan: OptimizerPlan) -> list[tuple[str, LiveTensor]]:
     for optimizer in plan.optimizers:
         for tensor in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in planned]:
             del optimizer.state[tensor]
-    wanted: list[tuple[str, LiveTensor]] = []
+    to_fill: list[tuple[str, LiveTensor]] = []
     for new in plan.states:
         part, optimizer = new.part, plan.optimizers[new.index]
         live = _live_state(optimizer, new)
         plain = plain_slots(live)
         state = {k: v if part.flat is None else _like_live(plain.get(k), v) for k, v in new.values.items()}
-        for slot, tensor in new.tensors.items():
+        for slot, wanted in new.tensors.items():
             if slot not in new.shared:
-                state[slot] = _slot_tensor(new, slot, plain.get(slot), tensor)
-                wanted.extend((key, part.view(fqn, state[slot])) for fqn, key in tensor.keys.items())
+                state[slot] = _slot_tensor(new, slot, plain.get(slot), wanted)
+                to_fill.extend((key, part.view(fqn, state[slot])) for fqn, key in wanted.keys.items())
                 continue
-            value = plan.scalars[next(iter(tensor.keys.values()))]
+            value = plan.scalars[next(iter(wanted.keys.values()))]
             if _is_number(plain.get(slot)):
                 state[slot] = _like_live(plain[slot], value.item())
             else:
-                state[slot] = _slot_tensor(new, slot, plain.get(slot), tensor)
+                state[slot] = _slot_tensor(new, slot, plain.get(slot), wanted)
                 state[slot].detach().copy_(value)
         for name, value in live.items():
             if has_tensors_inside(value):  # a tensor subclass, rebuilt from its plain tensors
@@ -321,7 +321,7 @@ def create_slots(plan: OptimizerPlan) -> list[tuple[str, LiveTensor]]:
                 group[name].detach().copy_(torch.as_tensor(value, dtype=group[name].dtype))
             else:
                 group[name] = value
-    return wanted
+    return to_fill
 
 
 def _live_state(optimizer: Optimizer, new: NewState) -> Mapping[str, Any]:
