@@ -227,12 +227,8 @@ def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """
     if not _has_own_states(checkpoint):
         return dict(checkpoint.trainer_state)
-    ranks, states = Ranks.of(), list[dict[str, Any]]()
-
-    def read() -> None:
-        states.extend(_own_states(checkpoint))
-
-    ranks.first(f"reading {checkpoint.path}", read)
+    ranks = Ranks.of()
+    states = ranks.agree(f"reading {checkpoint.path}", lambda: _own_states(checkpoint) if ranks.is_first else [])
     run = {**checkpoint.trainer_state[layout.RUN_STATE], "ranks": ranks.broadcast(states)}
     return {**checkpoint.trainer_state, layout.RUN_STATE: run}
 

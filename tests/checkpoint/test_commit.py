@@ -128,7 +128,7 @@ def test_half_written_is_no_checkpoint_and_is_replaced(tmp_path):
     save_number(path, 1.0)
     (path / MANIFEST).unlink()
     assert not is_checkpoint(path)
-    with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt is half-written.*no manifest\.json"):
+    with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt is .*half-written.*manifest\.json"):
         load_into(path, {"model.0": torch.zeros(())})
     save_number(path, 2.0)
     assert number_in(path) == 2.0
@@ -149,7 +149,7 @@ def test_what_no_save_wrote_is_never_deleted(tmp_path):
             with pytest.raises(CheckpointError, match="would delete them"):
                 delete()
             assert sorted(os.listdir(path)) == there
-        with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint: it has no manifest"):
+        with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint.*: it has no manifest"):
             read_manifest(path)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "work"]
 

@@ -57,22 +57,6 @@ def test_verify_names_every_damaged_file(trained: Path) -> None:
     assert len(lines) == 3
 
 
-def test_verify_finds_flipped_and_missing_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    save_tensors(path, {"model.w": torch.ones(3)}, trainer_state={"epoch": 1})
-    for file in sorted(path.iterdir()):
-        original = file.read_bytes()
-        flipped = [bytearray(original) for _ in range(0, len(original) - 1, 37)]
-        for number, damaged in enumerate(flipped):
-            damaged[37 * number] ^= 1 << number % 8
-        for changed in (*flipped, b"", original[: len(original) // 2]):
-            file.write_bytes(changed)
-            with pytest.raises(CheckpointError, match=re.escape(file.name)):
-                verify(path)
-        file.write_bytes(original)
-    assert len(verify(path)) == 5
-
-
 def test_verify_of_one_file_checks_its_records(tmp_path: Path, trained: Path) -> None:
     path = tmp_path / "full.ckpt"
     write_full(path, open_any(trained))
@@ -112,7 +96,6 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "link.ckpt").symlink_to("3.ckpt")
     for path, told in (
         (run / "nothing", "there is no checkpoint at"),
-        (run / "checkpoints" / "lust.ckpt", "lust.ckpt. Did you mean last.ckpt"),
         (tmp_path / "link.ckpt", "link.ckpt is a link to 3.ckpt, where there is no checkpoint"),
         (weights, f"weights alone, from which none resumes: callbacks.PretrainedWeights('{weights}') loads them"),
         (weights / "model.safetensors", "It has weights alone, from which none resumes"),

