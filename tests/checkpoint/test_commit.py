@@ -149,7 +149,7 @@ def test_what_no_save_wrote_is_never_deleted(tmp_path):
             with pytest.raises(CheckpointError, match="would delete them"):
                 delete()
             assert sorted(os.listdir(path)) == there
-        with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint.*: it has no manifest"):
+        with pytest.raises(CheckpointNotFoundError, match=r"is not a checkpoint.*: it has no manifest"):
             read_manifest(path)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "work"]
 
