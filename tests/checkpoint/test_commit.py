@@ -220,7 +220,7 @@ def interrupt(self: object, data: bytes) -> int:
 def failing_saves(folder: str) -> list[str]:
     """What this rank says of saves that fail on one rank."""
     said, limits, path = [], resource.getrlimit(resource.RLIMIT_FSIZE), f"{folder}/a.ckpt"
-    save_number(path, 1.0)
+    save_number(path if dist.get_rank() == 0 else f"{folder}/b.ckpt", 1.0)  # the path of rank 0 counts
     for failing_rank, write in ((1, no_space), (0, no_space), (1, interrupt), (1, None), (0, None)):
         state: dict[str, Any] = {"n": 2.0}
         if write is None and failing_rank == 1 == dist.get_rank():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint
 from lightning_shard.registry import build
 from lightning_shard.run.preemption_save import RunIdentity
 from tests.checkpoint.calls import save_tensors
-from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
@@ -163,40 +160,3 @@ def _auto() -> dict[str, Any]:
 def test_auto() -> None:
     expected = {"none": 4, "not asked": 2, "another run's": 2, "broken": 3}
     assert run_distributed(_auto, 2) == [expected] * 2
-
-
-class Opened:
-    """Counts how often this process opens each file of a directory for reading."""
-
-    def __init__(self, folder: Path) -> None:
-        self.names: list[str] = []
-        self.folder: Path | None = folder.resolve()
-        sys.addaudithook(self._see)  # it stays, and sees nothing once ``folder`` is None
-
-    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and self.folder is not None and isinstance(arguments[0], int):
-            path = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
-            if path.parent == self.folder:
-                self.names.append(path.name)
-
-
-def _resume_once(strategy: str) -> dict[str, int]:
-    _fit(None, 2, strategy=strategy)
-    (newest,) = Path("runs/checkpoints").iterdir()
-    opened = Opened(newest)
-    assert _fit("auto", 3, strategy=strategy) == 1
-    opened.folder = None
-    return Counter(opened.names)
-
-
-@pytest.mark.parametrize("strategy", sampled(["shard_ddp", "shard_fsdp"], 1))
-def test_each_file_is_hashed_once_and_read_once(strategy: str) -> None:
-    """A data file is read by the one rank that compares it with its checksum, and by the ranks that load from it. The
-    ends of all are read by rank 0.
-    """
-    ranks = run_distributed(_resume_once, 2, strategy)
-    assert [opened["manifest.json"] for opened in ranks] == [2, 1], "rank 0 looks for the newest"
-    for name in ("trainer.pt", "boxes.bin"):
-        assert [opened[name] for opened in ranks] == [1, 1], name
-    for name in ("__0_0.distcp", "__1_0.distcp"):
-        assert sum(opened[name] for opened in ranks) == 1 + 1 + 2, name

@@ -187,19 +187,6 @@ def test_slots_that_cannot_be_cut(tmp_path):
         assert "weight.slot" not in reshaped
 
 
-def test_state_is_found_by_the_map_and_not_by_its_key(tmp_path):
-    """Where a slot has a dot, and the checkpoint has no tensor of that name: the key tells neither."""
-    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(module.parameters()) for module in (net, other)]
-    for name in ("weight.of", "of", "a.b.c"):
-        optimizers[0].state[net.weight][name] = torch.randn(2, 2)
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=optimizers[:1], leave_out={"weight"})
-    load_module(tmp_path / "a.ckpt", module=other, optimizers=optimizers[1:], strict=False)
-    state = optimizers[1].state[other.weight]
-    assert state.keys() == {"weight.of", "of", "a.b.c"}
-    assert all(torch.equal(state[slot], value) for slot, value in optimizers[0].state[net.weight].items())
-
-
 class Renamed(torch.optim.AdamW):
     """A user's own, which steps as AdamW does."""
 

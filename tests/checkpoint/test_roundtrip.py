@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch import Tensor
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.matching import LoadReport
 from tests.checkpoint.calls import load_into, load_module, save_tensors
 from tests.checkpoint.compare import assert_equal, stored
-from tests.checkpoint.nets import Rows, build, odd_tensors, save_trained, values
+from tests.checkpoint.nets import build, odd_tensors, save_trained, values
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import whole
@@ -112,63 +109,9 @@ def test_tensors_that_are_hard_to_cut(tmp_path, writers, readers):
     assert_equal(tensors, written, "by torch itself")
 
 
-def save_large(path: str, kind: str) -> int:
-    size = dist.get_world_size()
-    torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(64, 64 + i)) for i in range(8)]
-    # Views into larger storages, as FSDP's shards are into padded ones.
-    buffers = [torch.full((9000,), 1.0)[:1000] for _ in range(6)]
-    if kind != "ddp":
-        shape = (size,) if kind == "fsdp" else (2, size // 2)
-        mesh = init_device_mesh("cpu", shape)
-        cut = [Shard(0)] if kind == "fsdp" else [dist.tensor.Replicate(), Shard(0)]
-        weights = [nn.Parameter(distribute_tensor(w.detach(), mesh, cut)) for w in weights]
-    tensors = {f"model.w{i}": weight for i, weight in enumerate(weights)}
-    tensors |= {f"model.b{i}": buffer for i, buffer in enumerate(buffers)}
-    save_tensors(path, tensors)
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-@pytest.mark.parametrize(("kind", "ranks"), sampled([("ddp", 2), ("fsdp", 2), ("hybrid", 4)], 0))
-def test_each_byte_is_written_once_and_by_all_ranks(tmp_path, kind, ranks):
-    path = tmp_path / "large.ckpt"
-    total = run_distributed(save_large, ranks, str(path), kind)[0]
-    sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
-    # torch.save adds a header and alignment of about 1.6 kB to each of at most 8 x 2 + 6 boxes.
-    assert total <= sum(sizes.values()) <= total + 22 * 1700
-    assert len(sizes) == ranks
-    assert max(sizes.values()) < 1.35 * min(sizes.values()), "the ranks share the work"
-
-
 def test_another_dtype_is_cast_on_load(tmp_path):
     path = tmp_path / "a.ckpt"
     save_tensors(path, {"model.w": torch.tensor([1.0, 1 / 3])})
     half = {"model.w": torch.zeros(2, dtype=torch.bfloat16)}
     load_into(path, half)
     assert torch.equal(half["model.w"], torch.tensor([1.0, 1 / 3]).to(torch.bfloat16))
-
-
-def rows(seed: int) -> Rows:
-    matrix = torch.randn(11, 3, generator=torch.Generator().manual_seed(seed))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return Rows(matrix, 11 * rank // size, 11 * (rank + 1) // size)
-
-
-def save_rows(folder: str) -> None:
-    save_tensors(f"{folder}/{dist.get_rank()}.ckpt", {"model.w": rows(0)})  # the path of rank 0 counts
-
-
-def load_rows(path: str) -> tuple[Tensor, Tensor]:
-    part, dtensor = rows(1), distribute_tensor(torch.zeros(11, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
-    load_into(path, {"model.w": part})
-    load_into(path, {"model.w": dtensor})
-    return torch.cat(list(part.boxes.values())), whole(dtensor)
-
-
-def test_an_object_with_torchs_protocol_stands_for_a_tensor(tmp_path):
-    run_distributed(save_rows, 3, str(tmp_path))
-    assert os.listdir(tmp_path) == ["0.ckpt"]
-    expected = torch.randn(11, 3, generator=torch.Generator().manual_seed(0))
-    results = run_distributed(load_rows, 2, str(tmp_path / "0.ckpt"))
-    assert torch.equal(torch.cat([part for part, _ in results]), expected)
-    assert all(torch.equal(tensor, expected) for _, tensor in results)

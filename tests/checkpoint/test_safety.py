@@ -139,45 +139,29 @@ def move(metadata: Metadata, offsets: tuple[int, ...]) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda m: location(m, relative_path="../secret"), r"'\.\./secret' is not a plain relative path"),
-        (lambda m: location(m, relative_path="/etc/passwd"), "'/etc/passwd' is not a plain relative path"),
-        (lambda m: location(m, relative_path="other.distcp"), "points at 'other.distcp', which the manifest"),
-        (lambda m: location(m, offset=10**9), "points outside of __0_0.distcp"),
-        (lambda m: location(m, length=-5), "points outside of __0_0.distcp"),
-        (lambda m: location(m, transform_descriptors=["zstd"]), "asks for a stream transform"),
-        (drop_location, r"model\.w has a part at \(0, 0\) that no file holds"),
-        (lambda m: box(m, (0, 0), (5, 3)), "is outside of its shape"),
-        (lambda m: box(m, (0, 0), (3, 3)), r"do not make up its shape \(4, 3\)"),
-        (lambda m: move(m, (-1, 0)), r"\(-1, 0\) is no shape"),
-        (lambda m: m.state_dict_metadata.pop("model.b"), "describe other tensors: model.b"),
-        (
-            lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", torch.int8),
-            "other tensors: model.b",
-        ),
-    ],
-    ids=[
-        "a path upwards",
-        "an absolute path",
-        "a file that the manifest lacks",
-        "an offset past the end",
-        "a negative length",
-        "a stream transform",
-        "a part in no file",
-        "a box too large",
-        "a box too small",
-        "a negative offset",
-        "a tensor left out",
-        "another dtype",
-    ],
-)
-def test_metadata_that_describes_something_else(path, change, said):
-    metadata = metadata_of(path)
-    change(metadata)
-    forge(path, ".metadata", pickle.dumps(metadata))
-    refused(path, rf"\.metadata: .*{said}")
+CHANGES: list[tuple[Callable[[Metadata], Any], str]] = [
+    (lambda m: location(m, relative_path="../secret"), r"'\.\./secret' is not a plain relative path"),
+    (lambda m: location(m, relative_path="/etc/passwd"), "'/etc/passwd' is not a plain relative path"),
+    (lambda m: location(m, relative_path="other.distcp"), "points at 'other.distcp', which the manifest"),
+    (lambda m: location(m, offset=10**9), "points outside of __0_0.distcp"),
+    (lambda m: location(m, length=-5), "points outside of __0_0.distcp"),
+    (lambda m: location(m, transform_descriptors=["zstd"]), "asks for a stream transform"),
+    (drop_location, r"model\.w has a part at \(0, 0\) that no file holds"),
+    (lambda m: box(m, (0, 0), (5, 3)), "is outside of its shape"),
+    (lambda m: box(m, (0, 0), (3, 3)), r"do not make up its shape \(4, 3\)"),
+    (lambda m: move(m, (-1, 0)), r"\(-1, 0\) is no shape"),
+    (lambda m: m.state_dict_metadata.pop("model.b"), "describe other tensors: model.b"),
+    (lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", torch.int8), "other tensors: model.b"),
+]
+
+
+def test_metadata_that_describes_something_else(path):
+    original = (path / ".metadata").read_bytes()
+    for change, said in CHANGES:
+        metadata = pickle.loads(original)
+        change(metadata)
+        forge(path, ".metadata", pickle.dumps(metadata))
+        refused(path, rf"\.metadata: .*{said}")
 
 
 def forge_tensor(path, value):

@@ -154,38 +154,6 @@ def test_loading_into_the_meta_device_is_refused(tmp_path):
         load_into(tmp_path / "a.ckpt", {"model.w": torch.empty(2, device="meta")})
 
 
-class Counted(nn.Module):
-    """Counts how often children are looked through."""
-
-    looks = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "_modules":
-            Counted.looks += 1
-        return super().__getattribute__(name)
-
-
-def looks_per_part(path: str, parts: int) -> tuple[float, float]:
-    """By saving and by loading a module of so many parts."""
-    net = nn.Sequential(*(Counted() for _ in range(parts)))
-    adam = torch.optim.AdamW(net.parameters())
-    Counted.looks = 0
-    save_module(path, module=net, optimizers=[adam])
-    saved, Counted.looks = Counted.looks, 0
-    load_module(path, module=net, optimizers=[adam])
-    return saved / parts, Counted.looks / parts
-
-
-def test_the_module_tree_is_walked_a_few_times_whatever_its_size(tmp_path):
-    few, many = (looks_per_part(str(tmp_path / f"{n}.ckpt"), n) for n in (20, 40))
-    assert few == many, "a walk for each key takes quadratic time"
-    assert max(few) <= 6
-
-
 class Filtered(Net):
     """Its ``state_dict()`` leaves parts out, as that of a module with a frozen teacher does."""
 
