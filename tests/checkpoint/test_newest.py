@@ -151,9 +151,9 @@ def _auto() -> dict[str, Any]:
     module, trainer = TinyLM(), quiet_trainer(strategy=strategy, default_root_dir="empty")
     with pytest.raises(CheckpointNotFoundError, match="ckpt_path is auto, but there is no whole checkpoint"):
         trainer.validate(module, loader(), ckpt_path="auto", verbose=False)
-    Path("hpc_ckpt_3.ckpt").write_bytes(b"PK")  # left by stock Lightning in some job
+    Path("runs/hpc_ckpt_3.ckpt").write_bytes(b"PK")  # left by stock Lightning in some job
     with pytest.raises(CheckpointError, match="does not say which job wrote it"):
-        _fit("hpc_ckpt_3.ckpt", 1)
+        _fit("runs/hpc_ckpt_3.ckpt", 1)
     return results
 
 
