@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,14 @@ from lightning_shard.errors import CheckpointError
 from lightning_shard.registry import build
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.tools import convert, export
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
 DECAY = 0.7
 ENGINES = [
-    "shard_fsdp",
-    "shard_deepspeed_stage_2",
-    *(
-        pytest.param(name, marks=pytest.mark.matrix)
-        for name in (
-            *("shard_ddp", "shard_fsdp_grad_op", "shard_fsdp_offload", "shard_fsdp_hybrid", "shard_fsdp_aligned"),
-            *("shard_deepspeed_stage_1", "shard_deepspeed_stage_3"),
-            *("shard_deepspeed_stage_2_offload", "shard_deepspeed_stage_3_offload"),
-        )
-    ),
+    *("shard_fsdp", "shard_ddp", "shard_fsdp_grad_op", "shard_fsdp_offload", "shard_deepspeed_stage_1"),
+    *("shard_deepspeed_stage_2", "shard_deepspeed_stage_3", "shard_deepspeed_stage_3_offload"),
 ]
 
 
@@ -99,7 +93,6 @@ def averaging(kind: str, *, stock: bool = False) -> pl.Callback:
     if kind == "mean":
         # Torch averages with another kernel on a device.
         return WeightAveraging(device="cpu") if stock else EMACallback(decay="equal", device="cpu")
-    decay = 0.9 if kind == "ema_0.9" else DECAY
     options: dict[str, Any] = {
         "late": {"update_starting_at_step": 1, "update_every_n_steps": 2},
         "second": {"update_starting_at_epoch": 1},
@@ -107,7 +100,7 @@ def averaging(kind: str, *, stock: bool = False) -> pl.Callback:
         "kept": {"evaluate": "weights"},
         "weights": {"use_buffers": False},
     }.get(kind, {})
-    return (EMAWeightAveraging if stock else EMACallback)(decay=decay, **options)
+    return (EMAWeightAveraging if stock else EMACallback)(decay=DECAY, **options)
 
 
 def fit(
@@ -142,59 +135,51 @@ def _both(strategy: str, kind: str, **flags: Any) -> Any:
     return [fit(name, kind, **flags)[:2] for name in ("ddp", strategy)]
 
 
-@pytest.mark.parametrize("strategy", ENGINES)
+@pytest.mark.parametrize("strategy", sampled(ENGINES, 0))
 def test_an_average_is_that_of_stock_ddp(strategy: str) -> None:
+    averages = []
     for kind in ("ema", "mean", "late"):
         ((stock, logged), (ours, seen)), (_, (other, _)) = run_distributed(_both, 2, strategy, kind)
         assert logged == seen
+        averages.append(ours[0]["head.weight"])
         # Two validations, and the end of the fit.
         assert [differing(*pair) for pair in zip(stock, ours, strict=True)] == [[]] * 3
         assert [differing(*pair) for pair in zip(ours, other, strict=True)] == [[]] * 3
+    assert not any(torch.equal(one, other) for one, other in combinations(averages, 2))
 
 
 def _others(strategies: list[str], kinds: list[str], precision: str) -> Any:
     return [fit(name, kind, precision=precision)[0] for name in strategies for kind in kinds]
 
 
-def test_another_decay_gives_another_average() -> None:
-    ((one, other), _) = run_distributed(_others, 2, ["shard_fsdp"], ["ema", "ema_0.9"], "32-true")
-    trained = [name for name, _ in Net().named_parameters() if name != "frozen"]
-    assert all(set(trained) <= set(differing(*pair)) for pair in zip(one, other, strict=True))
-
-
 def _options(folder: str) -> Any:
     kinds = ("none", "never", "kept", "second", "weights")
     found = {kind: fit("shard_fsdp", kind, save=f"{folder}/{kind}")[0] for kind in kinds}
     stored = {kind: open_portable(f"{folder}/{kind}-step=6.ckpt") for kind in kinds}
-    states = {kind: (each.has_averages, each.trainer_state.get("averaging_state")) for kind, each in stored.items()}
-    return found, states, {key for key in stored["weights"].tensors if key.startswith("average.")}
+    counts = {
+        kind: int(each.trainer_state["averaging_state"]["n_averaged"])
+        for kind, each in stored.items()
+        if each.has_averages
+    }
+    return found, counts, {key for key in stored["weights"].tensors if key.startswith("average.")}
 
 
 @pytest.mark.matrix
 def test_what_is_averaged_and_evaluated_is_an_option(tmp_path: Path) -> None:
-    (found, states, averaged), _ = run_distributed(_options, 2, str(tmp_path))
+    (found, counts, averaged), _ = run_distributed(_options, 2, str(tmp_path))
     # The weights themselves are evaluated ahead of the first update, and where the average is in checkpoints alone.
     for kind in ("never", "kept"):
         assert [differing(*pair) for pair in zip(found["none"], found[kind], strict=True)] == [[]] * 3
     # The first update of the second epoch is its first step.
     first, *later = (differing(*pair) for pair in zip(found["none"], found["second"], strict=True))
     assert (first, ["head.weight" in each for each in later]) == ([], [True, True])
-    assert [states[kind][0] for kind in states] == [False, False, True, True, True]
-    assert states["none"][1] is None
-    counts = {kind: int(state["n_averaged"]) for kind, (_, state) in states.items() if state is not None}
-    assert counts == {"never": 0, "kept": 6, "second": 3, "weights": 6}
+    assert counts == {"kept": 6, "second": 3, "weights": 6}
     assert averaged == {f"average.{name}" for name, _ in Net().named_parameters()}
 
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        "shard_deepspeed_stage_2_aligned",
-        *(
-            pytest.param(f"{name}_aligned", marks=pytest.mark.matrix)
-            for name in ("shard_fsdp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3", "shard_fsdp_offload")
-        ),
-    ],
+    sampled([f"{name}_aligned" for name in ("shard_deepspeed_stage_2", "shard_fsdp", "shard_deepspeed_stage_3")], 0),
 )
 def test_averages_are_of_masters_in_bf16(strategy: str) -> None:
     ((one, other), _) = run_distributed(_others, 2, ["shard_ddp_aligned", strategy], ["ema"], "bf16-mixed")
@@ -234,13 +219,11 @@ def test_the_memory_account_has_averages() -> None:
 
 
 def _saved(folder: str) -> Any:
-    """The last states of fits that save after three of six steps; how much of the averages this rank has."""
+    """The last states of fits that save after three of six steps."""
     stock = fit("ddp", save=f"{folder}/stock")[0]
-    ours, _, trainer = fit("shard_fsdp", save=f"{folder}/ours")
-    averages = trainer.strategy.checkpoints.averaging.tensors()
-    own = sum(box.numel() for name, average in averages.items() if "running" not in name for box in average.views)
+    ours = fit("shard_fsdp", save=f"{folder}/ours")[0]
     fit("shard_deepspeed_stage_2", "none", save=f"{folder}/without")
-    return stock[1:], ours[1:], own
+    return stock[1:], ours[1:]
 
 
 def _saved_in_validation(strategy: str) -> Any:
@@ -276,7 +259,7 @@ def _without_frozen(kind: str, folder: str) -> Any:
     return straight[-1], resumed[-1], set(open_portable(path).tensors), set(again)
 
 
-@pytest.mark.parametrize("kind", ["ema", "none"])
+@pytest.mark.parametrize("kind", sampled(["ema", "none"], 0))
 def test_frozen_weights_that_are_not_saved(kind: str, tmp_path: Path) -> None:
     """Those that the module has frozen by itself, and neither what was trained nor another average."""
     (straight, resumed, *saved), _ = run_distributed(_without_frozen, 2, kind, str(tmp_path))
@@ -309,12 +292,8 @@ def _validated(runs: list[tuple[str, str, str]]) -> Any:
 
 @pytest.mark.matrix
 def test_an_average_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    (stock, ours, one), (_, _, other) = run_distributed(_saved, 2, str(tmp_path))
+    (stock, ours), _ = run_distributed(_saved, 2, str(tmp_path))
     assert [differing(*pair) for pair in zip(stock, ours, strict=True)] == [[]] * 2
-    # Each rank has its half; rows are not cut.
-    sizes = [p.numel() for p in Net().parameters()]
-    assert max(one, other) < sum(sizes)
-    assert one + other < sum(sizes) + 20
     files = {name: str(tmp_path / f"{name}-step=3.ckpt") for name in ("stock", "ours", "without", "full")}
     assert convert(files["ours"], files["full"]).form == "full"
     average = torch.load(files["stock"], weights_only=False)["state_dict"]
@@ -329,13 +308,8 @@ def test_an_average_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     (found, _), _ = run_distributed(_resumed, 2, runs)
     # A buffer with persistent=False is in no checkpoint.
     assert [differing(stock[-1], states[-1]) for states in found] == [["passing"]] * 3
-    # At another world size.
-    runs = [("shard_ddp", "ema", files["ours"]), ("shard_fsdp", "ema", files["ours"])]
-    (((one_by_ddp, one_by_fsdp), _),) = run_distributed(_resumed, 1, runs)
-    assert [differing(*pair) for pair in zip(one_by_ddp, one_by_fsdp, strict=True)] == [[]] * 2
-    assert "head.weight" in differing(one_by_ddp[-1], stock[-1])
 
-    # Without the callback it is the weights that go on, and without averages these begin with the weights.
+    # Without the callback the weights go on, and without averages these begin with the weights.
     (((weights, begun), said), _) = run_distributed(
         _resumed, 2, [("shard_fsdp", "none", files["ours"]), ("shard_fsdp", "ema", files["without"])]
     )
@@ -343,17 +317,14 @@ def test_an_average_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert "head.weight" in differing(begun[-1], weights[-1])
     assert len([text for text in said if "has no averages of weights: they begin with its weights" in text]) == 1
 
-    # What is evaluated and exported.
+    # Evaluated and exported.
     runs = [(name, kind, files["ours"]) for name, kind in (("shard_fsdp", "ema"), ("shard_ddp", "none"))]
     ((averaged, plain), _) = run_distributed(_validated, 2, runs)
     assert not [name for name in average if not torch.equal(averaged[name], average[name])]
     assert "head.weight" in differing(averaged, plain)
     export(files["ours"], tmp_path / "average", ema=True)
-    export(files["ours"], tmp_path / "weights")
     exported = load_file(tmp_path / "average" / "model.safetensors")
     assert differing(exported, average) == []
-    assert "head.weight" in differing(load_file(tmp_path / "weights" / "model.safetensors"), average)
     with pytest.raises(CheckpointError, match="has no averages of weights; EMACallback takes them"):
         export(files["without"], tmp_path / "none", ema=True)
-    assert "13 tensors of the model with" in (text := describe(files["ours"], open_portable(files["ours"])))
-    assert ", 13 averages;" in text
+    assert ", 13 averages;" in describe(files["ours"], open_portable(files["ours"]))

@@ -106,5 +106,6 @@ def _scheduled(folder: str) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.matrix
 def test_a_schedule_of_the_batches_of_a_step_is_left_to_itself(tmp_path: Path) -> None:
     assert run_distributed(_scheduled, 1, str(tmp_path)) == [[(3, 4), (5, 4)]]

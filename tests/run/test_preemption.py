@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from lightning_shard import ConfigurationError, EMACallback, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.cluster.preemption import DelayedMax, Preempted, SignalFlag, TimeLimit, run_name
+from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 
@@ -113,32 +113,25 @@ def _stopped_and_resumed(engine: str, moment: tuple[str, int], number: int, trai
     }
 
 
-# The moment, the step after which the run stops (one step or one validation batch later), the Trainer.
-MOMENTS: dict[str, tuple[tuple[str, int], int, dict[str, Any]]] = {
-    "mid-epoch": (("train", 1), 3, {}),
-    "ahead of a validation in mid-epoch": (("train", 0), 2, {"val_check_interval": 2}),
-    "in a validation in mid-epoch": (("validation", 2), 2, {"val_check_interval": 2}),
-    # Which averages buffers too, and has them in the module meanwhile.
-    "in a validation of averages": (("validation", 2), 2, {"val_check_interval": 2, "averages": True}),
-    "ahead of the epoch's validation": (("train", 3), 5, {}),
-    "in the epoch's validation": (("validation", 5), 5, {}),
-    "the epoch's last batch, none follows": (("train", 3), 6, {"limit_val_batches": 0}),
-    "in an accumulation": (("train", 1), 2, {"accumulate_grad_batches": 2}),
-    "in the last validation": (("validation", 4), 4, {"max_steps": 4, "val_check_interval": 4, "max_epochs": -1}),
-    "in the last epoch's validation": (("validation", 10), 10, {}),
+# The engine, the moment, the step after which the run stops (one step or validation batch later), the Trainer.
+MOMENTS: dict[str, tuple[str, tuple[str, int], int, dict[str, Any]]] = {
+    "mid-epoch": ("fsdp", ("train", 1), 3, {}),
+    "in an accumulation": ("ddp", ("train", 1), 2, {"accumulate_grad_batches": 2}),
+    # EMACallback averages buffers too, and has them in the module meanwhile.
+    "in a validation of averages": ("ddp", ("validation", 2), 2, {"val_check_interval": 2, "averages": True}),
+    "in the epoch's validation": ("ddp", ("validation", 5), 5, {}),
+    "ahead of a validation in mid-epoch": ("ddp", ("train", 0), 2, {"val_check_interval": 2}),
+    "ahead of the epoch's validation": ("ddp", ("train", 3), 5, {}),
+    "the epoch's last batch, none follows": ("ddp", ("train", 3), 6, {"limit_val_batches": 0}),
+    "in the last epoch's validation": ("ddp", ("validation", 10), 10, {}),
 }
 
 
-# The others differ from these in the Trainer's settings alone.
-DEFAULT = ("in an accumulation", "in a validation of averages", "in the epoch's validation", "in the last validation")
-
-
-@pytest.mark.parametrize(
-    "moment", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.matrix) for name in MOMENTS]
-)
+@pytest.mark.parametrize("moment", sampled([*MOMENTS], 0, 1, 2))
 def test_stops_and_goes_on_as_if_it_never_had(moment: str) -> None:
-    told, step, trainer = MOMENTS[moment]
-    for rank in run_distributed(_stopped_and_resumed, 2, "ddp", told, signal.SIGUSR1, trainer):
+    engine, told, step, trainer = MOMENTS[moment]
+    number = signal.SIGTERM if engine == "fsdp" else signal.SIGUSR1
+    for rank in run_distributed(_stopped_and_resumed, 2, engine, told, number, trainer):
         assert rank["code"] == 75
         assert rank["step"] == step
         assert rank["handler"][0] == rank["handler"][1] == signal.SIG_DFL
@@ -149,42 +142,10 @@ def test_stops_and_goes_on_as_if_it_never_had(moment: str) -> None:
         assert not rank["left"]
 
 
-def test_sharded_parameters_and_sigterm() -> None:
-    for rank in run_distributed(_stopped_and_resumed, 2, "fsdp", ("train", 1), signal.SIGTERM, {}):
-        assert (rank["code"], rank["step"], rank["bitwise"], rank["seen"]) == (75, 3, True, True)
-
-
 def test_told_in_the_last_steps_it_ends_as_ever() -> None:
     trainer = {"limit_val_batches": 0, "max_steps": 4}
     for rank in run_distributed(_stopped_and_resumed, 2, "ddp", ("train", 3), signal.SIGUSR1, trainer):
         assert (rank["code"], rank["steps"], rank["left"]) == (None, 4, False)
-
-
-def _waits_in_steps(signals: tuple[str, ...]) -> list[int]:
-    """How often torch's broadcast was called from the start of a step to the start of the next, but for buffers."""
-    broadcast, calls, marks = torch.distributed.broadcast, [], []
-
-    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.extend([tensor] * (tensor.dtype != torch.uint8))
-        return broadcast(tensor, *args, **kwargs)
-
-    class Marks(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            marks.append(len(calls))
-
-    torch.distributed.broadcast = noted
-    try:
-        strategy = ShardFSDPStrategy(preemption=PreemptionConfig(signals=signals))
-        quiet_trainer(strategy=strategy, max_steps=4, limit_val_batches=0, callbacks=[Marks()]).fit(TinyLM(), loader())
-    finally:
-        torch.distributed.broadcast = broadcast
-    return [after - before for before, after in pairwise(marks)]
-
-
-def test_no_step_waits_to_hear_of_a_signal_that_is_noted_here() -> None:
-    assert run_distributed(_waits_in_steps, 2, ("SIGUSR1", "SIGTERM")) == [[0, 0, 0]] * 2
-    # Lightning's own handlers, and how it tells the others of them.
-    assert run_distributed(_waits_in_steps, 2, ()) == [[1, 1, 1]] * 2
 
 
 # The parts
@@ -200,12 +161,8 @@ def _agree(told: dict[int, tuple[int, int]]) -> list[int]:
 def test_all_ranks_learn_in_the_same_call() -> None:
     assert run_distributed(_agree, 3, {2: (1, 10)}) == [[0, 0, 10, 0, 0]] * 3
     assert run_distributed(_agree, 3, {0: (3, 10), 1: (3, 15)}) == [[0, 0, 0, 0, 15]] * 3
-    assert run_distributed(_agree, 3, {}) == [[0] * 5] * 3
-
-
-def test_a_process_alone_knows_at_once() -> None:
-    agreement = DelayedMax(None)
-    assert [agreement(0), agreement(15), agreement.wait_for_largest()] == [0, 15, 0]
+    alone = DelayedMax(None)
+    assert [alone(0), alone(15), alone.wait_for_largest()] == [0, 15, 0]
 
 
 def test_a_signal_is_noted_and_nothing_more() -> None:
@@ -226,16 +183,6 @@ def test_a_signal_is_noted_and_nothing_more() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_only_the_main_thread_has_handlers() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(SignalFlag().install_handlers(("SIGUSR1",))))
-    thread.start()
-    thread.join()
-    assert results == [False]
-    assert signal.getsignal(signal.SIGUSR1) is before
-
-
 def test_time_limit() -> None:
     assert not TimeLimit(lambda: None, 90).is_near(1e9)
     assert not TimeLimit(lambda: 1000.0, 90).is_near()
@@ -246,9 +193,8 @@ def test_time_limit() -> None:
     assert not short.is_near(reserve=40)
     assert short.is_near(reserve=50)
     # Moved meanwhile.
-    answers = iter([1000.0, 5000.0, 1000.0])
+    answers = iter([5000.0, 1000.0])
     moved = TimeLimit(lambda: next(answers), 90)
-    assert not moved.is_near(reserve=950)
     assert not moved.is_near(reserve=3000)
     assert moved.is_near(reserve=4950)
 
@@ -259,14 +205,11 @@ ARRAY = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "68", "SLURM_ARRAY_TASK_ID"
 @pytest.mark.parametrize(
     ("environ", "name", "expected"),
     [
-        ({}, None, "local"),
         ({"TORCHELASTIC_RUN_ID": "none"}, None, "local"),
         ({"TORCHELASTIC_RUN_ID": "a/b"}, None, "torchrun-a_b"),
         ({"SLURM_JOB_ID": "12"}, None, "slurm-12-batch"),
         ({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "x"}, None, "slurm-12-0"),
-        (ARRAY, None, "slurm-68_1-0"),
         (ARRAY, "mine", "mine_1"),
-        ({"SLURM_JOB_ID": "12"}, "mine", "mine"),
     ],
 )
 def test_run_name(environ: dict[str, str], name: str | None, expected: str) -> None:
@@ -277,13 +220,10 @@ def test_run_name(environ: dict[str, str], name: str | None, expected: str) -> N
     ("field", "value", "says"),
     [
         ("signals", ("SIGKILL",), "preemption.signals has 'SIGKILL'"),
-        ("signals", ("USR1",), "such as SIGUSR1"),
         ("exit_code", 0, "must be from 1 to 255"),
         ("save_seconds", 0.0, "must be 1 or more"),
         ("seconds_before_limit", -1.0, "must be 0 or more"),
         ("run", "a/b", "a name that a folder can have"),
-        ("run", "", "a name that a folder can have"),
-        ("run", "..", "a name that a folder can have"),
     ],
 )
 def test_settings_that_are_refused(field: str, value: Any, says: str) -> None:
@@ -337,7 +277,6 @@ def test_torchrun_that_leaves_no_time_for_a_save() -> None:
     (told,) = run_distributed(_slow_steps, 1, "1e-4")
     assert len(told) == 1
     assert "set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to" in told[0]
-    assert run_distributed(_slow_steps, 1, "600") == [[]]
 
 
 EARLY = """
@@ -358,7 +297,7 @@ __main__.main()
 """
 
 
-@pytest.mark.parametrize(("command", "code"), [("fit", 1), ("validate", -signal.SIGUSR1)])
+@pytest.mark.parametrize(("command", "code"), sampled([("fit", 1), ("validate", -signal.SIGUSR1)], 0))
 def test_a_signal_before_there_is_a_trainer_is_noted(command: str, code: int) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", EARLY, command], env=environ, timeout=60, check=False)

@@ -55,16 +55,7 @@ class Overriding(Old):
 
 
 class ByHand(Old):
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        return None
-
-
-class InParts(Old):
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        teacher = nn.Linear(1, 1)  # No part of the module: torch loads it.
-        teacher.load_state_dict({"weight": torch.full((1, 1), 3.0), "bias": torch.zeros(1)})
-        assert teacher.weight.item() == 3.0
-        return self.embed.load_state_dict({"weight": state_dict["embed.weight"]})
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any: ...
 
 
 def made(cls: type[Old], edit: Any = None, **attributes: Any) -> Old:
@@ -143,31 +134,17 @@ def run(strategy: str, precision: str, folder: str) -> None:
     assert all(torch.equal(stored[name], tensor) for name, tensor in found.items())
     assert full_tensor(trainer, "head.bias", "exp_avg") is None
 
-    # What people write against heads of another size.
     module = made(New, rows=ROWS + 2)
-
-    def where_it_fits(checkpoint: State) -> None:
-        state, own = checkpoint["state_dict"], module.state_dict()
-        state.update({name: own[name] for name in state if state[name].shape != own[name].shape})
-
-    module.edit = where_it_fits
+    module.edit = lambda checkpoint: checkpoint["state_dict"].update(module.state_dict())
     if "stage_3" in strategy:
         with pytest.raises(CheckpointMismatchError, match=r"state_dict\(\), which has no values of it under this"):
             loaded(module, strategy, precision, path)
-    else:
-        fresh, _ = fit(made(Old, rows=ROWS + 2), strategy, precision, 0)
-        found = loaded(module, strategy, precision, path)
-        assert torch.equal(found["embed.weight"], fresh["embed.weight"])
-        assert torch.equal(found["head.weight"], stored["head.weight"])
 
     found = loaded(made(Overriding), strategy, precision, path)
     assert torch.equal(found["embed.weight"], 2 * stored["embed.weight"])
     assert torch.equal(found["classifier.weight"], stored["head.weight"])
-    found = loaded(made(InParts), strategy, precision, path)
-    assert torch.equal(found["embed.weight"], stored["embed.weight"])
     with pytest.raises(CheckpointError, match=r"ByHand\.load_state_dict gives torch nothing to load"):
         loaded(made(ByHand), strategy, precision, path)
-    assert nn.Module.load_state_dict.__name__ == "load_state_dict"
     with pytest.raises(CheckpointError, match=r"put a list under 'notes' into the state_dict"):
         loaded(made(New, lambda checkpoint: checkpoint["state_dict"].update(notes=[])), strategy, precision, path)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import full_parameters, load_from_checkpoint, unshard
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import all_parameters, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, differences
@@ -43,11 +44,19 @@ class Masters(pl.Callback):
         self.parameters = all_parameters(trainer)
 
 
-def fitted(engine: str, precision: str, **settings: Any) -> tuple[Hooked, pl.Trainer, dict[str, Tensor]]:
+class InRun(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        self.told = refusal(unshard, module)
+
+
+def fitted(
+    engine: str, precision: str, callback: pl.Callback | None = None, **settings: Any
+) -> tuple[Hooked, pl.Trainer, dict[str, Tensor]]:
     pl.seed_everything(1, verbose=False)
     module, masters = Hooked(), Masters()
     strategy = ENGINES[engine](aligned=True, **settings)
-    trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=2, callbacks=[masters])
+    callbacks = [masters, *([callback] if callback else [])]
+    trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=2, callbacks=callbacks)
     trainer.fit(module, loader())
     return module, trainer, masters.parameters
 
@@ -94,18 +103,19 @@ def use(engines: list[str], precision: str) -> None:
         check_plain(unshard(module), all_parameters(again))
 
 
-PLAIN = ["ddp", "full", "zero_2", "zero_3"]
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.matrix)])
-def test_a_fitted_module_becomes_plain(precision: str) -> None:
-    run_distributed(use, 2, PLAIN, precision)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_fitted_module_becomes_plain_elsewhere(ranks: int) -> None:
-    run_distributed(use, ranks, ["ddp", "grad_op", "offload", "zero_1", "zero_3_offload"], "bf16-mixed")
+@pytest.mark.parametrize(
+    ("ranks", "engines", "precision"),
+    sampled(
+        [
+            (2, ["full", "zero_3"], "bf16-mixed"),
+            (2, ["ddp", "full", "zero_2", "zero_3"], "32-true"),
+            (3, ["ddp", "grad_op", "offload", "zero_1", "zero_3_offload"], "bf16-mixed"),
+        ],
+        0,
+    ),
+)
+def test_a_fitted_module_becomes_plain(ranks: int, engines: list[str], precision: str) -> None:
+    run_distributed(use, ranks, engines, precision)
 
 
 def refused_after_the_fit(engine: str) -> None:
@@ -126,14 +136,15 @@ def refused_after_the_fit(engine: str) -> None:
     assert refusal(module.state_dict)[0] == "ConfigurationError"
 
 
-@pytest.mark.parametrize("engine", ["full", "zero_3"])
+@pytest.mark.parametrize("engine", sampled(["full", "zero_3"], 0))
 def test_a_sharded_module_is_for_runs_alone(engine: str) -> None:
     run_distributed(refused_after_the_fit, 2, engine)
 
 
-def use_at_once(engines: list[str], precision: str) -> None:
+def use_at_once(engines: list[str]) -> None:
     for engine in engines:
-        module, trainer, masters = fitted(engine, precision, unshard_after_fit=True, activation_checkpointing="units")
+        settings: dict[str, Any] = {"unshard_after_fit": True, "activation_checkpointing": "units"}
+        module, trainer, masters = fitted(engine, "bf16-mixed", **settings)
         check_plain(module, masters)
         trainer.save_checkpoint(f"{engine}.ckpt", weights_only=True)
         saved = load_from_checkpoint(Hooked, f"{engine}.ckpt")
@@ -141,7 +152,7 @@ def use_at_once(engines: list[str], precision: str) -> None:
 
 
 def test_a_fit_ends_with_a_plain_module() -> None:
-    run_distributed(use_at_once, 2, PLAIN, "bf16-mixed")
+    run_distributed(use_at_once, 2, ["full", "zero_2"])
 
 
 def on_rank_0(engine: str) -> tuple[str, str]:
@@ -153,36 +164,20 @@ def on_rank_0(engine: str) -> tuple[str, str]:
     return type(module).__name__, device
 
 
-@pytest.mark.parametrize("engine", ["full", "zero_3"])
+@pytest.mark.parametrize("engine", sampled(["full", "zero_3"], 0))
 def test_the_parameters_are_left_to_rank_0(engine: str) -> None:
     assert run_distributed(on_rank_0, 2, engine) == [("Hooked", "cpu"), ("Hooked", "meta")]
 
 
-class InRun(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
-        self.told = refusal(unshard, module)
+def in_run_and_part(engine: str) -> list[tuple[str, str]]:
+    """Answers to `unshard` in a run, and to `unshard` of a part of a fitted module."""
+    module, _, _ = fitted(engine, "bf16-mixed", callback=(callback := InRun()))
+    return [callback.told, refusal(unshard, module.student)]
 
 
-def in_run() -> Any:
-    callback = InRun()
-    quiet_trainer(strategy=ENGINES["full"](aligned=True), max_steps=1, callbacks=[callback]).fit(Taught(), loader())
-    return callback.told
-
-
-def test_a_run_that_goes_on_is_refused() -> None:
-    for kind, text in run_distributed(in_run, 2):
-        assert kind == "ConfigurationError"
-        assert text.startswith("unshard is called in a run, which goes on with the shards: call it after fit")
-
-
-def part_of_it(engine: str) -> tuple[str, str]:
-    module, _, _ = fitted(engine, "bf16-mixed")
-    kind, text = refusal(unshard, module.student)
-    return kind or type(module.student).__name__, text
-
-
-def test_a_part_of_what_was_fitted() -> None:
-    assert {*run_distributed(part_of_it, 2, "full")} == {("Net", "")}
-    for kind, text in run_distributed(part_of_it, 2, "zero_3"):
-        assert kind == "ConfigurationError"
-        assert text.startswith("the LightningModule has the masters of parameters that stage 3 has sharded")
+def test_a_run_that_goes_on_and_a_part_under_stage_3_are_refused() -> None:
+    for in_run, part in run_distributed(in_run_and_part, 2, "zero_3"):
+        assert in_run[0] == part[0] == "ConfigurationError"
+        assert in_run[1].startswith("unshard is called in a run, which goes on with the shards: call it after fit")
+        assert part[1].startswith("the LightningModule has the masters of parameters that stage 3 has sharded")
+    assert [part for _, part in run_distributed(in_run_and_part, 2, "full")] == [("", "")] * 2

@@ -64,9 +64,10 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("how", [None, signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("where", ["python", "collective", "loader"])
-def test_all_end_in_time_where_a_network_is_cut(where: str, victim: int, tmp_path: Path) -> None:
-    """A process that carries the bytes is stopped: those of the victim, or of rank 0, and so of all others, to it."""
+def test_all_others_end_in_time(where: str, how: signal.Signals | None, victim: int, tmp_path: Path) -> None:
+    """``how`` None cuts a network: a process that carries the bytes of the victim, or of all to rank 0, is stopped."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     port, carried = free_port(), free_port()
     command = [sys.executable, "-c", NETWORK, str(carried), str(port)]
@@ -76,42 +77,17 @@ def test_all_end_in_time_where_a_network_is_cut(where: str, victim: int, tmp_pat
     words = [where, str(LOST_SECONDS), str(tmp_path), str(victim)]
     ranks = []
     for rank in range(3):
-        through = [str(carried)] if (rank == victim or victim == 0) and rank > 0 else []
+        through = [str(carried)] if how is None and (rank == victim or victim == 0) and rank > 0 else []
         command = [sys.executable, "-c", RANK, str(rank), str(port), *words, *through]
         ranks.append(subprocess.Popen(command, env=environ))
+    others = [process for rank, process in enumerate(ranks) if how is None or rank != victim]
     try:
         until(lambda: len(list(tmp_path.iterdir())) == 3)
         time.sleep(1.5)
-        network.send_signal(signal.SIGSTOP)
-        until(lambda: all(process.poll() is not None for process in ranks), LOST_SECONDS + 10)
-        assert all(process.returncode != 0 for process in ranks)
-    finally:
-        for process in [*ranks, network]:
-            process.kill()
-            process.wait()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("where", ["python", "collective", "loader"])
-def test_all_others_end_in_time(where: str, how: signal.Signals, victim: int, tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    port = free_port()
-    words = [where, str(LOST_SECONDS), str(tmp_path), str(victim)]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(port), *words], env=environ) for rank in range(3)
-    ]
-    try:
-        until(lambda: len(list(tmp_path.iterdir())) == 3)
-        time.sleep(1.5)
-        ranks[victim].send_signal(how)
-        start = time.monotonic()
-        others = [process for rank, process in enumerate(ranks) if rank != victim]
+        (network if how is None else ranks[victim]).send_signal(how or signal.SIGSTOP)
         until(lambda: all(process.poll() is not None for process in others), LOST_SECONDS + 10)
-        print(f"{where}, {how.name}, rank {victim}: {time.monotonic() - start:.1f} s")
         assert all(process.returncode != 0 for process in others)
     finally:
-        for process in ranks:
+        for process in [*ranks, network]:
             process.kill()
             process.wait()
