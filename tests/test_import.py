@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -13,8 +14,6 @@ import pytest
 import lightning_shard
 
 PACKAGE = Path(lightning_shard.__file__).parent
-
-MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_exact_public_names() -> None:
@@ -88,57 +87,35 @@ def test_version_is_that_of_the_project() -> None:
     assert re.search(r'^version = "(.*)"$', project, re.MULTILINE)[1] == lightning_shard.__version__
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("first", ["lightning.pytorch", "lightning_shard"])
-def test_import_registers_the_names_in_both_orders(first: str) -> None:
-    code = f"""
-import sys
-import {first}
-import lightning_shard
-import lightning.pytorch
-lightning.pytorch.Trainer(strategy="shard_ddp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-print(*sys.modules)
-"""
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "lightning_shard.strategies.ddp" in loaded
-    assert {"lightning_shard.strategies.fsdp", "lightning_shard.commands", "deepspeed"} & set(loaded) == set()
-
-
-def test_import_adds_nothing_of_this_package_but_the_names() -> None:
-    code = "import sys, lightning.pytorch; old = {*sys.modules}; import lightning_shard; print(*{*sys.modules} - old)"
-    added = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert set(added) == {"lightning_shard", *(f"lightning_shard.{name}" for name in ("errors", "registry", "text"))}
-
-
-@pytest.mark.matrix
-def test_import_changes_nothing_of_python_or_lightning() -> None:
-    code = """
-import logging, sys, warnings
+FACTS = """
+import json, logging, sys, warnings
 import lightning.pytorch as pl
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 owners = [pl.LightningModule, pl.LightningDataModule, TorchCheckpointIO, type(StrategyRegistry)]
 look = lambda: [dict(vars(o)) for o in owners] + [list(sys.meta_path), sys.excepthook, logging.getLogRecordFactory(),
     warnings.formatwarning, StrategyRegistry.available_strategies.__func__]
-before = look()
+before, modules = look(), set(sys.modules)
 import lightning_shard
-assert look() == before
-assert "shard_fsdp" in StrategyRegistry.available_strategies()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_strategies_import_neither_deepspeed_nor_transformers() -> None:
-    code = """
-import sys
-import lightning  # torchmetrics imports transformers where it is installed
-before = set(sys.modules)
+facts = {"added": sorted(set(sys.modules) - modules), "unchanged": look() == before}
+off = dict.fromkeys(("logger", "enable_checkpointing"), False)
+pl.Trainer(strategy="shard_ddp", accelerator="cpu", devices=1, **off)
+facts["with one name"] = sorted(set(sys.modules) - modules)
 from lightning_shard import *
 from lightning_shard.registry import PRESETS, build
 for name in PRESETS:
     if "deepspeed" not in name:
         build(name)
-print(*{"deepspeed", "transformers"} & (set(sys.modules) - before))
+facts["with all names"] = sorted(set(sys.modules) - modules)
+print(json.dumps(facts))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == []
+
+
+def test_an_import_adds_the_names_alone_and_changes_nothing() -> None:
+    run = subprocess.run([sys.executable, "-c", FACTS], capture_output=True, text=True, check=True)
+    facts = json.loads(run.stdout.splitlines()[-1])
+    assert set(facts["added"]) == {"lightning_shard", *(f"lightning_shard.{n}" for n in ("errors", "registry", "text"))}
+    assert facts["unchanged"]
+    assert "lightning_shard.strategies.ddp" in facts["with one name"]
+    assert {"lightning_shard.strategies.fsdp", "lightning_shard.commands"} & set(facts["with one name"]) == set()
+    assert {"deepspeed", "transformers"} & set(facts["with all names"]) == set()

@@ -118,12 +118,8 @@ def test_what_is_left_stands_in_the_table() -> None:
     [
         ("def f():\n    setattr(a, 'b', 1)", [("f", "setattr")]),
         ("class A:\n    def f(self):\n        a.__class__ = B", [("A.f", "__class__")]),
-        ("a.b, a.__class__ = 1, B", [("", "__class__")]),
         ("setattr(a, '__class__', B)", [("", "setattr"), ("", "__class__")]),
-        ("g.__code__ = f.__code__", [("", "__code__"), ("", "__code__")]),
         ("import sys\nsys._getframe(1)", [("", "_getframe")]),
-        ("from inspect import currentframe\ncurrentframe()", [("", "currentframe")]),
-        ("class M(overrides.TorchFunctionMode): ...", [("M", "TorchFunctionMode")]),
         ("class M(TorchDispatchMode): ...", [("M", "TorchDispatchMode")]),
         ("def f(mode: TorchDispatchMode) -> str:\n    return type(mode.__class__).__name__", []),
     ],

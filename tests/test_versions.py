@@ -48,22 +48,13 @@ def test_what_is_installed_lies_in_the_range(library: str) -> None:
     assert version_numbers(found)[:2] <= version_numbers(newest)[:2]
 
 
-def test_a_range_in_words() -> None:
-    assert versions.tested("torch") == " to ".join(TESTED["torch"])
-    assert versions.tested("deepspeed") == TESTED["deepspeed"][0]
-
-
 @pytest.mark.parametrize(
     ("version", "is_newer"),
     [
         ("2.15.0", False),
         ("2.15.7+cpu", False),  # a patch
-        ("2.15.0a0+git1234", False),
-        ("2.13.0", False),
-        ("2.16.0", True),
         ("2.16.0.dev20260801+cpu", True),
         ("2.100", True),
-        ("3", True),
         (None, False),
     ],
 )
