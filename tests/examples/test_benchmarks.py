@@ -14,52 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from examples.benchmarks import engines, max_batch, overheads, report
-from examples.benchmarks.limits import MemoryLimit, Trial, largest
-from examples.benchmarks.llama import SIZES, Llama
+from examples.benchmarks.limits import Trial, largest
+from examples.benchmarks.llama import SIZES
 from examples.benchmarks.processes import MEBIBYTE, Failed, PeakMemory, Place, run_processes
 from examples.benchmarks.python_loops import LOOPS
 from examples.benchmarks.races import compare_with_others, rows_of
 from examples.benchmarks.trainers import STOCK
-from examples.benchmarks.turns import Plan, Result, paired, spread
+from examples.benchmarks.turns import Result, paired, spread
 from examples.benchmarks.variants import FEATURES
-from examples.benchmarks.workload import Workload, build_loader, build_model, loss_of
+from examples.benchmarks.workload import Workload
 from lightning_shard.registry import PRESETS
 from tests.harness import run_distributed
 
 TINY = Workload(size=SIZES["tiny"], seq_len=16, batch_size=2)
-PLAN = Plan(rounds=2, steps=1, warmup=1)
 
 
 # The workload
-
-
-@pytest.mark.parametrize("name", [name for name in SIZES if name != "tiny"])
-def test_models_are_of_the_size_that_they_are_called_by(name: str) -> None:
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Llama(SIZES[name], 16).parameters())
-    stated = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
-    # Embedding and head are a quarter of the smallest with Llama 3's vocabulary; 3B is Meta's 3.2 with both.
-    assert 0.85 * stated < parameters < (1.55 if name in ("1B",) else 1.25) * stated
-
-
-def test_later_tokens_do_not_change_earlier_logits() -> None:
-    model = build_model(TINY)
-    tokens = torch.randint(256, (1, 16))
-    changed = tokens.clone()
-    changed[:, 10:] = (changed[:, 10:] + 1) % 256
-    before, after = model(tokens), model(changed)
-    # Not bitwise: matrix products may block another way.
-    torch.testing.assert_close(after[:, :10], before[:, :10], rtol=0, atol=1e-6)
-    assert not torch.allclose(after[:, 10:], before[:, 10:], rtol=0, atol=1e-3)
-
-
-def test_each_rank_reads_its_own_share_and_everyone_the_same() -> None:
-    first, again, other = (next(iter(build_loader(TINY, rank))) for rank in (0, 0, 1))
-    assert torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], other[0])
-    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
-    # Logits begin near zero.
-    assert loss_of(TINY, build_model(TINY)(first[0]), first[1]).item() == pytest.approx(math.log(256), abs=0.1)
 
 
 # Contestants
@@ -81,12 +51,6 @@ def _place() -> Place:
     return Place(rank=dist.get_rank(), device=torch.device("cpu"))
 
 
-def test_checkpointing_is_the_engines_own_where_it_has_one() -> None:
-    """Else a setting would be measured that no user of the package has."""
-    assert "forward" in vars(build_model(replace(TINY, checkpointing="units")).blocks[0])
-    assert "forward" not in vars(build_model(replace(TINY, checkpointing="units"), plain=True).blocks[0])
-
-
 # Comparisons
 
 
@@ -100,12 +64,8 @@ def test_blocks_of_one_round_are_compared() -> None:
     found = spread([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (found.smallest, found.low, found.median, found.high, found.largest) == (1.0, 2.0, 3.0, 4.0, 100.0)
     assert spread([5.0]).low == 5.0
-
-
-@pytest.mark.parametrize(("count", "first", "last"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (9, 2, 8), (20, 6, 15)])
-def test_the_interval_of_a_median_is_that_of_the_tables(count: int, first: int, last: int) -> None:
-    """With B of B(9, 1/2), 2 P(B <= 1) is 0.039 and 2 P(B <= 2) is 0.18: of 9 the second is the first in it."""
-    assert spread([float(value) for value in range(count, 0, -1)]).interval == (first, last)
+    # With B of B(9, 1/2), 2 P(B <= 1) is 0.039 and 2 P(B <= 2) is 0.18: of 9 the second is the first in it.
+    assert spread([float(value) for value in range(9, 0, -1)]).interval == (2, 8)
 
 
 def test_the_fastest_other_package_is_the_one_compared_with() -> None:
@@ -127,23 +87,10 @@ def test_a_contestant_with_other_losses_has_failed() -> None:
     assert rows["hand"]["tokens"] == TINY.tokens / 2
 
 
-def test_without_its_reference_a_contestant_has_no_ratio() -> None:
-    (row,) = rows_of("race", _result(other=[5.0]), TINY, lambda name: "hand")
-    assert "ratio" not in row
-    assert row["ms"] == 2000.0
-
-
-def test_large_models_race_in_pairs_and_names_can_be_chosen() -> None:
-    options = engines.parse_arguments(["--only", "shard_ddp", "shard_fsdp", "lightning_model_parallel"])
-    assert engines.line_up("ddp", options) == [["hand_ddp", "shard_ddp"]]
-    options.apart = True
-    assert engines.line_up("fsdp", options) == [["hand_fsdp", "lightning_model_parallel"], ["hand_fsdp", "shard_fsdp"]]
-
-
 # Limits
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 13, 31, 64, 100])
+@pytest.mark.parametrize("limit", [0, 1, 13, 64, 100])
 def test_bisection_finds_the_largest(limit: int) -> None:
     tried: list[int] = []
 
@@ -151,34 +98,12 @@ def test_bisection_finds_the_largest(limit: int) -> None:
         tried.append(size)
         return Trial(size=size, peak=size, seconds=1.0) if size <= limit else None
 
-    best, count = largest(attempt, most=64, resolution=64)
-    assert (0 if best is None else best.size) == min(limit, 64)
-    assert count == len(tried) == len(set(tried))
-    assert max(tried) <= 64
-    for start in (2, 5, 64, 1000):
+    for start in (1, 5, 1000):
         tried.clear()
         best, count = largest(attempt, most=64, resolution=64, start=start)
         assert (0 if best is None else best.size) == min(limit, 64)
         assert count == len(tried) == len(set(tried))
-        assert tried[0] == min(start, 64)
-
-
-def _take(mebibytes: int) -> str:
-    limit = MemoryLimit(_place(), 32 * MEBIBYTE)
-    # One rank alone takes it.
-    taken = torch.ones(mebibytes * MEBIBYTE // 4 if dist.get_rank() == 0 else 0)
-    try:
-        peak = limit.check()
-    except MemoryError:
-        return "too much"
-    assert peak >= taken.nbytes
-    return "fits"
-
-
-@pytest.mark.matrix
-def test_the_limit_holds_for_all_ranks_at_once() -> None:
-    assert run_distributed(_take, 2, 64) == ["too much", "too much"]
-    assert run_distributed(_take, 2, 8) == ["fits", "fits"]
+        assert (tried[0], max(tried) <= 64) == (min(start, 64), True)
 
 
 def _trial(name: str, work: Workload, mebibytes: int) -> Any:
@@ -195,39 +120,6 @@ def test_a_trial_tells_what_fits_from_what_does_not() -> None:
     (peak, seconds), _ = run_distributed(_trial, 2, "shard_fsdp", large, 4096)
     assert 4 * MEBIBYTE < peak < 4096 * MEBIBYTE
     assert seconds > 0
-
-
-def test_largest_batches_run_in_turn_and_an_engine_that_does_not_run_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    timed: list[tuple[str, int]] = []
-
-    def attempt(name: str, work: Workload, size: int, limit: int, steps: int) -> Trial | None:
-        if name == "absent":
-            raise Failed("ModuleNotFoundError: No module named 'absent'")
-        if limit > MEBIBYTE:
-            timed.append((name, size))
-        fits = size <= {"first": 5, "second": 10, "none": 0}[name]
-        return Trial(size=size, peak=limit, seconds=0.5) if fits else None
-
-    monkeypatch.setattr(max_batch, "attempt", attempt)
-    engines = ["--engines", "absent", "first", "none", "second"]
-    tiny = ["--size", "tiny", "--seq-len", "16", "--memory", "1", "--repeats", "2"]
-    assert max_batch.main([*engines, *tiny, "--output", str(tmp_path)]) == 0
-    assert "absent did not run: ModuleNotFoundError: No module named 'absent'" in capsys.readouterr().out.splitlines()
-    # The limit is not in force there.
-    assert timed == [("first", 5), ("second", 10), ("second", 10), ("first", 5)]
-    rows = {row["engine"]: row for row in csv.DictReader((tmp_path / "max_batch.csv").open())}
-    assert [row["batch"] for row in rows.values()] == [row["layers"] for row in rows.values()] == ["5", "0", "10"]
-    assert (rows["second"]["batch_tokens"], rows["second"]["ratio"], rows["none"]["ratio"]) == ("320", "2.0", "")
-    assert len(list(csv.DictReader((tmp_path / "max_batch_rounds.csv").open()))) == 4
-    assert max_batch.main(["--engines", "absent", *tiny, "--output", str(tmp_path)]) == 1
-
-
-def test_deeper_models_are_larger() -> None:
-    assert max_batch.parameters_of(max_batch.deepened(TINY, 3)) > max_batch.parameters_of(TINY)
-    assert max_batch.deepened(TINY, 3).batch_size == 1
 
 
 # What is not there
@@ -250,15 +142,6 @@ def test_what_fails_once_is_told_once_and_compared_with_nothing(capsys: pytest.C
     # Backwards the second time.
     assert [row["seconds"] for row in rows] == [3.0, 4.5, 4.0]
     assert [row.get("ratio") for row in rows] == [1.0, 1.5, None]
-
-
-def test_without_a_peak_there_is_no_mfu(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"contestant": "hand", "ms": 100.0}]
-    engines.add_mfu(rows, TINY, None)
-    assert rows == [{"contestant": "hand", "ms": 100.0}]
-    assert capsys.readouterr().out.endswith(" is not known. Give it as --peak-tflops\n")
-    engines.add_mfu(rows, TINY, 1e-3)
-    assert rows[0]["mfu"] > 0
 
 
 # Processes and files

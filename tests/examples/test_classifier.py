@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples import snippets
 from examples.classifier import TextClassifier, folder_of
-from examples.python_corpus import source_files, standard_library
 from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 from tests.models import whole
@@ -70,15 +68,6 @@ def test_it_trains_from_the_folders_weights(encoder: Path, tmp_path: Path, strat
             assert torch.equal(result["started"][name], tensor), name
         assert result["steps"] == 2
         assert 0 <= result["accuracy"] <= 1
-
-
-def test_snippets_are_labelled_and_name_no_package() -> None:
-    root = standard_library()
-    names = [name for name in source_files(root) if name.startswith(("email/", "xml/"))]
-    found = snippets.snippets(root, names, 8)
-    assert {snippets.PACKAGES[label] for _, label in found} == {"email", "xml"}
-    assert all(text.count("\n") == 7 and text.strip() for text, _ in found)
-    assert not [text for text, _ in found if "\nimport " in text or text.startswith("from ")]
 
 
 def test_the_folder_of_a_package_or_a_message(encoder: Path) -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from examples import python_corpus
-from examples.gpt import GPT, Rotary, learning_rate_factor
+from examples.gpt import GPT, learning_rate_factor
 from examples.python_corpus import PythonCorpus, Windows
 from tests.harness import ROOT, run_distributed
 
@@ -30,35 +29,6 @@ def _small(**arguments: object) -> GPT:
 
 
 # The corpus
-
-
-def test_files_are_split_without_overlap_and_the_same_each_time() -> None:
-    names = python_corpus.source_files(python_corpus.standard_library())
-    train, validation = python_corpus.split(names, 0.05)
-    assert sorted(train + validation) == names
-    assert not set(train) & set(validation)
-    assert python_corpus.split(names, 0.05) == (train, validation)
-    # 0.05 of some 500 files; three standard deviations of a binomial.
-    assert len(validation) == pytest.approx(0.05 * len(names), abs=3 * math.sqrt(0.05 * 0.95 * len(names)))
-
-
-def test_a_file_stays_where_it_is_whatever_other_files_there_are() -> None:
-    names = python_corpus.source_files(python_corpus.standard_library())
-    _, validation = python_corpus.split(names, 0.05)
-    _, of_some = python_corpus.split(names[::2], 0.05)
-    assert of_some == [name for name in names[::2] if name in validation]
-
-
-def test_files_that_are_no_text_or_not_ours_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "other.py").write_text("other")
-    (tmp_path / "latin.py").write_bytes(b"\xe4")
-    (tmp_path / "b.py").write_text("bb")
-    (tmp_path / "a.py").write_text("a")
-    names = python_corpus.source_files(tmp_path)
-    assert names == ["a.py", "b.py", "latin.py"]
-    assert bytes(python_corpus.read(tmp_path, names, None).tolist()) == b"abb"
-    assert bytes(python_corpus.read(tmp_path, names, 2).tolist()) == b"ab"
 
 
 def test_windows_cover_the_text_once_with_targets_one_byte_later() -> None:
@@ -85,14 +55,6 @@ def test_the_datamodule_gives_batches_of_both_parts() -> None:
 # The model
 
 
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-def test_the_untrained_loss_is_near_that_of_a_uniform_guess() -> None:
-    inputs, targets = torch.randint(256, (2, 4, 32))
-    loss = _small().training_step((inputs, targets), 0)
-    # Logits begin with a standard deviation of 0.02 * sqrt(width) = 0.08, which adds half its square.
-    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
-
-
 def test_later_bytes_do_not_change_earlier_logits() -> None:
     model = _small().eval()
     tokens = torch.randint(256, (1, 32))
@@ -102,24 +64,6 @@ def test_later_bytes_do_not_change_earlier_logits() -> None:
     # Not bitwise: matrix products may block another way.
     torch.testing.assert_close(after[:, :20], before[:, :20], rtol=0, atol=1e-6)
     assert not torch.allclose(after[:, 20:], before[:, 20:], rtol=0, atol=1e-3)
-
-
-def test_order_of_bytes_matters() -> None:
-    model = _small().eval()
-    tokens = torch.arange(8).unsqueeze(0)
-    swapped = tokens[:, [1, 0, 2, 3, 4, 5, 6, 7]]
-    # Without positions the last byte would attend to the same set. The weights begin small, and so the difference.
-    assert (model(tokens)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-7
-
-
-def test_rotary_scores_depend_on_the_distance_alone() -> None:
-    rotary = Rotary(width=8, length=16)
-    query, key = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 16, 8)
-    scores = (rotary(query) @ rotary(key).mT).squeeze()
-    for distance in (0, 3):
-        diagonal = scores.diagonal(-distance)
-        # fp32 sums of 8 products of size about 1.
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
@@ -147,11 +91,6 @@ def test_a_meta_build_has_the_same_names_shapes_and_initial_values(tie_embedding
         torch.testing.assert_close(mine.std(unbiased=False), theirs.std(unbiased=False), rtol=0.5, atol=0, msg=name)
     for mine, theirs in zip(meta.model.buffers(), model.model.buffers(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"width=18 with heads=4.*multiple of 8"):
-        GPT(width=18, heads=4)
 
 
 # The optimizer and its schedule

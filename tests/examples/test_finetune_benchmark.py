@@ -16,7 +16,6 @@ from examples.benchmarks import finetune
 from examples.benchmarks.finetuning import FineTuning, train, trial
 from examples.benchmarks.limits import Trial
 from examples.benchmarks.processes import MEBIBYTE, Failed, Place
-from examples.labelled_texts import spread
 from tests.harness import run_distributed
 
 # Docstrings
@@ -33,32 +32,6 @@ def test_each_docstring_is_in_one_part_and_has_one_label() -> None:
     # A quarter, up to chance and to what the smallest package has.
     assert 0.15 < len(validation) / len(texts) < 0.35
     assert not [text for text in texts if any(name in text.lower() for name in data.PACKAGES)]
-
-
-def test_what_is_collected_and_what_is_not(tmp_path: Path) -> None:
-    for name, source in {
-        "xml/one.py": '"""About trees of nodes in xml.dom and others."""\ndef f():\n  """Too short."""',
-        "xml/two.py": 'class A:\n  """Reads a document  from\n  an open file."""\n  x = "and this is no docstring"',
-        "xml/dom/three.py": 'async def f():\n  """Reads a document from an open file."""',
-        "email/one.py": 'def f():\n  """In two packages, the same words."""',
-        "http/one.py": 'def f():\n  """In two packages, the same words."""',
-        "http/tests/two.py": 'def f():\n  """A test of what is here."""',
-        "abc.py": '"""Not in a package of the list."""',
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
-    found = {package: texts for package, texts in data.docstrings(tmp_path).items() if texts}
-    assert found == {"xml": ["Reads a document from an open file.", "About trees of nodes in and others."]}
-
-
-def test_a_limit_keeps_every_label() -> None:
-    part = data.balanced([[f"{label} {index}" for index in range(10 + label)] for label in range(4)])
-    assert Counter(label for _, label in part) == dict.fromkeys(range(4), 10)
-    for limit in (4, 8, 30, 39):
-        counts = Counter(label for _, label in spread(part, limit))
-        assert len(counts) == 4
-        assert max(counts.values()) - min(counts.values()) <= 1
-    assert spread(part, None) == spread(part, 1000) == part
 
 
 # Runs
@@ -91,11 +64,6 @@ def test_epochs_are_timed_and_told_with_what_was_learned(encoder: Path) -> None:
             # Of 32 docstrings.
             assert epoch["accuracy"] * 32 == pytest.approx(round(epoch["accuracy"] * 32), abs=1e-4)
         assert trial_without_memory is None
-
-
-def test_larger_batches_learn_at_a_larger_rate() -> None:
-    assert _run("x", batch_size=16).scaled_lr == pytest.approx(1e-4)
-    assert _run("x", batch_size=64).scaled_lr == pytest.approx(2e-4)
 
 
 # Tables
@@ -139,9 +107,3 @@ def test_an_engine_that_does_not_run_leaves_the_others(
     assert (second["engine"], second["batch"], second["ratio"], second["accuracy"]) == ("second", "11", "2.0", "0.5")
     assert len(list(csv.DictReader((tmp_path / "finetune_epochs.csv").open()))) == 2 * 2 * 2
     assert finetune.main(["--encoder", str(encoder), "--engines", "absent"]) == 1
-
-
-def test_without_the_encoder_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert finetune.main(["--encoder", "no_such_model"]) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("neither a folder nor an installed package: pip install no-such-model")

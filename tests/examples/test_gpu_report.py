@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
-import torch
 
 from examples.benchmarks import gpu_report
-from examples.benchmarks.gpu_report import Findings, Machine, Part, machine_of, parse_arguments, parts_of, run_parts
+from examples.benchmarks.gpu_report import Findings, Machine, Part, parse_arguments, parts_of, run_parts
 from examples.benchmarks.llama import SIZES
 from examples.benchmarks.processes import Failed
-from examples.benchmarks.workload import Workload, build_model, with_weights
+from examples.benchmarks.workload import Workload
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.report import Row
 from lightning_shard.planning.step_memory import Point
-from tests.harness import ROOT
 
 GIB = 2**30
 MACHINE = Machine(device="cpu", processes=2, memory=16 * GIB, host=64 * GIB)
@@ -84,11 +77,6 @@ def test_as_many_run_beside_one_another_as_both_memories_have_room_for(row: Row,
     assert gpu_report.room(MACHINE, Workload(size=SIZES["tiny"]), row) == expected
 
 
-def test_a_host_without_room_for_the_loaded_model_runs_nothing() -> None:
-    small = Machine(device="cuda", processes=8, memory=80 * GIB, host=4 * GIB)
-    assert gpu_report.room(small, Workload(size=SIZES["1B"]), _row(GIB)) == 0
-
-
 @pytest.mark.matrix
 def test_the_report_of_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -105,43 +93,3 @@ def test_the_report_of_two_processes(tmp_path: Path) -> None:
     assert "| tiny, shard_fsdp | " in page
     assert page.endswith("## Left out\n\nNothing.\n")
     assert (tmp_path / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_memory_that_the_page_cache_holds_is_free() -> None:
-    machine = machine_of(_options())
-    assert machine.host == pytest.approx(psutil.virtual_memory().available, rel=0.2)  # others use it meanwhile
-
-
-def test_processes_map_one_copy_of_a_model(tmp_path: Path) -> None:
-    work = Workload(size=SIZES["tiny"], seq_len=16)
-    own, mapped = build_model(work), build_model(with_weights(work, tmp_path))
-    assert {name: True for name, _ in mapped.named_parameters()} == {
-        name: torch.equal(value, dict(own.named_parameters())[name]) for name, value in mapped.named_parameters()
-    }
-    assert all(torch.equal(a, b) for a, b in zip(own.buffers(), mapped.buffers(), strict=True))
-    [file] = tmp_path.iterdir()
-    before = file.stat().st_mtime_ns
-    with torch.no_grad():
-        mapped.head.weight.zero_()  # a copy, not the file
-    assert torch.equal(build_model(with_weights(work, tmp_path)).head.weight, own.head.weight)
-    assert file.stat().st_mtime_ns == before
-
-
-@pytest.mark.matrix
-@pytest.mark.skipif(shutil.which("c++") is None or shutil.which("ninja") is None, reason="compiled: c++ and ninja")
-def test_the_report_on_a_device(tmp_path: Path) -> None:
-    """Every process imports the stand-in as torch imports a device of another package."""
-    pytest.importorskip("greenlet")
-    package = tmp_path / "standin-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: standin\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[torch.backends]\nstandin = tests.stand_in:install\n")
-    arguments = "--device standin --processes 2 --sizes tiny --seq-len 16 --races fsdp --forms --rounds 2 --steps 1"
-    command = [sys.executable, "-m", "examples.benchmarks.gpu_report", *arguments.split(), "--output", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
-    page = (tmp_path / "gpu_report.md").read_text()
-    assert ended.returncode == 0, page + ended.stderr[-5000:]
-    assert "2 processes" in page
-    assert "standin" in page
-    assert page.endswith("## Left out\n\nNothing.\n")

@@ -56,25 +56,3 @@ def test_a_step_within_its_bar() -> None:
     row = published.row_of(named("MPT 125m, 4096 tokens, 8 A100, 2 x 16"))
     assert row["step_ratio"] == pytest.approx(1, abs=0.2)
     assert row["fits"] == "fits"
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("start", ["Llama 2 13b, 96 H100", "MPT 13b, 2048 tokens, 512 H100"])
-def test_steps_of_other_tables_within_their_bar(start: str) -> None:
-    assert published.row_of(named(start))["step_ratio"] == pytest.approx(1, abs=0.2)
-
-
-def test_spread_and_orders() -> None:
-    common = {"table": "own", "half": "judged", "device": "H100", "series": "model", "length": 512, "fits": "fits"}
-    few = {**common, "run": "few", "gpus": 8, "setting": "none", "tokens": 1000, "step_ratio": 0.9}
-    many = {**few, "run": "many", "gpus": 64, "tokens": 900, "step_ratio": 0.7}
-    again = {**few, "run": "again", "setting": "full", "tokens": 800, "step_ratio": 0.9, "fits": "may fit"}
-    (row,) = published_report.spread([few, many, again])
-    assert (row["runs"], row["median"], row["near"], row["fits"], row["may fit"]) == (3, 0.9, 2, 2, 1)
-    kinds, wrong = published_report.orders([few, many, again])
-    # Of 64 devices 900 / 0.7 tokens are predicted, more than of 8.
-    assert {row["kind"]: (row["pairs"], row["right"]) for row in kinds} == {
-        "GPUs": (1, 0),
-        "recomputation, resharding, chunks or compilation": (2, 2),
-    }
-    assert [(row["run"], row["other"]) for row in wrong] == [("few", "many")]

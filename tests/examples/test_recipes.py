@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 
 from examples.gpt import Transformer
-from examples.recipes import packed, shapes
+from examples.recipes import packed
 from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 
@@ -109,28 +107,3 @@ def test_a_packed_document_is_seen_as_if_it_stood_alone() -> None:
     torch.testing.assert_close(together[:21], alone, rtol=1e-4, atol=1e-5)
     crossing = model.features(inputs)[0]
     assert not torch.allclose(crossing[12:21], alone[12:], rtol=1e-2, atol=1e-3)
-
-
-def test_a_loss_in_chunks_is_that_of_the_whole() -> None:
-    """To fp32 summation order."""
-    torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(8, 50), torch.randn(30, 8, requires_grad=True)
-    targets = torch.randint(50, (30,)).masked_fill(torch.arange(30) % 7 == 0, packed.NO_TARGET)
-    results: list[Any] = []
-    for loss in (
-        packed.chunked_cross_entropy(head, hidden, targets, 4),
-        F.cross_entropy(head(hidden), targets, reduction="sum"),
-    ):
-        results.append((loss, *torch.autograd.grad(loss, [hidden, head.weight])))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_shapes_are_told_apart_by_their_pixels() -> None:
-    images, labels = shapes.draw(200, seed=3)
-    assert images.shape == (200, 1, shapes.SIZE, shapes.SIZE)
-    assert (images.min(), images.max()) == (-1, 1)
-    assert set(labels.tolist()) == set(range(len(shapes.SHAPES)))
-    bright = torch.stack([images[labels == label].mean((0, 2, 3)).squeeze() for label in range(4)])
-    assert bright[0] > bright[1]  # a disc has what a ring lacks
-    assert torch.equal(shapes.draw(200, seed=3)[0], images)
