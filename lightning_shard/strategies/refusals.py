@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     Callback,
-    EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -23,7 +22,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
 from lightning_shard.checkpoint.files.location import location
@@ -44,63 +42,41 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
     """Refuse the output of a training step if backward can't start from it (ConfigurationError)."""
     if is_overridden("backward", module):
         return
-    if isinstance(output, Mapping) and "loss" not in output:
-        found, fix = f"a mapping of {', '.join(map(str, output)) or 'nothing'}", 'name the loss "loss"'
-    else:
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if loss is None:
-            # With one process Lightning skips the batch.
-            if module.trainer.world_size == 1:
-                return
-            found, fix = "None", "return the loss, with a weight of 0 if the batch is not to count"
-        elif not isinstance(loss, Tensor):
-            found, fix = f"{loss!r}, a {type(loss).__name__}", "return the tensor, not its .item()"
-        elif loss.numel() != 1:
-            found, fix = f"a loss of shape {tuple(loss.shape)}", "return its .mean() or .sum()"
-        elif not any(p.requires_grad for p in module.parameters()):
-            found, fix = "a loss of frozen parameters alone", "let some require a gradient, or call trainer.validate"
-        elif not loss.requires_grad:
-            cause = "an integer" if not loss.is_floating_point() else "detached, or computed without a parameter"
-            found, fix = f"a loss without a gradient ({cause})", "return the model's own loss"
-        else:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        if loss.numel() == 1 and loss.requires_grad:
             return
+        gradient = "with a gradient" if loss.requires_grad else "without a gradient"
+        found = f"a {loss.dtype} tensor of shape {tuple(loss.shape)} {gradient}"
+    elif loss is None and module.trainer.world_size == 1 and (output is None or "loss" in output):
+        return  # Lightning skips the batch.
+    else:
+        found = f"{str(output)[:100]}, a {type(output).__name__}"
     code = inspect.unwrap(type(module).training_step).__code__
     raise ConfigurationError(
-        f"training_step returned {found}, but backward needs one number that depends on the parameters: {fix} "
-        f"({code.co_filename}:{code.co_firstlineno})."
+        f"training_step returned {found}, but backward needs one number that depends on trainable parameters. Return "
+        'the loss tensor itself, its .mean() or .sum(), alone or as the entry "loss" of a mapping, with a weight of 0 '
+        f"if the batch is not to count ({code.co_filename}:{code.co_firstlineno})."
     )
 
 
 def refuse_plugin(plugin: Precision) -> None:
     """Refuse a stock plugin with more than the Trainer's flag: a scaler, a quantiser, double (PrecisionError)."""
-    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
-        raise PrecisionError(
-            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}, but the strategies of "
-            f"lightning_shard cast on their own and take no plugin that does. They run {ALL}."
-        )
     scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and not _is_default(scaler):
+    own = f" with a {type(scaler).__name__} of its own" if scaler is not None and not _is_default(scaler) else ""
+    if own or type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
         raise PrecisionError(
-            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__} with a "
-            f"{type(scaler).__name__} of its own, but the strategies of lightning_shard scale the loss themselves, the "
-            "same on every engine. Give its settings to ShardPrecision('16-mixed', loss_scale=LossScaling(...)) in "
-            "plugins instead."
+            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}{own}, but the strategies "
+            f"of lightning_shard cast and scale on their own. They run {ALL}. Give settings of a scaler to "
+            "ShardPrecision('16-mixed', loss_scale=LossScaling(...))."
         )
 
 
 def _is_default(scaler: Any) -> bool:
     """Whether Lightning made ``scaler`` from the flag: torch's own class, default settings, not yet used."""
-    if type(scaler) is not torch.amp.GradScaler:
-        return False
     # torch disables a CUDA scaler on a machine without CUDA.
     default = torch.amp.GradScaler("cpu", enabled=scaler.is_enabled() or torch.cuda.is_available())
-    return scaler.state_dict() == default.state_dict()
-
-
-_BATCH_SIZE_FINDER = (
-    "BatchSizeFinder doubles the batch until memory runs out, but if one rank's does, the others wait in a collective. "
-    "Use lightning_shard.callbacks.BatchSizeCallback in the Trainer's callbacks, which measures small batches."
-)
+    return type(scaler) is torch.amp.GradScaler and scaler.state_dict() == default.state_dict()
 
 
 def refuse_engine_before_run(strategy: str) -> NoReturn:
@@ -111,25 +87,32 @@ def refuse_engine_before_run(strategy: str) -> NoReturn:
     )
 
 
+_AVERAGES = (
+    "copies the whole module, while weights lie in shards here: use lightning_shard.EMACallback, whose average lies in "
+    "shards too (decay: equal takes the mean)."
+)
+_REFUSED: dict[type[Callback], str] = {
+    BatchSizeFinder: "doubles the batch until memory runs out, but if one rank's does, the others wait in a "
+    "collective. Use lightning_shard.callbacks.BatchSizeCallback, which measures small batches.",
+    WeightAveraging: _AVERAGES,
+    StochasticWeightAveraging: _AVERAGES,
+}
+
+
 def refuse_trainer(trainer: Trainer) -> None:
     """Refuse, on every rank, callbacks that can't work here, and local checkpoint folders of a fit that can't be
     written (ConfigurationError).
     """
-    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks_of(trainer)):
-        raise ConfigurationError(_BATCH_SIZE_FINDER)
-    for callback in callbacks.callbacks_of(trainer, (WeightAveraging, StochasticWeightAveraging)):
-        name = type(callback).__name__
-        equal = "" if isinstance(callback, EMAWeightAveraging) else " (decay: equal takes the mean)"
-        raise ConfigurationError(
-            f"{name} copies the whole module, while weights lie in shards here: use lightning_shard.EMACallback, whose "
-            f"average lies in shards too{equal}."
-        )
-    for folder, callback in _folders(trainer).items():
+    for callback in callbacks.callbacks_of(trainer):
+        for kind, why in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise ConfigurationError(f"{type(callback).__name__} {why}")
+    for folder, name in _folders(trainer).items():
         path = Path(folder).absolute()
         there = next(above for above in (path, *path.parents) if os.path.exists(above))
         if "://" not in folder and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise ConfigurationError(
-                f"{callback} saves into {folder}, but {there} is no folder that can be written. Set "
+                f"{name} saves into {folder}, but {there} is no folder that can be written. Set "
                 "dirpath of the callback or default_root_dir of the Trainer to one."
             )
 
@@ -156,25 +139,23 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
     """Refuse, on every rank, callbacks of a fit that would fail or save another module's tensors (ConfigurationError).
     ``run`` names the strategy and precision.
     """
-    for callback in callbacks.callbacks_of(trainer):
+    for callback in callbacks.callbacks_of(trainer, (BaseFinetuning, ModelPruning)):
+        why = ""
         if isinstance(callback, BaseFinetuning) and not engine.follows_freezing:
-            raise ConfigurationError(
-                f"{type(callback).__name__} freezes and thaws parameters, but {run} steps those that are trainable "
-                "when the fit begins. Use shard_fsdp or shard_ddp, or freeze in configure_model without the callback."
+            why = (
+                f"freezes and thaws parameters, but {run} steps those that are trainable when the fit begins. Use "
+                "shard_fsdp or shard_ddp, or freeze in configure_model"
             )
-        if not isinstance(callback, ModelPruning):
-            continue
-        # It selects single elements of plain parameters.
-        if not engine.replicates:
-            raise ConfigurationError(
-                f"ModelPruning works on full parameters, which {run} does not have. Use shard_ddp with precision "
-                "'32-true'."
+        elif isinstance(callback, ModelPruning) and not engine.replicates:
+            # It selects single elements of plain parameters.
+            why = f"works on full parameters, which {run} does not have. Use shard_ddp with precision '32-true'"
+        elif isinstance(callback, ModelPruning) and trainer.checkpoint_callbacks:
+            why = (
+                "saves other tensors than the module's own, but a portable checkpoint has no place for them. Set "
+                "enable_checkpointing: false and save the result after the fit"
             )
-        if trainer.checkpoint_callbacks:
-            raise ConfigurationError(
-                "ModelPruning saves other tensors than the module's own, but a portable checkpoint has no place for "
-                "them. Set enable_checkpointing: false and save the result after the fit, or remove the callback."
-            )
+        if why:
+            raise ConfigurationError(f"{type(callback).__name__} {why}, or remove the callback.")
 
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -227,32 +208,22 @@ def refuse_sync_batchnorm(layer_sync: object | None, device: torch.device) -> No
         )
 
 
-def warn_of_precision(
-    precision: str, policy: PrecisionPolicy, upcast: Mapping[str, torch.dtype], optimizers: Iterable[Optimizer]
-) -> None:
+def warn_of_precision(precision: str, policy: PrecisionPolicy, upcast: Mapping[str, torch.dtype]) -> None:
     """Warn of parameters that are stepped in another dtype than the loaded one, and of updates that 16 bits lose."""
+    name = short(policy.master)
     if upcast:
-        dtypes = ", ".join(sorted({str(d).removeprefix("torch.") for d in upcast.values()}))
-        master = str(policy.master).removeprefix("torch.")
         rank_zero_warn(
-            f"{len(upcast)} trainable parameters were loaded in {dtypes} and are stepped as {master} masters: "
-            f"{listed(upcast, most=3)}."
+            f"{len(upcast)} trainable parameters were loaded in {', '.join(sorted(map(short, set(upcast.values()))))} "
+            f"and are stepped as {name} masters: {listed(upcast, most=3)}."
         )
-    if not policy.is_low_memory:
-        return
-    name, spacing = short(policy.master), torch.finfo(policy.master).eps
-    text = (
-        f"precision {precision!r} steps parameters in {name}: an update smaller than about {spacing / 2:.1g} of its "
-        f"parameter is lost. For fp32 masters use precision {precision.removesuffix('true')}mixed, or the strategy's "
-        "_aligned name."
-    )
-    if policy.master == torch.float16:
-        text += " Gradients below 6e-8 are zero, because fp16 gradients can't be scaled."
-        for optimizer in optimizers:
-            eps = optimizer.defaults.get("eps")
-            if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=torch.float16) == 0:
-                text += f" {type(optimizer).__name__}'s eps {eps:g} is zero in fp16, so that it may divide by zero."
-    rank_zero_warn(text)
+    if policy.is_low_memory:
+        lost = torch.finfo(policy.master).eps / 2
+        fp16 = " fp16 gradients can't be scaled: those below 6e-8 are zero. So is an optimizer's eps of 1e-8."
+        rank_zero_warn(
+            f"precision {precision!r} steps parameters in {name}: an update smaller than about {lost:.1g} of its "
+            f"parameter is lost. For fp32 masters use precision {precision.removesuffix('true')}mixed, or the "
+            f"strategy's _aligned name.{fp16 if policy.master == torch.float16 else ''}"
+        )
 
 
 _EXPLANATIONS = {
@@ -273,8 +244,6 @@ _EXPLANATIONS = {
     "Inference tensor": "If a hook of validate, test or predict has run a forward pass of this module, it did so in "
     "inference mode, and engines can't train on parameters that were gathered for it: set inference_mode: false of "
     "that Trainer.",
-    "Torch not compiled with CUDA enabled": "Batches, parameters and buffers come on the run's device: leave .cuda() "
-    "out, and make further tensors with device=self.device.",
 }
 """Part of torch's message to its explanation."""
 

@@ -270,7 +270,7 @@ class ShardStrategy(ParallelStrategy):
         parts.fit.attach_averages(trainer, engine, self.checkpoints, self.memory)
         if self._ledger is not None:
             self._ledger.read_prepared(self.optimizers)
-        refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast, self.optimizers)
+        refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast)
         hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
 
     @property  # type: ignore[explicit-override] # mypy sees none on one with a setter

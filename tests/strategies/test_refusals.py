@@ -27,14 +27,10 @@ def test_none_is_a_batch_left_out_in_one_process_alone(output: Any) -> None:
     module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
     refuse_loss(output, module)
     module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
-    with pytest.raises(ConfigurationError, match=r"training_step returned None.*a weight of 0.*boring_classes\.py:\d+"):
+    with pytest.raises(
+        ConfigurationError, match=r"training_step returned .*None.*a weight of 0.*boring_classes\.py:\d+"
+    ):
         refuse_loss(output, module)
-
-
-def test_a_loss_of_frozen_parameters_is_told_so() -> None:
-    module = BoringModel().requires_grad_(False)
-    with pytest.raises(ConfigurationError, match=r"returned a loss of frozen parameters alone.*require a gradient"):
-        refuse_loss(module.layer(torch.ones(32)).sum(), module)
 
 
 @pytest.mark.parametrize("call", ["fit", "validate"])
