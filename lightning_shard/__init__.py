@@ -2,19 +2,8 @@
 
 Importing this package imports Lightning and registers the strategy names there, so that
 ``Trainer(strategy="shard_fsdp_aligned")`` and ``trainer.strategy: shard_fsdp_aligned`` in YAML work.
-``lightning-shard strategies`` lists them. Everything else is imported on first use:
-
-- strategies: ShardDDPStrategy, ShardFSDPStrategy, ShardDeepSpeedStrategy
-- their options: MeshConfig, PreemptionConfig, OptimizerOffload, ParameterOffload, ZeroBuckets, Stage3Options,
-  ZeroPlusPlus, UnitRule
-- precision: ShardPrecision, PrecisionPolicy, LossScaling, Float8
-- an average of the weights: EMACallback
-- functions: full_parameters, full_tensor, set_full_tensor, unshard, load_from_checkpoint, load_pretrained
-- the command line: ShardCLI
-- errors: ShardError and its subclasses in ``lightning_shard.errors``
-- ``lightning_shard.callbacks``: ThroughputCallback, MemoryCallback, RunPageCallback,
-  ProfilerCallback, PretrainedWeights, BatchSizeCallback
-- ``lightning_shard.tools``: the commands as functions: plan, migrate, verify, convert, export
+``lightning-shard strategies`` lists them. Everything else in ``__all__`` is imported on first use, as are
+``lightning_shard.callbacks`` and ``lightning_shard.tools``, the commands as functions.
 """
 
 import importlib

@@ -42,10 +42,9 @@ def read_config(config: str) -> Any:
             raise TypeError(f"{type(found).__name__} is no configuration of a model")
         return found
     except Exception as error:  # any error of a configuration class
-        yaml = f" A run's own file is given as --config {config}." if path.suffix in (".yaml", ".yml") else ""
         raise ConfigurationError(
             f"config is {config!r}, which can't be read: {error}. Give a config.json of transformers, the folder that "
-            f"it is in, or a class: transformers.LlamaConfig.{yaml}"
+            "it is in, or a class: transformers.LlamaConfig. A run's own file is given as --config."
         ) from error
 
 

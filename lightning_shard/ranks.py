@@ -196,14 +196,11 @@ def _dead_rank_is_an_error(doing: str) -> Generator[None, None, None]:
 
 @dataclass(frozen=True)
 class _Failure:
-    kind: str
+    kind: str  # of a CheckpointError, else ""
     text: str
 
     def error(self) -> CheckpointError:
-        kind = getattr(errors, self.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
-            kind = CheckpointError
-        return kind(self.text)
+        return getattr(errors, self.kind, CheckpointError)(self.text)
 
 
 def _describe(error: BaseException) -> _Failure:
@@ -214,13 +211,10 @@ def _describe(error: BaseException) -> _Failure:
 
 def _summary(doing: str, failures: dict[int, _Failure], size: int) -> _Failure:
     first = failures[min(failures)]
-    if len(failures) == size and first.kind and all(failure == first for failure in failures.values()):
+    if len(failures) == size and first.kind and set(failures.values()) == {first}:
         return first  # all ranks broke the same rule: no rank is named
-    if size == 1:
-        return _Failure(first.kind, f"while {doing}: {first.text}")
-    shown = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:8])
-    more = f"; and {len(failures) - 8} more ranks" if len(failures) > 8 else ""
-    return _Failure(first.kind, f"while {doing}: {shown}{more}")
+    shown = [f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:8]]
+    return _Failure(first.kind, f"while {doing}: {first.text if size == 1 else '; '.join(shown)}")
 
 
 def reachable(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -222,11 +222,8 @@ class Data:
                 rng.seed_rng(rng.derived_rng_seed(int(resumed["seed"]), rank, trainer.global_step))
 
 
-_RULE = "{} ranks x batch size {} x accumulate_grad_batches {}"
-
-
 def _batch_factors(trainer: Trainer) -> list[int]:
-    """Factors of `_RULE`, empty if only a hook knows the batch size."""
+    """Ranks, batch size and accumulate_grad_batches. Empty if only a hook knows the batch size."""
     micro = loaders.train_batch_size(trainer)
     return [] if micro is None else [trainer.world_size, micro, trainer.accumulate_grad_batches]
 
@@ -236,9 +233,10 @@ def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
     if not saved or not now or prod(saved) == prod(now):
         return None
     keeps, rest = divmod(prod(saved), now[0] * now[1])
+    factors = "{} ranks x batch size {} x accumulate_grad_batches {}"
     return (
-        f"A step took {prod(saved)} samples before the checkpoint ({_RULE.format(*saved)}) and takes {prod(now)} now "
-        f"({_RULE.format(*now)}), but the learning rate may be tuned for the former. "
+        f"A step took {prod(saved)} samples before the checkpoint ({factors.format(*saved)}) and takes {prod(now)} now "
+        f"({factors.format(*now)}), but the learning rate may be tuned for the former. "
         + (f"accumulate_grad_batches: {keeps} keeps it." if not rest else "No accumulate_grad_batches keeps it.")
     )
 
@@ -249,7 +247,7 @@ def _frozen(trainer: Trainer) -> dict[str, bool]:
 
 def other_frozen(saved: list[str] | None, frozen: Mapping[str, bool]) -> str | None:
     """Warning if other parameters are frozen than the ``saved`` ones. ``frozen``: by name."""
-    other = [name for name, here in frozen.items() if here != (name in saved)] if saved is not None else []
+    other = [name for name, here in frozen.items() if saved is not None and here != (name in saved)]
     if not other:
         return None
     return (

@@ -170,16 +170,18 @@ class DtypeLedger:
             stepped = set(self._stepped)
             if len(stepped) == len(self._optimizers) or len(self._stepped) > len(stepped):
                 self.remove_hooks()
-                rank_zero_info(self._report(self.measured()))
+                self._report(self.measured())
         return result
 
-    def _report(self, ledger: Ledger) -> str:
+    def _report(self, ledger: Ledger) -> None:
         """One line if all dtypes are as asked. Else, and under ``--verbose``, the table."""
         found = violations(ledger, self._policy)
+        text = (
+            f"dtypes, measured on {len(ledger.entries)} tensors in the first step, are as asked: {self._policy.text()}"
+        )
         if found or logging.getLogger("lightning_shard").isEnabledFor(logging.DEBUG):
-            return "\n".join([ledger.table(), *(f"not as asked: {violation.text()}" for violation in found[:3])])
-        count, asked = len(ledger.entries), self._policy.text()
-        return f"dtypes, measured on {count} tensors in the first step, are as asked: {asked}"
+            text = "\n".join([ledger.table(), *(f"not as asked: {violation.text()}" for violation in found[:3])])
+        rank_zero_info(text)
 
     def remove_hooks(self) -> None:
         while self._undo:
@@ -191,18 +193,17 @@ class DtypeLedger:
 
 
 def _named_tensors(root: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
-    for parameter, name in parameter_names(root).items():
-        if _counts(parameter):
-            yield name, "trainable" if parameter.requires_grad else "frozen", parameter
-    for name, buffer in root.named_buffers():
-        yield name, "buffer", buffer
-    for fqn, module in root.named_modules():
-        if isinstance(module, Metric):
-            for state, value in module.metric_state.items():
-                for tensor in value if isinstance(value, list) else [value]:
-                    if isinstance(tensor, Tensor) and _counts(tensor):
-                        yield f"{fqn}.{state}", "metric state", tensor
-
-
-def _counts(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    """Floating-point parameters and metric states, and all buffers."""
+    found: list[tuple[str, Kind, Any]] = [
+        (name, "trainable" if parameter.requires_grad else "frozen", parameter)
+        for parameter, name in parameter_names(root).items()
+    ]
+    found += [(name, "buffer", buffer) for name, buffer in root.named_buffers()]
+    for fqn, metric in ((fqn, module) for fqn, module in root.named_modules() if isinstance(module, Metric)):
+        for state, value in metric.metric_state.items():
+            values = value if isinstance(value, list) else [value]
+            found += [(f"{fqn}.{state}", "metric state", each) for each in values]
+    for name, kind, tensor in found:
+        floats = isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+        if kind == "buffer" or floats:
+            yield name, kind, tensor

@@ -1,6 +1,5 @@
 """Facts of a Trainer for a run's parts, comparisons of ranks before a fit, and replaced calls of Lightning."""
 
-import hashlib
 import math
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -126,37 +125,23 @@ def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> Non
 
 def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:
     """Return ``optimizers``. All ranks call it. ConfigurationError: settings that differ between ranks."""
-    own = _hyperparameters(optimizers)
-    ranks = Ranks.of()
-    digests = ranks.gather(hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()[:16])
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is None:
-        return optimizers
-    first, differing = ranks.broadcast(own), ranks.broadcast(own, other)
-    names = [name for name in {**first, **differing} if first.get(name) != differing.get(name)]
-    found = "; ".join(f"{n} is {first.get(n, 'not there')} and {differing.get(n, 'not there')}" for n in names[:4])
-    raise ConfigurationError(
-        f"configure_optimizers makes other optimizers on rank {other} than on rank 0: {found}. Ranks step shards of "
-        "the same parameters: derive hyperparameters from values that are the same on every rank."
-    )
+    own = "; ".join(f"{type(o).__qualname__}: {', '.join(map(_shown_group, o.param_groups))}" for o in optimizers)
+    each = Ranks.of().gather(own)
+    if other := next((rank for rank, text in enumerate(each) if text != each[0]), None):
+        first = (i for i, (a, b) in enumerate(zip(each[0], each[other], strict=False)) if a != b)
+        start = max(next(first, 0) - 60, 0)
+        raise ConfigurationError(
+            f"configure_optimizers makes other optimizers on rank {other} than on rank 0: "
+            f"...{each[other][start : start + 120]} and ...{each[0][start : start + 120]}. Ranks step shards of "
+            "the same parameters: derive hyperparameters from values that are the same on every rank."
+        )
+    return optimizers
 
 
-def _hyperparameters(optimizers: list[Optimizer]) -> dict[str, str]:
-    found = {"the number of optimizers": str(len(optimizers))}
-    for index, optimizer in enumerate(optimizers):
-        name = f"optimizer {index}"
-        found[f"the class of {name}"] = type(optimizer).__qualname__
-        for number, group in enumerate(optimizer.param_groups):
-            own = f"of group {number} of {name}"
-            found[f"the number of parameters {own}"] = str(len(group["params"]))
-            found |= {f"{key} {own}": _shown(value) for key, value in group.items() if key != "params"}
-    return found
-
-
-def _shown(value: Any) -> str:
+def _shown_group(group: Mapping[str, Any]) -> str:
     # Objects that print an address differ on every rank.
-    plain = isinstance(value, int | float | str | bool | tuple | list | type(None))
-    return repr(value) if plain else type(value).__qualname__
+    shown = {key: repr(v) if isinstance(v, (*_PLAIN, list)) else type(v).__qualname__ for key, v in group.items()}
+    return ", ".join(f"{key} is {value}" for key, value in {**shown, "params": len(group["params"])}.items())
 
 
 @contextmanager

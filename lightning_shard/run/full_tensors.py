@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -64,8 +63,8 @@ def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "para
         ConfigurationError: as for `full_tensor`, a missing gradient or slot, or another shape.
     """
     engine, checkpoints = _engine_of(trainer)
-    live = _live_tensor(engine, checkpoints, fqn, kind)
-    if live is None:
+    names, find = _finder(engine, checkpoints, kind)
+    if (live := find(names.canonical(fqn))) is None:
         raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
     _write(live, fqn, value, kind)
     if kind == "parameter":
@@ -109,28 +108,23 @@ def full_parameters(
     engine, checkpoints = _engine_of(trainer)
     if kind not in ("parameter", "gradient"):
         raise ConfigurationError(f'kind is {kind!r}, but must be "parameter" or "gradient": full_tensor reads others.')
-    names_of = partial(fqns, checkpoints.module)
-    asked = _requested(names, names_of(), named_parameters(checkpoints.module))
-    live: Mapping[str, LiveTensor | None]
-    if kind == "gradient":
-        engine.reshard_and_sync_masters()
-        known = names_of()
-        live = {name: engine.gradient(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
-        asked = {fqn: name for fqn, name in asked.items() if live[name] is not None}
-        _refuse_other_requests(asked, kind, write=write)
-    else:
-        _refuse_other_requests(asked, kind, write=write)
-        checkpoints.synchronize()
-        known, masters = names_of(), engine.masters()
-        live = {name: masters.get(fqn, known.tensors[fqn]) for fqn, name in asked.items()}
-    there = {name: tensor for name, tensor in live.items() if tensor is not None}
+    asked = _requested(names, fqns(checkpoints.module), named_parameters(checkpoints.module))
+    if kind == "gradient":  # a rank may lack one
+        known, find = _finder(engine, checkpoints, kind)
+        asked = {fqn: name for fqn, name in asked.items() if find(fqn) is not None}
+    _refuse_other_requests(asked, kind, write=write)
+    if kind == "parameter":
+        known, find = _finder(engine, checkpoints, kind)
+    live = {name: tensor for fqn, name in asked.items() if (tensor := find(fqn)) is not None}
     begin = None if not write else engine.begin_writing if kind == "parameter" else lambda: None
-    tensors = FullTensors(there, asked, known, kind, begin_writing=begin, device=trainer.strategy.root_device)
+    tensors = FullTensors(live, asked, known, kind, begin_writing=begin, device=trainer.strategy.root_device)
     try:
         yield tensors
-        tensors.write_kept()
+        for name, full in tensors.kept.items():
+            tensors.write(name, full)
     finally:
-        tensors.close_tensors()
+        tensors.closed = True
+        tensors.kept.clear()
     if write and kind == "parameter":
         engine.refresh_model_weights()
     tensors.refuse_late_changes()
@@ -153,27 +147,27 @@ class FullTensors(Mapping[str, Tensor]):
         before each write. None: read only.
         """
         self._live, self._shown, self._names, self._kind = live, shown, names, kind
-        self._begin_writing, self._device, self._closed = begin_writing, device, False
-        self._kept: dict[str, Tensor] = {}  # written on leaving
+        self._begin_writing, self._device, self.closed = begin_writing, device, False
+        self.kept: dict[str, Tensor] = {}  # written on leaving
         self._written: list[tuple[str, Tensor, int]] = []  # name, `_change_counter` and count when it was written
 
     def __getitem__(self, name: str) -> Tensor:
         key = self._key(name)
-        if key in self._kept:
-            return self._kept[key]
+        if key in self.kept:
+            return self.kept[key]
         with torch.inference_mode(mode=False):  # Inference tensors count no changes.
             full = gather_full(self._live[key], device=self._device)
         if self._begin_writing is not None:
-            self._kept[key] = full
+            self.kept[key] = full
         return full
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         key = self._key(name)
         if self._begin_writing is None:
             raise ConfigurationError("full_parameters was entered to read, but a tensor is set: give it write=True.")
-        self._write(key, value)
-        if (kept := self._kept.get(key)) is not None and kept is not value:
-            del self._kept[key]
+        self.write(key, value)
+        if (kept := self.kept.get(key)) is not None and kept is not value:
+            del self.kept[key]
             self._written.append((key, *_change_counter(kept)))
 
     def __iter__(self) -> Iterator[str]:
@@ -191,25 +185,13 @@ class FullTensors(Mapping[str, Tensor]):
     def values(self) -> ValuesView[Tensor]:
         return _ValuesOneByOne(self)
 
-    def one_by_one(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name and tensor. A tensor that was not taken before is written and dropped at the next one."""
-        for name in self:
-            kept = name in self._kept
-            yield name, self[name]
-            if not kept:
-                self._write_passed(name)
-
-    def _write_passed(self, name: str) -> None:
-        # A function of its own: a local variable of the generator would keep the tensor until the next one is written.
-        if (full := self._kept.pop(name, None)) is not None:
-            self._write(name, full)
+    def write_passed(self, name: str) -> None:
+        """Write and drop a tensor that a loop has passed."""
+        if (full := self.kept.pop(name, None)) is not None:
+            self.write(name, full)
             self._written.append((name, *_change_counter(full)))
 
-    def write_kept(self) -> None:
-        for name, full in self._kept.items():
-            self._write(name, full)
-
-    def _write(self, name: str, full: Tensor) -> None:
+    def write(self, name: str, full: Tensor) -> None:
         assert self._begin_writing is not None
         self._begin_writing()
         _write(self._live[name], name, full, self._kind)
@@ -223,36 +205,37 @@ class FullTensors(Mapping[str, Tensor]):
                 "is written on leaving."
             )
 
-    def close_tensors(self) -> None:
-        self._closed = True
-        self._kept.clear()
-
     def _find(self, name: str) -> str | None:
         unwrapped = self._names.unwrapped(name)
         return self._shown.get(self._names.aliases.get(unwrapped, unwrapped))
 
     def _key(self, name: str) -> str:
-        if self._closed:
-            raise ConfigurationError(
-                "full_parameters was left: take and write its tensors inside of the with statement."
-            )
+        if self.closed:
+            raise ConfigurationError("full_parameters was left: take and write its tensors inside of the with block.")
         if (key := self._find(name)) is None:
             raise KeyError(f"no {self._kind} {name!r} is among these.{did_you_mean(name, self._live)}")
         return key
 
 
 class _OneByOne(ItemsView[str, Tensor]):
+    """A tensor that was not taken before is written and dropped at the next one."""
+
     _mapping: FullTensors
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._mapping.one_by_one()
+        tensors = self._mapping
+        for name in tensors:
+            kept = name in tensors.kept
+            yield name, tensors[name]  # no local variable: it would keep the tensor until the next one is gathered
+            if not kept:
+                tensors.write_passed(name)
 
 
 class _ValuesOneByOne(ValuesView[Tensor]):
     _mapping: FullTensors
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (full for _, full in self._mapping.one_by_one())
+        return (full for _, full in self._mapping.items())
 
 
 def _change_counter(full: Tensor) -> tuple[Tensor, int]:
@@ -280,17 +263,12 @@ def _requested(names: str | Iterable[str] | None, known: Names, parameters: Mapp
 
 def _refuse_other_requests(asked: Mapping[str, str], kind: str, *, write: bool) -> None:
     """Refuse, on all ranks, requests that differ between ranks: their collectives would not match."""
-    ranks = Ranks.of()
-    digest = hashlib.sha256("\n".join(asked).encode()).hexdigest()
-    if len(set(ranks.gather((kind, write, digest)))) == 1:
-        return
-    each = ranks.gather([f"{kind} {fqn}{' to write' if write else ''}" for fqn in asked])
-    rank = next(r for r, own in enumerate(each) if own != each[0])
-    differing = sorted(set(each[0]) ^ set(each[rank])) or ["another order"]
-    raise ConfigurationError(
-        f"full_parameters is a collective, but rank {rank} asks for other tensors than rank 0: they differ in "
-        f"{listed(differing, most=3)}. Enter it with the same ones on all ranks."
-    )
+    digests = Ranks.of().gather((kind, write, hashlib.sha256("\n".join(asked).encode()).hexdigest()))
+    if rank := next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0):
+        raise ConfigurationError(
+            f"full_parameters is a collective, but rank {rank} asks for other tensors than rank 0, in another order, "
+            f"of another kind or to write ({listed(asked, most=3)} here). Enter it with the same ones on all ranks."
+        )
 
 
 def _engine_of(trainer: Trainer) -> tuple[Engine, Checkpoints]:
@@ -306,7 +284,8 @@ def _engine_of(trainer: Trainer) -> tuple[Engine, Checkpoints]:
 def read_full(
     engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str = "parameter", *, device: torch.device
 ) -> Tensor | None:
-    live = _live_tensor(engine, checkpoints, fqn, kind)
+    names, find = _finder(engine, checkpoints, kind)
+    live = find(names.canonical(fqn))
     return None if live is None else gather_full(live, device=device)
 
 
@@ -319,7 +298,8 @@ def _write(live: LiveTensor, fqn: str, value: Tensor, kind: str) -> None:
     scatter_full(value, live)
 
 
-def _live_tensor(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) -> LiveTensor | None:
+def _finder(engine: Engine, checkpoints: Checkpoints, kind: str) -> tuple[Names, Callable[[str], LiveTensor | None]]:
+    """Names, and a function from canonical FQN to live tensor of ``kind``. All ranks call it."""
     if kind == "parameter":
         checkpoints.synchronize()
     elif kind == "gradient":
@@ -327,12 +307,12 @@ def _live_tensor(engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str) 
     else:
         engine.before_saving()
     names = fqns(checkpoints.module)
-    name = names.canonical(fqn)
     if kind == "parameter":
-        return engine.masters().get(name, names.tensors[name])
+        masters = engine.masters()
+        return names, lambda name: masters.get(name, names.tensors[name])
     if kind == "gradient":
-        return engine.gradient(name, names.tensors[name])
-    return optimizer_slot(engine.optimizers(), names, name, kind)
+        return names, lambda name: engine.gradient(name, names.tensors[name])
+    return names, lambda name: optimizer_slot(engine.optimizers(), names, name, kind)
 
 
 M = TypeVar("M", bound=LightningModule)

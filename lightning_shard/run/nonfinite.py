@@ -94,9 +94,8 @@ class NonFiniteWatch:
         bad = torch.stack((loss, ~all_finite(gradients, device=self._device))).to(torch.float32)
         dist.all_reduce(bad)
         self._pending = step, to_host_later(bad)
-        if self._config.action == "raise" and not self._config.find_module:
-            return False
-        return self.answer_pending()
+        waits = self._config.action != "raise" or self._config.find_module
+        return waits and self.answer_pending()
 
     def answer_pending(self) -> bool:
         """Answer the last check. True: skip the step. DataError on every rank: see `check_step`."""
@@ -120,28 +119,27 @@ class NonFiniteWatch:
         past, times = (self._in_a_row, "in a row") if action == "skip" else (self.steps, "in all")
         if past > limit:
             raise DataError(f"{found} It is the {past}th time {times}, more than nonfinite.limit = {limit}.")
-        self.rollback_due = found if action == "rollback" else None
         if action == "skip":
             warn_on_first_rank(f"{found} The step is skipped.")
+        else:
+            self.rollback_due = found
         return True
 
     def _where(self, outputs: Iterable[tuple[str, Tensor]]) -> str:
-        """First module, or else parameter, of each rank, as sentences."""
+        """First module, or else parameter, of each rank, as a sentence."""
         if not self._config.find_module:
             return ""
-        found = Ranks.of().gather(next((name for name, finite in outputs if not finite), None))
-        kind = "the output of"
+        kind, found = "output of", Ranks.of().gather(next((name for name, finite in outputs if not finite), None))
         if not any(name is not None for name in found):
-            kind, found = "the gradient of", Ranks.of().gather(self._first_gradient())
+            kind, found = "gradient of", Ranks.of().gather(self._first_gradient())
         named = [(rank, name or "the LightningModule") for rank, name in enumerate(found) if name is not None]
-        return "".join(f" First on rank {rank}: {kind} {name}." for rank, name in named[:4])
+        return "".join(f" First on rank {rank}: the {kind} {name}." for rank, name in named[:4])
 
     def _first_gradient(self) -> str | None:
         for name, parameter in named_parameters(self._module).items():
             gradient = self._engine.gradient(name, parameter)
-            if gradient is None:
-                continue
-            if not all_finite(gradient.views if isinstance(gradient, FlatTensor) else [gradient], device=self._device):
+            parts = gradient.views if isinstance(gradient, FlatTensor) else [gradient]
+            if not all_finite([part for part in parts if part is not None], device=self._device):
                 return name
         return None
 
@@ -194,10 +192,9 @@ def _open_newest(trainer: Trainer, checkpoints: Checkpoints, why: str) -> tuple[
 
 def warn_of_nonfinite(engine: Engine) -> None:
     """Warn after training if weights of rank 0 are inf or NaN."""
-    parameters = [live.tensor for live in engine.memory_breakdown() if live.kind == "parameters"]
-    tensors = [tensor for tensor in parameters if isinstance(tensor, Tensor)]
+    live = [each.tensor for each in engine.memory_breakdown() if each.kind == "parameters"]
     # Quantised weights, integers or float8, have no norm.
-    weights = [t for t in tensors if t.is_floating_point() and t.itemsize > 1]
+    weights = [t for t in live if isinstance(t, Tensor) and t.is_floating_point() and t.itemsize > 1]
     if not all_finite(weights, device=torch.device("cpu")):
         rank_zero_warn(
             "There is inf or NaN in the weights after training. Set nonfinite: raise, skip or rollback on the strategy "

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_shard.checkpoint.files.layout import checkpoint_names
 from lightning_shard.checkpoint.files.location import Location, StorePath, location
 from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
 from lightning_shard.cluster import preemption, slurm_job
-from lightning_shard.cluster.preemption import NAMELESS, PreemptionConfig, run_name
+from lightning_shard.cluster.preemption import NAMELESS, Preempted, PreemptionConfig, run_name
 from lightning_shard.cluster.slurm_job import SlurmJob, read_job
 from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
@@ -35,10 +36,8 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.data import changed_by_validation
 
-RESUME_AUTO = "auto"  # As ``ckpt_path``: this run's newest intact checkpoint, if any.
 STOPPED_FOLDER = "preempted"  # Below ``default_root_dir``: one checkpoint for each run that was stopped.
-FAILURES = "failures"
-"""Below ``default_root_dir``: traces of ranks that ended while they were stuck, a folder for each run."""
+FAILURES = "failures"  # Below ``default_root_dir``: traces of ranks that ended while they were stuck, by run.
 
 
 def checkpoint_folders(trainer: Trainer) -> list[Location]:
@@ -101,8 +100,13 @@ class RunIdentity:
         own: list[Location] = [self.own_path.parent]
         if asked is None:
             return self._newest(own, speak=False) if fitting and self.name != NAMELESS else None
-        if asked != RESUME_AUTO:
-            self._refuse_stock_checkpoint(Path(asked))
+        if asked != "auto":
+            path = Path(asked)
+            if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", path.name) and path.parent.resolve() == Path(self.root).resolve():
+                raise CheckpointError(
+                    f"Lightning chose {path} by itself, since it lies in default_root_dir. It may be another job's: "
+                    "move it away, or set ckpt_path: auto to go on from this run's own checkpoints."
+                )
             again = fitting and self.job is not None and self.job.restarts > 0
             return (self._newest(own + folders, speak=False) if again else None) or asked
         if self.name == NAMELESS:
@@ -110,12 +114,11 @@ class RunIdentity:
                 "ckpt_path is auto, but this run has no name, which tells its checkpoints from other runs' in these "
                 "folders: set preemption: {run: NAME} of the strategy, or give a checkpoint's path."
             )
-        looked_in = own + folders
-        found = self._newest(looked_in, speak=fitting)
+        found = self._newest(own + folders, speak=fitting)
         if found is None and not fitting:
             raise CheckpointNotFoundError(
                 f"ckpt_path is auto, but there is no whole checkpoint of run {self.name} in "
-                f"{', '.join(map(str, looked_in))}: give the path of one."
+                f"{', '.join(map(str, own + folders))}: give the path of one."
             )
         return found
 
@@ -127,26 +130,16 @@ class RunIdentity:
         if (checkpoint := found.newest) is not None:
             step = checkpoint.manifest.facts.run["step"]
             rank_zero_info(f"Run {self.name} goes on from step {step}: {checkpoint.path}")
-            return checkpoint
-        if speak:
+        elif speak:
             say = rank_zero_warn if self.job is not None and self.job.restarts else rank_zero_info
             say(f"No whole checkpoint of run {self.name}: it starts from the beginning.")
-        return None
-
-    def _refuse_stock_checkpoint(self, path: Path) -> None:
-        if not re.fullmatch(r"hpc_ckpt_\d+\.ckpt", path.name) or path.parent.resolve() != Path(self.root).resolve():
-            return
-        raise CheckpointError(
-            f"Lightning chose {path} by itself, since it lies in default_root_dir. It does not say which job wrote it, "
-            "and may be another's: move it away, give another default_root_dir, or set ckpt_path: auto to go on from "
-            "this run's own checkpoints."
-        )
+        return checkpoint
 
 
 class Preemption:
     """Notes signals and the time limit. Once all ranks know of one, the run is saved and ends."""
 
-    def __init__(self, config: preemption.PreemptionConfig, checkpoints: Checkpoints) -> None:
+    def __init__(self, config: PreemptionConfig, checkpoints: Checkpoints) -> None:
         self._config, self._checkpoints, self.signals = config, checkpoints, config.signals
         self._identity = RunIdentity()
         self._flag = preemption.SignalFlag()
@@ -271,7 +264,7 @@ class Preemption:
             self._save_and_requeue(trainer)
         finally:
             watchdog.cancel()  # after an error too: the caller of fit may handle it
-        raise preemption.Preempted(self._config.exit_code)
+        raise Preempted(self._config.exit_code)
 
     def _save_and_requeue(self, trainer: Trainer) -> None:
         path, reason = self._identity.own_path, preemption.describe_reason(self._agreed)
@@ -310,14 +303,14 @@ class Preemption:
     def _requeue(self) -> None:
         if self._identity.job is None or self._config.requeue == "never":
             return
-        job = f"SLURM job {self._identity.job.label}"
-        if self._config.requeue == "auto" and slurm_job.is_cancelled(self._identity.job):
-            print(f"{job} is being ended by SLURM, and is not put back into the queue", file=sys.stderr, flush=True)
+        job, say = self._identity.job, partial(print, file=sys.stderr, flush=True)
+        if self._config.requeue == "auto" and slurm_job.is_cancelled(job):
+            say(f"SLURM job {job.label} is being ended by SLURM, and is not put back into the queue")
             return
         # Printed first: SLURM may end this process before the command returns.
-        print(f"{job} goes back into the queue", file=sys.stderr, flush=True)
-        if (refused := slurm_job.requeue(self._identity.job)) is not None:
-            print(f"{job} could not be requeued: {refused}", file=sys.stderr, flush=True)
+        say(f"SLURM job {job.label} goes back into the queue")
+        if (refused := slurm_job.requeue(job)) is not None:
+            say(f"SLURM job {job.label} could not be requeued: {refused}")
 
     def _abandon_save(self) -> None:
         """End the process because the save hangs, probably on a lost rank. It runs in its own thread."""

@@ -52,7 +52,7 @@ class Processes:
 
     @property
     def data_parallel_coordinates(self) -> tuple[int, int]:
-        """Number of data-parallel ranks, and this one's index. Each reads its own part of the data."""
+        """See `lightning_shard.mesh.data_parallel_coordinates`."""
         return data_parallel_coordinates(self.mesh)
 
     def connect(
@@ -133,14 +133,6 @@ def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu:
     return Launch(nodes=nodes, devices=devices, launcher=launcher, gpu=gpu)
 
 
-_LETTING_GO_SECONDS = 0.05
-
-
-def _rendezvous() -> list[Any] | None:
-    """Rendezvous of the process group and number of runs on it. None: another library made the group."""
-    return cached_on_group("met", lambda: None) if dist.is_initialized() else None
-
-
 def remember_rendezvous(at: Rendezvous) -> None:
     """Keep the rendezvous of the process group for later Trainers in the same processes."""
     cached_on_group("met", lambda: [at, 0])
@@ -151,8 +143,9 @@ def remember_rendezvous(at: Rendezvous) -> None:
 
 
 def count_run() -> tuple[Rendezvous, int] | None:
-    """Rendezvous and number of the next run on this process group. None: not made here. All ranks call it."""
-    if (met := _rendezvous()) is None:
+    """Rendezvous and number of the next run on this process group. None: another library made it. All ranks call it."""
+    met: list[Any] | None = cached_on_group("met", lambda: None) if dist.is_initialized() else None
+    if met is None:
         return None
     met[1] += 1
     return met[0], met[1]
@@ -162,11 +155,10 @@ def _destroy_group() -> None:
     """Destroy this package's process group at exit. Else its thread aborts the process by freeing tensors after the
     interpreter has ended. After an exception the group is left, since destroying it would wait for other ranks.
     """
-    if _rendezvous() is not None and not hasattr(sys, "last_value"):
+    if count_run() is not None and not hasattr(sys, "last_value"):
         forget_made_groups()
         dist.destroy_process_group()
-        # The group's thread may still free the last collective's tensors.
-        time.sleep(_LETTING_GO_SECONDS)
+        time.sleep(0.05)  # The group's thread may still free the last collective's tensors.
 
 
 class RunWatch:

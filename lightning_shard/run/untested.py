@@ -20,19 +20,13 @@ def check_untested_versions(checked: str, check: Callable[[], str], *, aligned: 
         return
     found = " and ".join(f"{library} {version}" for library, version in newer.items())
     known = ", ".join(f"{library} {tested(library)}" for library in newer)
-    difference = check()
-    if not difference:
+    newer_is = f"{found} is newer than the versions that lightning_shard was tested on ({known}). "
+    if not (difference := check()):
         _passed.add(checked)
-        rank_zero_info(
-            f"{found} is newer than the versions that lightning_shard was tested on ({known}). The numbers of "
-            f"{checked} were checked against a plain loop, and are equal."
-        )
+        rank_zero_info(f"{newer_is}The numbers of {checked} were checked against a plain loop, and are equal.")
         return
-    problem = (
-        f"With {found}, newer than the versions that lightning_shard was tested on ({known}), {checked} differs from a "
-        f"plain loop over the same data: {difference} of its largest element."
-    )
+    problem = f"{newer_is}{checked} differs from a plain loop over the same data: {difference} of its largest element. "
     cure = f"Install {known}, or a newer lightning_shard."
     if aligned:
-        raise PrecisionContractError(f"{problem} aligned: true holds equal numbers. {cure}")
-    rank_zero_warn(f"{problem} {cure}")
+        raise PrecisionContractError(f"{problem}aligned: true holds equal numbers. {cure}")
+    rank_zero_warn(problem + cure)

@@ -67,16 +67,14 @@ class ShardDDPStrategy(ShardStrategy):
         if settings.accumulate_sync == "auto":
             settings = replace(settings, accumulate_sync="micro_batch" if settings.aligned else "boundary")
         super().__init__(settings)
+        named = getattr(comm_hook, "__name__", comm_hook)
         if settings.aligned and comm_hook is not None:
             raise ConfigurationError(
-                f"comm_hook is {_named(comm_hook)}, which changes how gradients are reduced, but aligned: true holds "
-                "reduction in fp32. Remove comm_hook, or use shard_ddp."
+                f"comm_hook is {named}, which changes how gradients are reduced, but aligned: true holds reduction in "
+                "fp32. Remove comm_hook, or use shard_ddp."
             )
         if comm_state is not None and not callable(comm_hook):
-            raise ConfigurationError(
-                f"comm_state is given, but comm_hook is {_named(comm_hook)}, which takes none. Give a comm_hook "
-                "function that uses it, or remove comm_state."
-            )
+            raise ConfigurationError(f"comm_state is given, but comm_hook is {named}, which takes none: remove it.")
         self._options = DDPOptions(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
@@ -98,7 +96,3 @@ class ShardDDPStrategy(ShardStrategy):
             options, forward = DDPOptions(find_unused_parameters=True), ForwardOptions()
         kind = Replicate if casts else TorchDDP
         return kind(options, forward, at_boundary=self._settings.at_boundary)
-
-
-def _named(value: Any) -> str:
-    return str(getattr(value, "__name__", value))

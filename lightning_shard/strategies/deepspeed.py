@@ -121,11 +121,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         super().setup_optimizers(trainer)
         if self.lr_scheduler_configs and "scheduler" in self._asked.merged:
             own = type(self.lr_scheduler_configs[0].scheduler).__name__
-            kind = self._asked.merged["scheduler"]["type"]
             raise ConfigurationError(
                 f"configure_optimizers returns the schedule {own}, and the DeepSpeed configuration has the section "
-                f"scheduler of type {kind}, but the learning rate follows one. "
-                "Remove one of the two."
+                "scheduler, but the learning rate follows one. Remove one of the two."
             )
 
     @override
@@ -139,11 +137,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 def _accumulation(asked: AccumulateSync, stage: int) -> AccumulateSync:
     """When a stage reduces accumulated gradients. ConfigurationError: ``asked`` differs from it."""
     own: AccumulateSync = "boundary" if stage < 2 else "micro_batch"
-    if asked in ("boundary", "micro_batch") and asked != own:
-        stages = "stage 1" if asked == "boundary" else "stage 2 or 3"
+    if asked not in ("auto", own):
         raise ConfigurationError(
             f"accumulate_sync is {asked!r}, but ZeRO stage {stage} reduces accumulated gradients "
-            f"{'at the boundary' if own == 'boundary' else 'after each micro-batch'}. Use {stages}, or "
-            "accumulate_sync: auto."
+            f"{'at the boundary' if own == 'boundary' else 'after each micro-batch'}. Use accumulate_sync: auto."
         )
-    return own if asked == "auto" else asked
+    return own

@@ -162,15 +162,13 @@ class ShardPrecision(Precision):
         """
         self._optimizers = optimizers
         again = [type(o).__name__ for o in optimizers if self._engine.needs(o).again]
-        if again and self.nonfinite is not None:
-            raise ConfigurationError(
-                f"nonfinite is set, which may skip steps, but {again[0]} computes the loss again in a step. Remove it, "
-                "or use another optimizer."
-            )
-        if again and self._scale is not None:
-            raise PrecisionError(
-                f"precision is {self.precision!r}, whose loss scale skips steps with an overflow, but {again[0]} "
-                "computes the loss again in a step. Use 'bf16-mixed' or '32-true', or another optimizer."
+        skips = "nonfinite is set, which" if self.nonfinite is not None else ""
+        if self._scale is not None:
+            skips = f"precision is {self.precision!r}, whose loss scale"
+        if again and skips:
+            raise (PrecisionError if self._scale is not None else ConfigurationError)(
+                f"{skips} skips steps, but {again[0]} computes the loss again in a step. Remove nonfinite, use "
+                "'bf16-mixed' or '32-true', or another optimizer."
             )
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -351,11 +349,10 @@ def _mean_over_ranks(loss: Any) -> Any:
 def _refuse_differing_arguments(given: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Refuse arguments of an optimizer's step that differ between ranks. All ranks call it."""
     own = {name: float(value) for name, value in given.items() if isinstance(value, int | float | Tensor)}
-    found = Ranks.of().gather(own) if own else []
-    if any(each != own for each in found):
+    if own and any(each != own for each in Ranks.of().gather(own)):
         raise ConfigurationError(
-            f"{type(optimizer).__name__}.step is given other values on each rank ({found[0]} and {found[-1]}), but "
-            "ranks step the same parameters. Give it the same on all: self.all_gather(loss).mean()."
+            f"{type(optimizer).__name__}.step is given other values on other ranks ({own} here), but ranks step the "
+            "same parameters. Give it the same on all: self.all_gather(loss).mean()."
         )
 
 

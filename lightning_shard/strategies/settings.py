@@ -2,13 +2,11 @@
 
 import inspect
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar
 
 from lightning.pytorch import Trainer
-from torch.distributed import Backend
 
 from lightning_shard.arguments import Given, checked
 from lightning_shard.cluster.preemption import PreemptionConfig
@@ -18,7 +16,6 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.loss_weight import WeightKey
 from lightning_shard.run.nonfinite import Action, NonFinite
-from lightning_shard.text import did_you_mean
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 ResumeHyperparameters = Literal["checkpoint", "configuration"]
@@ -134,15 +131,7 @@ class CommonSettings:
         for name in ("timeout_seconds", "init_timeout_seconds", "lost_rank_seconds", "stuck_seconds"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < math.inf:
-                none = ", or None" if name in ("lost_rank_seconds", "stuck_seconds") else ""
-                raise ConfigurationError(f"{name} is {seconds}, but must be a number of seconds greater than 0{none}.")
-        known = Backend.backend_list
-        for name in re.findall(r"[^:,]+(?=,|$)", self.process_group_backend or ""):
-            if name.lower() not in known:
-                raise ConfigurationError(
-                    f"process_group_backend is {self.process_group_backend!r}, but torch knows no backend {name!r}."
-                    f"{did_you_mean(name, known)}"
-                )
+                raise ConfigurationError(f"{name} is {seconds}, but must be a number of seconds greater than 0.")
         if isinstance(self.nonfinite, str):
             object.__setattr__(self, "nonfinite", NonFinite(action=self.nonfinite))
         if self.loss_weight_key is not None:
@@ -162,13 +151,9 @@ class CommonSettings:
 def _stock_argument(name: str) -> str:
     from lightning_shard.migrate.lightning_strategies import called_here
 
-    units = (
-        " Units are ShardFSDPStrategy's: DDP gathers nothing (for a dtype of their own give it mesh={'replicate': n, "
-        "'shard': 1}, which is DDP), and DeepSpeed has stage3.module_granularity_threshold."
-    )
     if name in inspect.signature(Trainer).parameters:
         return f" It is the Trainer's: Trainer({name}=..., strategy=...)."
-    return units if name == "units" else called_here(name)
+    return called_here(name)
 
 
 def with_common_arguments(constructor: C) -> C:
