@@ -243,31 +243,27 @@ class _Pool:
         while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
             time.sleep(0.1)
         time.sleep(0.5)  # the rest of them
-        return {rank: _tail(path, 200) or _state(self.processes[rank].pid) for rank, path in files.items()}
+        return {rank: _tail(path, 200) or "no Python stacks were written" for rank, path in files.items()}
 
     def _report(self, name: str, timeout: float, outcomes: dict[int, tuple[Any, ...]], folder: Path) -> str:
         # What died comes before those whose connections to it broke, what raised before what waited for it.
         order = {"died": 0, "error": 1, "hung": 2, "result": 3}
         ranks = sorted(outcomes, key=lambda rank: (order[outcomes[rank][0]], *outcomes[rank][3:], rank))
-        first = ranks[0]
-        if all(outcome[0] in ("result", "hung") for outcome in outcomes.values()):
-            head = f"{name} on {len(outcomes)} processes did not end within {timeout} s"
-        else:
-            kind, what, data = outcomes[first][:3]
+        kind, what, data = outcomes[ranks[0]][:3]
+        head = f"{name} on {len(outcomes)} processes did not end within {timeout} s"
+        if kind in ("died", "error"):
             # The line of the exception itself, which starts with its type's name, qualified or not.
             lines = [line for line in data.splitlines() if kind == "error" and line.split(":")[0].endswith(what)]
             last = data if kind == "died" else lines[-1] if lines else what
-            head = f"{name} on {len(outcomes)} processes failed; rank {first}: {last}"
+            head = f"{name} on {len(outcomes)} processes failed; rank {ranks[0]}: {last}"
         parts = [head]
         for rank in ranks:
             kind, what, data = outcomes[rank][:3]
             if kind == "result":
                 parts.append(f"--- rank {rank}: returned")
                 continue
-            detail = {"error": "raised", "died": "died,", "hung": "had not ended; its stacks:"}[kind]
-            parts.append(f"--- rank {rank}: {detail} {what if kind == 'error' else ''}\n{data}")
-            log = _tail(folder / f"rank-{rank}.log")
-            if log:
+            parts.append(f"--- rank {rank}: {'raised' if kind == 'error' else kind} {what}\n{data}")
+            if log := _tail(folder / f"rank-{rank}.log"):
                 parts.append(f"--- rank {rank}: end of its output\n{log}")
         return "\n".join(parts)
 
@@ -331,22 +327,6 @@ def until(condition: Callable[[], object], seconds: float = 90) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not so after {seconds} s"
         time.sleep(0.02)
-
-
-def _state(pid: int | None) -> str:
-    """Where each thread of a process that writes no stacks is, as the kernel sees it, and the machine's memory."""
-    lines = ["no Python stacks were written; thread, state, what it waits for in the kernel:"]
-    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
-        name, state, place = (_read(task / file) for file in ("comm", "stat", "wchan"))
-        lines.append(f"    {name} {state.rpartition(')')[2].split()[:1]} {place}")
-    return "\n".join([*lines, *_read(Path("/proc/meminfo")).splitlines()[:3]])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        return str(error)
 
 
 def _tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:

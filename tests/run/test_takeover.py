@@ -38,8 +38,9 @@ def resumed_after_test(name: str, folder: Path) -> set[float]:
     trainer_of_zero = quiet_trainer(strategy="shard_deepspeed_stage_2", max_steps=1)
     trainer_of_zero.fit(module := Tested(), loader())
     trainer_of_zero.test(module, loader(), verbose=False)
-    with pytest.warns(UserWarning, match="y.ckpt gets no optimizer state: under this strategy"):
+    with warnings.catch_warnings(record=True) as told:
         trainer_of_zero.save_checkpoint(folder / "y.ckpt")
+    assert first.global_rank or "y.ckpt gets no optimizer state: under this strategy" in str(told[-1].message)
     return found
 
 
