@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import deepspeed  # noqa: F401
@@ -106,12 +105,12 @@ def _serve(connection: Connection, call: dict[str, Any]) -> None:
                 fn, args, kwargs = pickle.loads(call["payload"])
                 outcome = ("result", "returned", _pickled(fn(*args, **kwargs)))
             except BaseException as error:
-                outcome = ("error", type(error).__name__, _formatted(error), time.monotonic())
+                outcome = ("error", type(error).__name__, "".join(traceback.format_exception(error)), time.monotonic())
                 # Tell at once, ahead of cleaning up, which could wait for other ranks. What was printed is read then.
                 _flush()
                 connection.send_bytes(pickle.dumps(outcome))
     except BaseException as error:
-        outcome = ("error", type(error).__name__, _formatted(error), time.monotonic())
+        outcome = ("error", type(error).__name__, "".join(traceback.format_exception(error)), time.monotonic())
         _flush()
         connection.send_bytes(pickle.dumps(outcome))
     if outcome[0] == "result":
@@ -175,26 +174,6 @@ def _pickled(result: Any) -> bytes:
     pickler.dispatch_table = table
     pickler.dump(result)
     return file.getvalue()
-
-
-def _formatted(error: BaseException) -> str:
-    """The traceback, and the local variables of the innermost frame that is a test's."""
-    text = "".join(traceback.format_exception(error))
-    frames = [frame for frame in _frames(error.__traceback__) if "tests" in Path(frame.f_code.co_filename).parts]
-    # The outermost frames are this file's own.
-    if not frames or frames[-1].f_code.co_filename == __file__:
-        return text
-    shown = []
-    for name, value in frames[-1].f_locals.items():
-        with contextlib.suppress(Exception):
-            shown.append(f"    {name} = {repr(value)[:300]}")
-    return text + "local variables there:\n" + "\n".join(shown[:40])
-
-
-def _frames(link: TracebackType | None) -> Iterator[Any]:
-    while link is not None:
-        yield link.tb_frame
-        link = link.tb_next
 
 
 def _redirect_output(path: str) -> None:

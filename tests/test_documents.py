@@ -1,7 +1,6 @@
 """The documents: links and anchors that resolve, pages that are found from the README, a README that stays short."""
 
 import re
-import subprocess
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -115,36 +114,11 @@ def test_a_page_has_at_most_1500_words(page: Path) -> None:
     assert page.name == "api.md" or len(page.read_text().split()) <= 1500
 
 
-def _contents(document: Path) -> list[str]:
-    """The links that a page with several headings begins with, one for each."""
-    headings = re.findall(r"^## +(.*)$", _prose(document), re.MULTILINE)
-    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    return [f"- [{heading}](#{slug})" for heading, slug in zip(headings, slugs, strict=True)]
-
-
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
-def test_a_guide_with_several_headings_begins_with_their_list(guide: Path) -> None:
-    expected = _contents(guide)
-    if len(expected) > 1:
-        assert "\n".join(expected) in guide.read_text().partition("\n## ")[0]
-
-
 def test_every_error_has_its_cause_and_cure() -> None:
     page = (ROOT / "examples" / "guides" / "troubleshooting.md").read_text()
     rows = re.findall(r"^\| `(\w+Error)`[^|]*\|([^|]+)\|([^|]+)\|$", page, re.MULTILINE)
     assert {name for name, *_ in rows} == {name for name in vars(errors) if name.endswith("Error")}
     assert all(cause.strip() and cure.strip() for _, cause, cure in rows)
-
-
-def test_nothing_that_a_run_left_lies_in_the_root() -> None:
-    """Traces of failed runs and outputs of jobs go into the folder that one stands in, which is often this one."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("this is no checkout of git")
-    names = {name.partition("/")[0] for name in listed.stdout.split("\0") if name}
-    folders = {"lightning_shard", "configs", "examples", "tests"}
-    files = {"pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE"}
-    assert {name for name in names if not name.startswith(".")} == folders | files
 
 
 def test_the_release_has_one_version_and_a_short_changelog() -> None:

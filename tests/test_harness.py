@@ -75,8 +75,7 @@ def test_a_call_does_not_see_the_one_before() -> None:
 
 def _raise_on_every_rank() -> None:
     print(f"printed by {dist.get_rank()}")
-    culprit = f"culprit{dist.get_rank()}"
-    raise ValueError(f"raised by {culprit}")
+    raise ValueError(f"raised by {dist.get_rank()}")
 
 
 def test_every_traceback_is_shown() -> None:
@@ -86,8 +85,7 @@ def test_every_traceback_is_shown() -> None:
     assert caught.value.failed == {0: "ValueError", 1: "ValueError"}
     for rank in range(2):
         assert f"--- rank {rank}: raised ValueError" in message
-        assert f"ValueError: raised by culprit{rank}" in message
-        assert f"culprit = 'culprit{rank}'" in message
+        assert f"ValueError: raised by {rank}" in message
         assert f"printed by {rank}" in message
     assert message.count("in _raise_on_every_rank") == 2
 

@@ -43,7 +43,6 @@ NAME = "standin"
 NOT_ON_A_DEVICE = {
     "test_autocast.py": "stock DDP makes a stream of torch.cuda",
     "test_gpu.py": "for real ones",
-    "test_late_copies.py": "it pretends another device",
     "test_moments.py": "their steps make tensors on the CPU",
     "test_at_another_world_size_no_batch_is_lost": "stock DDP takes the group for one without gloo",
     "test_sync_batchnorm_is_refused_on_cpu": "it is not refused here",
