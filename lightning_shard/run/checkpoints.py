@@ -93,29 +93,30 @@ class Checkpoints:
         Hugging Face's layout, states of callbacks that would not load. A warning names hyperparameters that no
         checkpoint can have.
         """
-        stock = False
+        forms = set()
         for callback in trainer.checkpoint_callbacks:
             name, folder = f"{getattr(callback, 'filename', None)}.ckpt", getattr(callback, "dirpath", None) or ""
-            stock = stock or layout.other_form(name) == "full"
-            if form := layout.other_form(name):
+            forms.add(form := layout.other_form(name))
+            if form:
                 refuse_url(folder, "one file or a folder for Hugging Face")
             if getattr(callback, "save_last", None) == "link":
                 refuse_url(folder, "links: set save_last to true")
-            if form == "hf":
-                Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
-        if trainer.checkpoint_callbacks:
-            check_savable(self._engine.optimizers(), fqns(self.module))
-            if not is_overridden("on_save_checkpoint", self.module):  # which may convert them
-                owners = dict(zip(KEYS, (self.module, vars(trainer).get("datamodule")), strict=True))
-                state = {key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()}
-                state, left_out = plain_hyperparameters(state)
-                if left_out:
-                    rank_zero_warn(
-                        f"Checkpoints are saved without the hyperparameters {listed(left_out)}, which no reader could "
-                        "open without running code. Leave them out with save_hyperparameters(ignore=[...]), and give "
-                        "them to load_from_checkpoint as arguments."
-                    )
-                encode_trainer_state({**state, "callbacks": _first_states(trainer)}, stock=stock)
+        if "hf" in forms:
+            Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
+        if not forms:
+            return
+        check_savable(self._engine.optimizers(), fqns(self.module))
+        if not is_overridden("on_save_checkpoint", self.module):  # which may convert them
+            owners = dict(zip(KEYS, (self.module, vars(trainer).get("datamodule")), strict=True))
+            state = {key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()}
+            state, left_out = plain_hyperparameters(state)
+            if left_out:
+                rank_zero_warn(
+                    f"Checkpoints are saved without the hyperparameters {listed(left_out)}, which no reader could "
+                    "open without running code. Leave them out with save_hyperparameters(ignore=[...]), and give "
+                    "them to load_from_checkpoint as arguments."
+                )
+            encode_trainer_state({**state, "callbacks": _first_states(trainer)}, stock="full" in forms)
 
     # Save
 
@@ -155,7 +156,10 @@ class Checkpoints:
         checkpoint, _ = plain_hyperparameters(checkpoint)
         checkpoint |= self._engine.checkpoint_metadata()
         leave_out = self._offered.left_out(checkpoint.pop("state_dict"))
-        left = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen_digests()
+        averages = None if averaging is None else averaging.tensors()
+        left: dict[str, str] = {}
+        if not self._save_frozen and layout.other_form(target) != "hf":
+            left = digests_of_frozen(self.module, self._engine.masters(), averages)
         # A parameter that was trained first and is frozen now is saved nowhere else.
         base = left if self._base is None else self._base
         left = {fqn: digest for fqn, digest in left.items() if fqn not in leave_out and digest == base.get(fqn)}
@@ -178,7 +182,7 @@ class Checkpoints:
                     module=self.module,
                     optimizers=optimizers,
                     masters=self._engine.masters(),
-                    averages=None if averaging is None else averaging.tensors(),
+                    averages=averages,
                     trainer_state=checkpoint,
                     own_state=own and {_VALUES: self._changed_values(), **own},
                     facts=Facts(
@@ -214,10 +218,6 @@ class Checkpoints:
         """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
         self._raise_nonfinite()
         broadcast_from_rank_0(dict.fromkeys(buffer for _, buffer in persistent_buffers(self.module)))
-
-    def _frozen_digests(self) -> dict[str, str]:
-        averages = None if self.averaging is None else self.averaging.tensors()
-        return digests_of_frozen(self.module, self._engine.masters(), averages)
 
     def _digest_frozen(self, *, fits: bool) -> None:
         """Before weights change: digest the frozen parameters, which need not be saved."""

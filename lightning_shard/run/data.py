@@ -140,16 +140,6 @@ class Data:
             **within,
         }
         own |= before_validation if loops.in_validation(trainer) else {}
-        if (resumed := self._resumed) is not None:
-            ranks = resumed["ranks"]
-            if len(ranks) == trainer.world_size:
-                kept = {name: value for name, value in resumed.items() if name != "ranks"}
-                own = ranks[trainer.global_rank]
-                return {**checkpoint, "loops": counters, RUN_STATE: kept, **trainable_state(trainer)}, own
-            rank_zero_warn(
-                "Checkpoint saved in on_train_start of a resumed run: its random numbers and metrics are not restored "
-                "yet and will be missing. Save after a step."
-            )
         kept = {
             "seed": torch.initial_seed(),
             "epoch_ends": follows == "end of the epoch",
@@ -159,6 +149,14 @@ class Data:
             SCHEDULES: kinds_of(trainer.strategy.lr_scheduler_configs),
             "frozen": [name for name, frozen in _frozen(trainer).items() if frozen],
         }
+        if (resumed := self._resumed) is not None and len(resumed["ranks"]) == trainer.world_size:
+            kept = {name: value for name, value in resumed.items() if name != "ranks"}
+            own = resumed["ranks"][trainer.global_rank]
+        elif resumed is not None:
+            rank_zero_warn(
+                "Checkpoint saved in on_train_start of a resumed run: its random numbers and metrics are not restored "
+                "yet and will be missing. Save after a step."
+            )
         return {**checkpoint, "loops": counters, RUN_STATE: kept, **trainable_state(trainer)}, own
 
     def give_loader_positions(self, checkpoint: dict[str, Any], rank: int) -> None:
@@ -190,36 +188,36 @@ class Data:
         apply_accumulation_schedule(trainer)
         self._resumed = None
         self._trained = self._trains = True
-        if resumed is not None:
-            other = other_batch(resumed.get("batch"), _batch_factors(trainer))
-            frozen = other_frozen(resumed.get("frozen"), _frozen(trainer))
-            for warning in filter(None, (other, frozen)):
+        for warning in (
+            other_batch((resumed or {}).get("batch"), _batch_factors(trainer)),
+            other_frozen((resumed or {}).get("frozen"), _frozen(trainer)),
+        ):
+            if warning:
                 rank_zero_warn(warning)
         # Before the loops stop saying that they resume.
         made = (resumed or {}).get("reloaded")
         self._made = self._made if made is None else made
         loaders.recount_batches(trainer, made)
         loops.count_begun_epoch(trainer)
-        if resumed is not None:
-            trainer.should_stop = trainer.should_stop or bool(resumed.get("stop"))
-            _warn_within_step(trainer, resumed["ranks"][0])
-            ranks, rank, size = resumed["ranks"], trainer.global_rank, trainer.world_size
-            # On another number of ranks metrics are merged, and new ranks get generators of their own.
-            load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
-            logged = [r["logged"] for r in ranks]
-            results.restore_training_results(trainer, logged, rank=rank)
-            own = ranks[rank if rank < len(ranks) else 0]
-            if len(ranks) == size:
-                restore_buffers(module, own.get(OWN_BUFFERS, {}))
-            if begin := loaders.unsaved_generators(trainer):
-                rank_zero_warn(
-                    f"These random number generators are in no checkpoint and start from the beginning: "
-                    f"{', '.join(begin)}. Save them in on_save_checkpoint, or a callback's or datamodule's state_dict."
-                )
-            if rank < len(ranks):
-                rng.set_rng_state(ranks[rank]["rng"])
-            else:
-                rng.seed_rng(rng.derived_rng_seed(int(resumed["seed"]), rank, trainer.global_step))
+        if resumed is None:
+            return
+        trainer.should_stop = trainer.should_stop or bool(resumed.get("stop"))
+        ranks, rank, size = resumed["ranks"], trainer.global_rank, trainer.world_size
+        _warn_within_step(trainer, ranks[0])
+        # On another number of ranks metrics are merged, and new ranks get generators of their own.
+        load_metric_states(module, [each["metrics"] for each in ranks], rank=rank, world_size=size)
+        results.restore_training_results(trainer, [each["logged"] for each in ranks], rank=rank)
+        if len(ranks) == size:
+            restore_buffers(module, ranks[rank].get(OWN_BUFFERS, {}))
+        if begin := loaders.unsaved_generators(trainer):
+            rank_zero_warn(
+                f"These random number generators are in no checkpoint and start from the beginning: "
+                f"{', '.join(begin)}. Save them in on_save_checkpoint, or a callback's or datamodule's state_dict."
+            )
+        if rank < len(ranks):
+            rng.set_rng_state(ranks[rank]["rng"])
+        else:
+            rng.seed_rng(rng.derived_rng_seed(int(resumed["seed"]), rank, trainer.global_step))
 
 
 def _batch_factors(trainer: Trainer) -> list[int]:
