@@ -40,10 +40,7 @@ def converted(value: "T | Mapping[str, Any]") -> T:
 def checked(
     whose: str, *, error: type[ConfigurationError] = ConfigurationError, foreign: Callable[[str], str] = lambda name: ""
 ) -> Callable[[C], C]:
-    """Decorate a constructor so that its arguments are converted by its signature. Messages name ``whose`` they are.
-
-    ``foreign`` gives a hint for another tool's argument, as a sentence with a blank before it.
-    """
+    """Convert a constructor's arguments by its signature. ``foreign`` gives a hint for another tool's argument."""
 
     def decorate(constructor: C) -> C:
         @functools.wraps(constructor)

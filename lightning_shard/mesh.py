@@ -77,10 +77,7 @@ def _check_divides(axis: str, size: int, world_size: int) -> None:
 
 
 def build_mesh(shape: tuple[int, int], *, device_type: str, timeout: timedelta = timedelta(minutes=30)) -> DeviceMesh:
-    """Build the 2-D mesh with axes ``("replicate", "shard")``. Runs of one shape share it. All ranks call it.
-
-    ``timeout``: of collectives over its axes.
-    """
+    """Build the mesh with axes ``("replicate", "shard")``, shared by runs of one shape. All ranks call it."""
     assert shape[0] * shape[1] == dist.get_world_size()
     mesh = cached_on_group(
         ("mesh", shape, device_type), lambda: init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))

@@ -245,9 +245,7 @@ _made: tuple[dist.ProcessGroup, dict[Hashable, Any]] | None = None
 
 
 def cached_on_group(key: Hashable, make: Callable[[], T]) -> T:
-    """The first result of ``make`` for ``key`` on the present default process group. All ranks call it. torch destroys
-    groups (gloo's threads, NCCL's communicators) only on request, so runs share them.
-    """
+    """First result of ``make`` for ``key`` on the default group. torch keeps groups, so runs share them. All ranks."""
     global _made
     default = dist.group.WORLD
     assert default is not None

@@ -121,9 +121,7 @@ class Checkpoints:
     # Save
 
     def state_dict(self) -> dict[str, Any]:
-        """FQN, including tied names, to this rank's live tensor: full, a DTensor or shards of flat memory. It has the
-        entries that ``state_dict()`` of the module has and ``on_save_checkpoint`` keeps.
-        """
+        """FQN, including tied names, to this rank's live tensor, for the entries of the module's ``state_dict()``."""
         with allow_state_dict(self.module):
             return self._offered.offer(self._engine.masters())
 

@@ -48,9 +48,7 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def check_loader(loader: Any, stage: Stage) -> Any:
-    """Check that ``loader`` has the same number of batches on all ranks (else DataError). Without a length it is
-    wrapped, so that it ends on all ranks together.
-    """
+    """Check that all ranks have as many batches (else DataError). Without a length it ends on all ranks together."""
     length, name = sized_len(loader), f"{stage} dataloader"
     if stage == "predict" and length is not None:
         check_some(length, name=name)
@@ -89,9 +87,7 @@ class Data:
         self._resumed: Mapping[str, Any] | None = None
 
     def end_of_run(self) -> None:
-        """Forget a resumed state that the run did not use, because it had no batch left or failed early. State that was
-        loaded after its training, as by a learning rate finder, stays for the next fit.
-        """
+        """Forget an unused resumed state. One loaded after training, by a rate finder, stays for the next fit."""
         if not self._trained:
             self._resumed = None
         self._trained = self._trains = False
@@ -101,9 +97,7 @@ class Data:
         self._trains = False
 
     def prepare_loader(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
-        """Make a training loader resumable, and check a loader of any stage. All ranks call it. ``coordinates``: number
-        of data-parallel ranks, and this one's index.
-        """
+        """Make a training loader resumable, and check any. ``coordinates``: data-parallel ranks, and this one."""
         loaders.keep_batch_size(loader)
         if trainer.training:
             self._made = trainer.current_epoch
@@ -269,9 +263,7 @@ _WITHIN = "accumulation"  # Key of the number of batches since the last step, in
 
 
 def _state_within_step(trainer: Trainer) -> dict[str, Any]:
-    """State of a rank that is saved between the batches of one step, with a warning: a fit that was told to stop saves
-    there. CheckpointError, on every rank: the fit goes on.
-    """
+    """State between the batches of one step, with a warning. CheckpointError, on every rank: the fit goes on."""
     plugin: Any = trainer.precision_plugin
     if not trainer.lightning_module.automatic_optimization and plugin.backward_pending:
         rank_zero_warn(

@@ -91,9 +91,7 @@ def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Tr
 
 
 def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) -> None:
-    """Call ``before_sharding(trainer, module)`` of callbacks that have it, and insert synchronised batch norms, while
-    parameters are full or on the meta device.
-    """
+    """Call ``before_sharding`` of callbacks and insert synchronised batch norms, while parameters are full."""
     if layer_sync is not None:
         layer_sync.apply(module)
     for callback in callbacks.callbacks_of(trainer):

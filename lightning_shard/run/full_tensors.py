@@ -143,9 +143,7 @@ class FullTensors(Mapping[str, Tensor]):
         begin_writing: Callable[[], None] | None,
         device: torch.device,
     ) -> None:
-        """``shown``: FQN to the requested name, which is its key in ``live`` and here. ``begin_writing`` is called
-        before each write. None: read only.
-        """
+        """``shown``: FQN to key in ``live``. ``begin_writing`` is called before each write. None: read only."""
         self._live, self._shown, self._names, self._kind = live, shown, names, kind
         self._begin_writing, self._device, self.closed = begin_writing, device, False
         self.kept: dict[str, Tensor] = {}  # written on leaving

@@ -203,9 +203,7 @@ class Preemption:
         return bool(self._agreed)
 
     def stop_after_batch(self, trainer: Trainer) -> None:
-        """Save and end the run between a training batch and a validation, if all ranks know of a reason (Preempted).
-        All ranks call it.
-        """
+        """Save and end the run after a training batch, if all ranks know of a reason (Preempted). All ranks call it."""
         validates = loops.validation_follows(trainer)
         # Within an accumulation the gradients would have to be saved too.
         self._stoppable = not loops.should_accumulate(trainer)

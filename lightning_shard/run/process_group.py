@@ -64,9 +64,7 @@ class Processes:
         settings: Mapping[str, str],
         root: str | None,
     ) -> None:
-        """Connect the processes. ConfigurationError on every rank: some are missing, or ``settings`` or versions
-        differ. ``root``: folder of checkpoints, if any. All ranks call it.
-        """
+        """Connect the processes. ConfigurationError: some are missing, or ``settings`` differ. All ranks call it."""
         self._device = device
         options: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
         backend = self._backend or dist.get_default_backend_for_device(device)
@@ -174,18 +172,14 @@ class RunWatch:
         self._failed: RankWatch | None = None  # still tells other ranks of a failure
 
     def record_collectives_into(self, folder: Path | None) -> None:
-        """Let torch write its record of collectives into ``folder`` if NCCL ends this process, next to the files of
-        `traces.write_traces`. It is called before the process group exists.
-        """
+        """Let torch write its record of collectives into ``folder`` if NCCL ends this process."""
         if folder is not None and self._lost_rank_seconds is not None:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / traces.PREFIX))
 
     def start_watch(
         self, met: tuple[Rendezvous, int] | None, folder: Path | None, replacements: Replacements, trainer: Trainer
     ) -> None:
-        """Watch the other ranks, and the main thread of ``trainer``, until the run ends. All ranks call it. ``met``:
-        result of `count_run`. ``folder``: for the traces of a stuck rank.
-        """
+        """Watch the other ranks and the main thread of a run. ``met``: of `count_run`. ``folder``: for traces."""
         if self._failed is not None:
             self._failed.stop_threads()
         self._watch = self._failed = None

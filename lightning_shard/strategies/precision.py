@@ -114,9 +114,7 @@ class ShardPrecision(Precision):
         self._scale = None if policy.loss_scale is None else LossScaler(policy.loss_scale)
 
     def connect_engine(self, engine: Engine, run: Run, module: LightningModule, settings: CommonSettings) -> None:
-        """Attach the engine of a run, which has prepared ``module``, and the settings of losses and gradients.
-        ConfigurationError: weights of losses with manual optimization.
-        """
+        """Attach the engine of a run. ConfigurationError: weights of losses with manual optimization."""
         key, ranks = settings.loss_weight_key, run.mesh.size()
         if key is not None and not run.automatic:
             raise ConfigurationError(
@@ -131,9 +129,7 @@ class ShardPrecision(Precision):
             self.nonfinite = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
     def in_autocast(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``step`` with the policy's autocast around it, if any. An engine calls the result inside of its own
-        forward, because DeepSpeed turns off an autocast around that.
-        """
+        """``step`` with the policy's autocast, inside of an engine's forward: DeepSpeed turns off one around it."""
         context = autocasting(self._run.policy, self._run.device.type, cache=self._engine.replicates)
         return context(step) if isinstance(context, torch.autocast) else step
 
@@ -155,11 +151,7 @@ class ShardPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Attach the optimizers of a fit.
-
-        PrecisionError, ConfigurationError: an optimizer computes the loss again in its step, while steps may be
-        skipped.
-        """
+        """Attach a fit's optimizers. ConfigurationError: one computes the loss again, but steps may be skipped."""
         self._optimizers = optimizers
         again = [type(o).__name__ for o in optimizers if self._engine.needs(o).again]
         skips = "nonfinite is set, which" if self.nonfinite is not None else ""
@@ -295,9 +287,7 @@ class ShardPrecision(Precision):
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Clip the gradients of ``optimizer`` by one formula, after unscaling, and log their norm as ``grad_norm``. A
-        step that will be skipped is not clipped. All ranks call it.
-        """
+        """Clip by one formula, after unscaling, and log ``grad_norm``, unless the step is skipped. All ranks."""
         if isinstance(optimizer, LightningOptimizer):  # from the user, in manual optimization
             optimizer = optimizer.optimizer
         if not self._run.automatic:

@@ -98,9 +98,7 @@ _REFUSED: dict[type[Callback], str] = {
 
 
 def refuse_trainer(trainer: Trainer) -> None:
-    """Refuse, on every rank, callbacks that can't work here, and local checkpoint folders of a fit that can't be
-    written (ConfigurationError).
-    """
+    """Refuse callbacks that can't work, and checkpoint folders that can't be written (ConfigurationError)."""
     for callback in callbacks.callbacks_of(trainer):
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
@@ -123,9 +121,7 @@ def _folders(trainer: Trainer) -> dict[str, str]:
 
 
 def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
-    """Refuse, on every rank, callbacks of a fit that would fail or save another module's tensors (ConfigurationError).
-    ``run`` names the strategy and precision.
-    """
+    """Refuse a fit's callbacks that would fail or save other tensors (ConfigurationError). ``run``: its name."""
     for callback in callbacks.callbacks_of(trainer, (BaseFinetuning, ModelPruning)):
         why = ""
         if isinstance(callback, BaseFinetuning) and not engine.follows_freezing:

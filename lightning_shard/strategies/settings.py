@@ -157,9 +157,7 @@ def _stock_argument(name: str) -> str:
 
 
 def with_common_arguments(constructor: C) -> C:
-    """Show the common arguments instead of ``**common`` in a constructor's signature and docstring. ``help()``, the
-    command line and YAML read them there.
-    """
+    """Show the common arguments in place of ``**common`` in a constructor's signature and docstring, also for YAML."""
     own = inspect.signature(constructor, eval_str=True)
     fields = inspect.signature(CommonSettings, eval_str=True).parameters.values()
     kept = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
