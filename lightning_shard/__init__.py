@@ -89,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 def _is_the_program() -> bool:
-    """Whether this process runs ``lightning-shard``, which registers late: help needs no Lightning, fit holds signals."""
+    """Whether this process runs ``lightning-shard``, which registers late: help needs no Lightning."""
     name = os.path.basename((sys.argv or [""])[0])  # "-m" while Python looks for the module
     return name == "lightning-shard" or (name == "-m" and __name__ in sys.orig_argv)
 

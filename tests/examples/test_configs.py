@@ -86,17 +86,15 @@ def test_a_configuration_runs(name: str, ranks: int, mesh: list[int]) -> None:
 
 
 @pytest.mark.matrix
-def test_the_hugging_face_model_runs(weights: Path) -> None:
-    changes = {
-        "--model.init_args.weights": str(weights),
-        "--data.init_args.weights": str(weights),
-        "--data.init_args.seq_len": "16",
-        "--data.init_args.limit_bytes": "4000",
-        "--trainer.devices": "2",
-    }
-    results = run_distributed(_fit, 2, str(CONFIGS / "hugging_face.yaml"), changes)
-    assert results[0] == results[1]
-    assert (results[0]["steps"], results[0]["compute"], results[0]["checkpoint"]) == (2, "bf16", True)
+def test_models_of_hugging_face_run(weights: Path, encoder: Path) -> None:
+    folders = {"hugging_face": ("weights", weights), "classifier": ("encoder", encoder)}
+    sizes = {"hugging_face": {"seq_len": "16", "limit_bytes": "4000"}, "classifier": {"limit": "64", "batch_size": "4"}}
+    for name, (key, folder) in folders.items():
+        changes = {f"--{part}.init_args.{key}": str(folder) for part in ("model", "data")}
+        changes |= {f"--data.init_args.{option}": value for option, value in sizes[name].items()}
+        results = run_distributed(_fit, 2, str(CONFIGS / f"{name}.yaml"), {**changes, "--trainer.devices": "2"})
+        assert results[0] == results[1]
+        assert (results[0]["steps"], results[0]["checkpoint"]) == (2, True)
 
 
 def test_readme_names_every_file_that_is_there() -> None:
