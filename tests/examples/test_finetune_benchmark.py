@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 from examples import docstrings as data
-from examples.benchmarks import finetune
 from examples.benchmarks.finetuning import FineTuning, train, trial
-from examples.benchmarks.limits import Trial
-from examples.benchmarks.processes import MEBIBYTE, Failed, Place
+from examples.benchmarks.processes import MEBIBYTE, Place
 from tests.harness import run_distributed
 
 # Docstrings
 
 
+@pytest.mark.matrix
 def test_each_docstring_is_in_one_part_and_has_one_label() -> None:
     train, validation = data.divided(0.25)
     texts = [text for text, _ in train + validation]
@@ -67,43 +65,3 @@ def test_epochs_are_timed_and_told_with_what_was_learned(encoder: Path) -> None:
 
 
 # Tables
-
-
-def _measured(seconds: float, samples: int) -> dict[str, Any]:
-    epochs = [
-        {"train_seconds": seconds * (1 + index), "evaluation_seconds": 1.0, "accuracy": 0.4 + index / 10, "f1": 0.5}
-        for index in range(2)
-    ]
-    return {"epochs": epochs, "samples": samples}
-
-
-def test_an_engine_that_does_not_run_leaves_the_others(
-    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-
-    def attempt(name: str, run: FineTuning, limit: int) -> Trial | None:
-        if name == "absent":
-            raise Failed("ModuleNotFoundError: No module named 'absent'")
-        fits = run.batch_size <= {"first": 5, "second": 11, "late": 3, "large": 0}[name]
-        return Trial(size=run.batch_size, peak=limit, seconds=1.0) if fits else None
-
-    def run_processes(function: Any, name: str, run: FineTuning, **options: Any) -> list[Any]:
-        if name == "late":
-            raise Failed("it did not end in 1200 s")
-        return [_measured(10.0, 100) if name == "first" else _measured(4.0, 80)]
-
-    monkeypatch.setattr(finetune, "attempt", attempt)
-    monkeypatch.setattr(finetune, "run_processes", run_processes)
-    engines = ["--engines", "absent", "large", "late", "first", "second"]
-    assert finetune.main(["--encoder", str(encoder), "--output", str(tmp_path), "--repeats", "2", *engines]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "absent did not run: ModuleNotFoundError: No module named 'absent'" in said
-    assert "large: not even one sample fits into 608 MiB" in said
-    assert said.count("late did not run: it did not end in 1200 s") == 1
-    first, second = csv.DictReader((tmp_path / "finetune.csv").open())
-    assert (first["engine"], first["batch"], first["ratio"]) == ("first", "5", "1.0")
-    # 80 samples in 4 s against 100 in 10.
-    assert (second["engine"], second["batch"], second["ratio"], second["accuracy"]) == ("second", "11", "2.0", "0.5")
-    assert len(list(csv.DictReader((tmp_path / "finetune_epochs.csv").open()))) == 2 * 2 * 2
-    assert finetune.main(["--encoder", str(encoder), "--engines", "absent"]) == 1

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from examples.benchmarks import gpu_report
-from examples.benchmarks.gpu_report import Findings, Machine, Part, parse_arguments, parts_of, run_parts
+from examples.benchmarks.gpu_report import Machine, parse_arguments, parts_of
 from examples.benchmarks.llama import SIZES
-from examples.benchmarks.processes import Failed
 from examples.benchmarks.workload import Workload
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.report import Row
@@ -34,29 +32,6 @@ def test_checks_come_first_and_every_size_has_its_races() -> None:
         assert {f"{size}, fsdp", f"{size}, fsdp, compiled, selective", f"{size}, shard_fsdp: memory"} <= set(titles)
     few = parts_of(MACHINE, _options("--sizes", "tiny", "--parts", "speed", "--races", "ddp", "stage_1", "--forms"))
     assert [part.title for part in few] == ["tiny, ddp", "tiny, stage_1"]
-
-
-def test_without_time_nothing_is_started_and_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_report, "LEAST_SECONDS", 30.0)
-    clock = iter([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 31.0])  # the last is ahead of the third part
-    monkeypatch.setattr(gpu_report, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-
-    def fails(found: Findings, until: float) -> None:
-        raise Failed("ValueError: this is why")
-
-    def finds(found: Findings, until: float) -> None:
-        assert until == 60.0
-        row = {"contestant": "shard_ddp", "race": "1B, shard_ddp", "planned": 2.0, "memory": 3.0, "part": 1.5}
-        found.memory.append(row)
-
-    found = Findings(title="a machine")
-    parts = [Part(title="one", run=fails), Part(title="two", run=finds), Part(title="three", run=finds)]
-    run_parts(iter(parts), found, seconds=60.0, output=tmp_path)
-    page = (tmp_path / "gpu_report.md").read_text()
-    assert found.failed == ["one: ValueError: this is why"]
-    assert "- one: ValueError: this is why" in page
-    assert "| 1B, shard_ddp | 2 | 3 | 1.5 |" in page
-    assert page.endswith("## Left out\n\n- three: the time was up\n")
 
 
 def _row(device: int, host: int = 0) -> Row:
