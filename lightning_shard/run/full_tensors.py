@@ -47,7 +47,9 @@ def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor |
     Raises:
         ConfigurationError: another strategy, or no such parameter, with the nearest names.
     """
-    return read_full(*_engine_of(trainer), fqn, kind, device=trainer.strategy.root_device)
+    names, find = _finder(*_engine_of(trainer), kind)
+    live = find(names.canonical(fqn))
+    return None if live is None else gather_full(live, device=trainer.strategy.root_device)
 
 
 def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "parameter") -> None:
@@ -277,14 +279,6 @@ def _engine_of(trainer: Trainer) -> tuple[Engine, Checkpoints]:
             "lightning_shard, such as shard_fsdp."
         )
     return strategy.engine, checkpoints  # type: ignore[attr-defined]
-
-
-def read_full(
-    engine: Engine, checkpoints: Checkpoints, fqn: str, kind: str = "parameter", *, device: torch.device
-) -> Tensor | None:
-    names, find = _finder(engine, checkpoints, kind)
-    live = find(names.canonical(fqn))
-    return None if live is None else gather_full(live, device=device)
 
 
 def _write(live: LiveTensor, fqn: str, value: Tensor, kind: str) -> None:
