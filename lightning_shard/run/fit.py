@@ -138,8 +138,9 @@ def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:
 
 def _shown_group(group: Mapping[str, Any]) -> str:
     # Objects that print an address differ on every rank.
-    shown = {key: repr(v) if isinstance(v, (*_PLAIN, list)) else type(v).__qualname__ for key, v in group.items()}
-    return ", ".join(f"{key} is {value}" for key, value in {**shown, "params": len(group["params"])}.items())
+    plain = {**group, "params": len(group["params"])}
+    shown = {key: value if isinstance(value, (*_PLAIN, list)) else type(value) for key, value in plain.items()}
+    return ", ".join(f"{key} is {value}" for key, value in shown.items())
 
 
 @contextmanager
