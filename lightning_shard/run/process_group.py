@@ -29,7 +29,7 @@ from lightning_shard.cluster.slurm_job import Launch, meeting_point, read_job
 from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import RankWatch
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
+from lightning_shard.mesh import MeshConfig, build_mesh, resolve_mesh
 from lightning_shard.ranks import cached_on_group, forget_made_groups, set_timeout
 
 
@@ -49,11 +49,6 @@ class Processes:
         """2-D mesh with axes ``("replicate", "shard")``, after the processes are connected."""
         assert self._mesh is not None, "the mesh exists once the processes are connected"
         return self._mesh
-
-    @property
-    def data_parallel_coordinates(self) -> tuple[int, int]:
-        """See `lightning_shard.mesh.data_parallel_coordinates`."""
-        return data_parallel_coordinates(self.mesh)
 
     def connect(
         self,

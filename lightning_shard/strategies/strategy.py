@@ -30,7 +30,7 @@ from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.memory_model import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.unsharding import unshard_module
-from lightning_shard.mesh import resolve_mesh
+from lightning_shard.mesh import data_parallel_coordinates, resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -163,7 +163,7 @@ class ShardStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return dict(zip(("num_replicas", "rank"), self._processes.data_parallel_coordinates, strict=True))
+        return dict(zip(("num_replicas", "rank"), data_parallel_coordinates(self.device_mesh), strict=True))
 
     def set_world_ranks(self) -> None:
         self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -293,7 +293,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        return self._data.prepare_loader(dataloader, self._module.trainer, self._processes.data_parallel_coordinates)
+        return self._data.prepare_loader(dataloader, self._module.trainer, data_parallel_coordinates(self.device_mesh))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
