@@ -174,10 +174,12 @@ def _words(kind: Any) -> list[str]:
         return [repr(argument) for argument in get_args(kind)]
     if is_dataclass(kind):
         return [kind.__name__, f"a mapping ({', '.join(f.name for f in fields(kind))})"]  # type: ignore[union-attr]
+    if origin in (list, tuple):
+        return [f"a list ({' or '.join(word for item in _members(get_args(kind)[0]) for word in _words(item))})"]
     return [_NAMED.get(origin, getattr(origin, "__name__", str(origin)))]
 
 
 _NAMED: dict[Any, str] = {
-    bool: "True or False", int: "an integer", float: "a number", str: "a string", type: "a class", list: "a list",
-    tuple: "a list", dict: "a mapping", NoneType: "None", None: "None", Callable: "a function or its import path",
+    bool: "True or False", int: "an integer", float: "a number", str: "a string", type: "a class",
+    dict: "a mapping", NoneType: "None", None: "None", Callable: "a function or its import path",
 }  # fmt: skip

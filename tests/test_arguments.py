@@ -86,7 +86,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ShardFSDPStrategy, {"mesh": {"replicas": 2}}, "mesh has no argument 'replicas'. Did you mean replicate?"),
     (ShardFSDPStrategy, {"mesh": {"replicate": "two"}}, "mesh.replicate is 'two', but must be an integer or 'auto'."),
     (ShardFSDPStrategy, {"mesh": 2}, "mesh is 2, but must be MeshConfig, a mapping (replicate, shard) or None."),
-    (ShardFSDPStrategy, {"units": [3]}, "but must be 'auto', an integer or a list."),
+    (ShardFSDPStrategy, {"units": [3]}, "an integer or a list (a string or a class or UnitRule or a mapping"),
     (ShardFSDPStrategy, {"units": [{"pattern": "a["}]}, "units' pattern 'a[' is no regular expression: unterminated"),
     (ShardFSDPStrategy, {"units": [{"pattern": "a", "modules": 3}]}, "modules is 3 and pattern is 'a' in an entry"),
     (ShardFSDPStrategy, {"forward_prefetch": 2.0}, "forward_prefetch is 2.0, but must be an integer."),
