@@ -48,32 +48,22 @@ class MeshConfig:
 
 def resolve_mesh(config: MeshConfig, *, world_size: int, processes_per_node: int) -> tuple[int, int]:
     """Shape ``(replicate, shard)`` of the mesh. MeshError: its product is not ``world_size``."""
-    replicate, shard = config.replicate, config.shard
-    if replicate == "auto" and shard == "auto":
-        shard = processes_per_node
-    if replicate == "auto":
-        assert isinstance(shard, int)
-        _check_divides(SHARD, shard, world_size)
-        return world_size // shard, shard
-    if shard == "auto":
-        _check_divides(REPLICATE, replicate, world_size)
-        return replicate, world_size // replicate
+    shard = processes_per_node if config.replicate == config.shard == "auto" else config.shard
+    replicate = config.replicate
+    if isinstance(shard, int) and replicate == "auto":
+        replicate = world_size // shard
+    elif isinstance(replicate, int) and shard == "auto":
+        shard = world_size // replicate
+    assert isinstance(shard, int)
+    assert isinstance(replicate, int)
     if replicate * shard != world_size:
+        divisors = [str(d) for d in range(1, world_size + 1) if world_size % d == 0]
         raise MeshError(
-            f"mesh.replicate: {replicate} times mesh.shard: {shard} is {replicate * shard}, but the run has "
-            f"{world_size} processes (devices x num_nodes). The two must multiply to the number of processes: "
-            f"change one of them, or set one to 'auto'."
+            f"mesh.replicate: {config.replicate} and mesh.shard: {config.shard} do not multiply to the {world_size} "
+            f"processes of the run (devices x num_nodes). Set one to one of {', '.join(divisors)} and the other to 'auto', "
+            "or change devices or num_nodes."
         )
     return replicate, shard
-
-
-def _check_divides(axis: str, size: int, world_size: int) -> None:
-    if world_size % size != 0:
-        divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-        raise MeshError(
-            f"mesh.{axis}: {size} does not divide the {world_size} processes of the run (devices x num_nodes). "
-            f"Use one of {', '.join(map(str, divisors))}, or change devices or num_nodes."
-        )
 
 
 def build_mesh(shape: tuple[int, int], *, device_type: str, timeout: timedelta = timedelta(minutes=30)) -> DeviceMesh:

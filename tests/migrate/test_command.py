@@ -80,7 +80,7 @@ def test_several_files(migrated: Callable[..., dict[str, Any]], refused: Callabl
 
 def test_what_the_parser_refuses_is_not_written(refused: Callable[..., str]) -> None:
     content = trainer("lightning_shard.ShardFSDPStrategy", {"mesh": {"replicate": 3}})
-    assert "mesh.replicate: 3 does not divide the 2 processes" in refused(content)
+    assert "mesh.replicate: 3 and mesh.shard: auto do not multiply to the 2 processes" in refused(content)
     content = trainer("lightning_shard.ShardFSDPStrategy", {"units": 3.5})
     assert "units" in refused(content)
     assert "shard_deepspeed_stage_2_offload" in refused(trainer("shard_deepspeed_stage_2", precision="16-true"))

@@ -264,7 +264,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"reshard_after_forward": -2}, MeshError, "reshard_after_forward is -2"),
     ({"reshard_after_forward": 2, "mesh": MeshConfig(replicate=2)}, MeshError, "size 2.*Possible here: none"),
     ({"mesh": MeshConfig(shard=3)}, MeshError, "mesh.shard: 3 is 3, but the run has 4 processes"),
-    ({"mesh": MeshConfig(replicate="auto", shard=3)}, MeshError, "does not divide the 4 processes"),
+    ({"mesh": MeshConfig(replicate="auto", shard=3)}, MeshError, "do not multiply to the 4 processes"),
     ({"symmetric_memory": True}, ConfigurationError, "symmetric_memory is true, but only NCCL has it.*on cpu"),
     ({"units": ["Blok"]}, WrappingError, r"'Blok'.*Block \(x3\)"),
     ({"activation_checkpointing": ["Blok"]}, WrappingError, "activation_checkpointing names 'Blok'.*Block"),
