@@ -60,8 +60,8 @@ def resolve_mesh(config: MeshConfig, *, world_size: int, processes_per_node: int
         divisors = [str(d) for d in range(1, world_size + 1) if world_size % d == 0]
         raise MeshError(
             f"mesh.replicate: {config.replicate} and mesh.shard: {config.shard} do not multiply to the {world_size} "
-            f"processes of the run (devices x num_nodes). Set one to one of {', '.join(divisors)} and the other to 'auto', "
-            "or change devices or num_nodes."
+            "processes of the run (devices x num_nodes). "
+            f"Set one to one of {', '.join(divisors)} and the other to 'auto', or change devices or num_nodes."
         )
     return replicate, shard
 
