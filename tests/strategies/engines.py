@@ -26,6 +26,7 @@ ENGINES: dict[str, Callable[..., ShardStrategy]] = {
     "ddp": ShardDDPStrategy,
     "full": ShardFSDPStrategy,
     "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
+    "full_ignoring": lambda **kwargs: ShardFSDPStrategy(ignored_modules=["Ignored"], **kwargs),
     "hybrid_1x2": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=1, shard=2), **kwargs),
     "hybrid_2x1": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=1), **kwargs),
     "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),

@@ -9,29 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_shard.strategies.ddp import ShardDDPStrategy
-from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
-from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import all_parameters, quiet_trainer
+from tests.strategies.engines import ENGINES, ZERO
 from tests.strategies.indexed import data
-
-STRATEGIES: dict[str, Callable[..., Any]] = {
-    "ddp": ShardDDPStrategy,
-    "ddp_unused": lambda **kwargs: ShardDDPStrategy(find_unused_parameters=True, **kwargs),
-    "full": ShardFSDPStrategy,
-    "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
-    **{
-        f"zero_{stage}": lambda accumulate_sync, stage=stage, **kwargs: ShardDeepSpeedStrategy(
-            stage=stage, hooks_use_accessor=True, **kwargs
-        )
-        for stage in (1, 2, 3)
-    },
-    "zero_3_offload": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(
-        stage=3, hooks_use_accessor=True, offload_optimizer={"device": "cpu"}, **kwargs
-    ),
-    "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
-}
 
 
 def _fit(
@@ -39,10 +20,12 @@ def _fit(
 ) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module = build_module()
-    # Both accumulate in the same order, whatever the plain names' defaults are.
+    # All accumulate in the same order, whatever the plain names' defaults are. ZeRO's is fixed.
     options = {"accumulate_sync": "micro_batch", **options}
+    if strategy in ZERO:
+        del options["accumulate_sync"]
     trainer = quiet_trainer(
-        strategy=STRATEGIES[strategy](**options),
+        strategy=ENGINES[strategy](**options),
         precision=precision,
         **{"max_epochs": 2, "num_sanity_val_steps": 0, **flags},
     )

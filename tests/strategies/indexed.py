@@ -1,4 +1,4 @@
-"""A module that says which samples it saw, and the strategies and precisions under which the Trainer is tested."""
+"""A module that says which samples it saw, its data, and the precisions under which it is trained."""
 
 from __future__ import annotations
 
@@ -12,23 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-STRATEGIES = ["shard_ddp", "shard_fsdp"]
-BOTH = pytest.mark.parametrize("strategy", STRATEGIES)
-# bf16-mixed takes other ways through the engines: casts, and the FSDP2-based replicate under shard_ddp.
-ALL = pytest.mark.parametrize(
-    ("strategy", "precision"),
-    [
-        ("shard_ddp", "32-true"),
-        ("shard_fsdp", "bf16-mixed"),
-        pytest.param("shard_ddp", "bf16-mixed", marks=pytest.mark.matrix),
-        pytest.param("shard_fsdp", "32-true", marks=pytest.mark.matrix),
-    ],
-)
-PRECISIONS = pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
+from tests.groups import sampled
+
+# bf16-mixed takes other ways through the engines: casts, and fully_shard over one rank under shard_ddp.
+PRECISIONS = pytest.mark.parametrize("precision", sampled(["32-true", "bf16-mixed"], 1))
 COUNT = 24
-# Of outputs and means of a handful of products, which a batch of another size may add up in another order: some
-# roundings of fp32 (2**-24) or bf16 (2**-9).
-ROUNDING = {"32-true": 1e-6, "bf16-mixed": 2**-6}
 
 
 class Indexed(pl.LightningModule):
@@ -40,7 +28,6 @@ class Indexed(pl.LightningModule):
         self.head = nn.Linear(8, 1)
         self.lr = lr
         self.seen: dict[str, list[list[int]]] = {"train": [], "val": [], "test": [], "predict": []}
-        self.events: list[str] = []
         self.modes: dict[str, set[tuple[bool, bool]]] = defaultdict(set)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,12 +61,6 @@ class Indexed(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
-    def on_train_epoch_start(self) -> None:
-        self.events.append("train epoch")
-
-    def on_validation_epoch_start(self) -> None:
-        self.events.append(f"val at {self.trainer.global_step}")
-
 
 def samples(count: int = COUNT) -> TensorDataset:
     return TensorDataset(torch.arange(count), torch.randn(count, 3, generator=torch.Generator().manual_seed(0)))
@@ -102,7 +83,3 @@ def refusal(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
-
-
-def flat(seen: list[list[int]]) -> list[int]:
-    return [index for batch in seen for index in batch]

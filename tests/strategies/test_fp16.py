@@ -10,8 +10,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_shard import LossScaling, ShardPrecision
@@ -20,27 +18,11 @@ from tests.harness import DistributedError, run_distributed
 from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer, whole
 from tests.resume import test_resume
 from tests.strategies.engines import AT_2, BATCH, BOUNDARY, ENGINES, NORM, TWICE, VALUE, Mapped, differences
+from tests.strategies.test_parity import by_hand
 
 STEPS = 20
 # Far too large at first, and it grows again after every three good steps: overflows at the start and later.
 SCALING = LossScaling(initial=2.0**22, growth_interval=3)
-
-
-class Seen(TinyLM):
-    """Remembers the dtypes in which its modules computed."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.dtypes: set[torch.dtype] = set()
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.LayerNorm):
-                module.register_forward_hook(self._note)
-
-    def _note(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        self.dtypes |= {module.weight.dtype, args[0].dtype, output.dtype}
 
 
 class Record(pl.Callback):
@@ -76,7 +58,7 @@ class Record(pl.Callback):
 
 def fit(engine: str, precision: str, strategy: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
-    module, record, final = Seen(), Record(), Final()
+    module, record, final = TinyLM(), Record(), Final()
     loop = quiet_trainer(
         strategy=ENGINES[engine](**{"aligned": True, **strategy}),
         plugins=[ShardPrecision(precision, loss_scale=SCALING)],  # type: ignore[arg-type]
@@ -92,7 +74,6 @@ def fit(engine: str, precision: str, strategy: Mapping[str, Any], trainer: Mappi
         "steps": record.steps,
         "batches": record.batches,
         "losses": module.losses,
-        "dtypes": module.dtypes,
     }
 
 
@@ -112,7 +93,6 @@ def compare(
     check_steps(first["steps"])
     for rank in ranks:
         for engine, run in rank.items():
-            assert run["dtypes"] == {torch.float16}, engine
             assert run["steps"] == first["steps"], engine
             for part in ("parameters", "optimizer"):
                 assert all(value.dtype == torch.float32 for value in run[part].values())
@@ -140,21 +120,9 @@ def check_steps(steps: list[dict[str, Any]]) -> None:
         assert after is None or after["scale"] == step["scale"] * factor
 
 
-SAMPLE: list[dict[str, Any]] = [
+def test_engines_agree_bitwise_and_skip_the_same_steps() -> None:
     # An overflow is no gradient norm that an error is asked for.
-    {"precision": "16-mixed", "trainer": NORM, "strategy": {"error_if_nonfinite": True}},
-    {"precision": "16-true", "trainer": {**TWICE, **VALUE}, "strategy": BOUNDARY},
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [SAMPLE[0], pytest.param(SAMPLE[1], marks=pytest.mark.matrix)],
-    ids=lambda case: case["precision"],
-)
-def test_engines_agree_bitwise_and_skip_the_same_steps(case: dict[str, Any]) -> None:
-    # The matrix compares all engines.
-    compare(**case, engines=["ddp", "full"])
+    compare("16-mixed", trainer=NORM, strategy={"error_if_nonfinite": True}, engines=["ddp", "full"])
 
 
 @pytest.mark.matrix
@@ -167,48 +135,16 @@ def test_engines_agree_bitwise_in_every_combination(
     compare(precision, strategy=strategy, trainer={**clip, **(TWICE if strategy else {})})
 
 
-def by_hand(steps: list[list[tuple[Tensor, Tensor]]], clip: float) -> tuple[dict[str, Tensor], list[float]]:
-    """A plain loop with torch's own GradScaler: of each step, the ranks' batches, whose gradients are averaged."""
-    module = TinyLM()
-    module.configure_model()
-    configured = module.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALING.initial, growth_interval=SCALING.growth_interval)
-    parameters = dict(module.named_parameters())
-    scales = []
-    for parts in steps:
-        optimizer.zero_grad()
-        for tokens, targets in parts:
-            seen = {name: p.to(torch.float16) for name, p in parameters.items()}
-            logits = functional_call(module, seen, (tokens,)).float()
-            scaler.scale(cross_entropy(logits.flatten(0, 1), targets.flatten())).backward()
-        gradients = [p.grad.div_(len(parts)) for p in parameters.values() if p.requires_grad]
-        scales.append(scaler.get_scale())
-        scaler.unscale_(optimizer)
-        norm = sum(g.double().square().sum() for g in gradients).sqrt().float()
-        for gradient in gradients:
-            gradient.mul_(torch.clamp(clip / (norm + 1e-6), max=1.0))
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() >= scales[-1]:
-            scheduler.step()
-    return {name: p.detach().clone() for name, p in parameters.items()}, scales
-
-
 @pytest.mark.matrix
 def test_a_run_is_that_of_torchs_grad_scaler() -> None:
     ranks = compare("16-mixed", trainer=NORM, engines=["full"])
     runs = [rank["full"] for rank in ranks]
     batches = [list(parts) for parts in zip(*(run["batches"] for run in runs), strict=True)]
-    [(parameters, scales)] = run_distributed(_by_hand_once, 1, batches, NORM["gradient_clip_val"])
+    [(found, scales)] = run_distributed(by_hand, 1, batches, "16-mixed", NORM["gradient_clip_val"], SCALING)
     assert [step["scale"] for step in runs[0]["steps"]] == scales
-    assert differences(parameters, runs[0]["parameters"]) == {}
+    assert [name for name, value in runs[0]["parameters"].items() if not torch.equal(value, found[name])] == []
     # What is logged and clipped is the unscaled norm.
     assert all(0.05 < step["norm"] < 10 for step in runs[0]["steps"] if not step["skipped"])
-
-
-def _by_hand_once(*args: Any) -> Any:
-    return by_hand(*args)
 
 
 def test_resume_with_the_scale(tmp_path: Path) -> None:
@@ -226,7 +162,7 @@ def test_resume_with_the_scale(tmp_path: Path) -> None:
 class TwoOptimizers(pl.LightningModule):
     """Both losses go backward before both steps; in the second batch the first one overflows."""
 
-    def __init__(self, clip: float | None) -> None:
+    def __init__(self, clip: float) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.clip = clip
@@ -249,8 +185,7 @@ class TwoOptimizers(pl.LightningModule):
         self.manual_backward(self.one(x).float().sum() * overflow)
         self.manual_backward(self.two(x).float().sum())
         for optimizer in optimizers:
-            if self.clip is not None:
-                self.clip_gradients(optimizer, self.clip, "norm")
+            self.clip_gradients(optimizer, self.clip, "norm")
             optimizer.step()
         after = [whole(self.one.weight), whole(self.two.weight)]
         self.changes.append([(b - a).max().item() for b, a in zip(before, after, strict=True)])
@@ -259,7 +194,7 @@ class TwoOptimizers(pl.LightningModule):
         return [torch.optim.SGD(module.parameters(), lr=0.125) for module in (self.one, self.two)]
 
 
-def _fit_two(strategy: str, clip: float | None) -> tuple[list[list[float]], float | None]:
+def _fit_two(strategy: str, clip: float) -> tuple[list[list[float]], float | None]:
     module = TwoOptimizers(clip)
     plugin = ShardPrecision("16-mixed", loss_scale=LossScaling(initial=1024.0))
     quiet_trainer(strategy=strategy, plugins=[plugin], max_steps=6).fit(module, loader())
@@ -267,10 +202,10 @@ def _fit_two(strategy: str, clip: float | None) -> tuple[list[list[float]], floa
 
 
 @pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp_offload_aligned"])
-@pytest.mark.parametrize(("clip", "step"), [(None, 0.125), (2.0**-3, 2.0**-3 * 0.125 / 8**0.5)])
-def test_manual_optimization_with_two_optimizers(strategy: str, clip: float | None, step: float) -> None:
+def test_manual_optimization_with_two_optimizers(strategy: str) -> None:
     # Each gradient is 1 in 8 elements, so that a norm clips it to clip / sqrt(8); a forgotten scale is off by 512.
     # The tolerance is for the fp32 spacing of weights below 0.5, 3e-8, in a step of 6e-3.
+    clip, step = 2.0**-3, 2.0**-3 * 0.125 / 8**0.5
     for changes, scale in run_distributed(_fit_two, 2, strategy, clip):
         assert [one for one, _ in changes] == pytest.approx([step, 0.0, step], rel=1e-5)
         assert [two for _, two in changes] == pytest.approx([step, step, step], rel=1e-5)

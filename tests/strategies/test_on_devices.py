@@ -34,7 +34,7 @@ def _placed(function: Callable[..., Any], *arguments: Any) -> Any:
 @pytest.mark.parametrize("case", list(CASES))
 def test_cases(case: str) -> None:
     offloads = ["shard_fsdp_offload_aligned", "shard_deepspeed_stage_2_offload_aligned"]
-    names = offloads if "wide" in case or "dimension" in case else ["shard_ddp_aligned", HYBRID]
+    names = offloads if "wide" in case or "scalar" in case else ["shard_ddp_aligned", HYBRID]
     model = {"rows": 74} if "wide" in case else {}
     if case == "wide, by hand":
         model["every"] = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_shard import ShardPrecision, registry
 from lightning_shard.precision.policy import policy_from
 from lightning_shard.precision.words import PRECISIONS
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 
@@ -82,26 +84,10 @@ def fit(name: str, precision: Any, **kwargs: Any) -> dict[str, Any]:
         "backward": module.backward_dtypes,
         "output": module.output_dtypes,
         "scale": plugin.loss_scale,
-        "parameter_bytes": sum(local(p).nbytes for p in trainable),
-        "slot_bytes": sum(local(v).nbytes for v in slots),
+        "bytes": sum(local(tensor).nbytes for tensor in [*trainable, *slots]),
         "warnings": [str(w.message) for w in caught if "is lost" in str(w.message)],
         "losses": module.losses,
     }
-
-
-def check_row(name: str, precision: str) -> None:
-    policy = policy_from(precision, aligned=name.endswith("_aligned"))
-    ranks = run_distributed(fit, 2, name, precision)
-    for run in ranks:
-        assert run["masters"] == run["slots"] == run["gradients"] == {policy.master}
-        assert run["forward"] == run["backward"] == {policy.compute}
-        assert run["frozen"] == run["buffer"] == FP32
-        assert (run["scale"] is not None) is (policy.compute == FP16 and policy.master == FP32)
-        assert all(torch.isfinite(p).all() for p in run["parameters"].values())
-        assert len(run["losses"]) == STEPS
-    # Said once, by rank 0.
-    assert [len(run["warnings"]) for run in ranks] == [int(policy.is_low_memory), 0]
-    assert ranks[0]["losses"] != ranks[1]["losses"]
 
 
 # DeepSpeed's optimizer steps flat partitions, and its rows are of another shape: see test_deepspeed.py.
@@ -121,92 +107,48 @@ def test_the_sample_has_each_row_and_each_class() -> None:
     assert {registry.PRESETS[n].class_path for n, _ in SAMPLE} == {registry.PRESETS[n].class_path for n in NAMES}
 
 
-@pytest.mark.parametrize(("name", "precision"), SAMPLE)
-def test_a_sample_of_the_table(name: str, precision: str) -> None:
-    check_row(name, precision)
+REST = [case for case in itertools.product(NAMES, PRECISIONS) if case not in SAMPLE]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "precision"), sampled([*SAMPLE, *REST], *range(len(SAMPLE))))
 def test_the_table(name: str, precision: str) -> None:
-    check_row(name, precision)
+    policy = policy_from(precision, aligned=name.endswith("_aligned"))
+    ranks = run_distributed(fit, 2, name, precision)
+    for run in ranks:
+        assert run["masters"] == run["slots"] == run["gradients"] == {policy.master}
+        assert run["forward"] == run["backward"] == {policy.compute}
+        assert run["frozen"] == run["buffer"] == FP32
+        assert (run["scale"] is not None) is (policy.compute == FP16 and policy.master == FP32)
+        assert all(torch.isfinite(p).all() for p in run["parameters"].values())
+        assert len(run["losses"]) == STEPS
+    # Said once, by rank 0.
+    assert [len(run["warnings"]) for run in ranks] == [int(policy.is_low_memory), 0]
+    assert ranks[0]["losses"] != ranks[1]["losses"]
 
 
-@pytest.mark.parametrize(("engine", "share"), [("shard_ddp", 1), ("shard_fsdp", 2)])
-def test_low_memory_takes_half_the_bytes_and_gives_other_numbers(engine: str, share: int) -> None:
-    low = run_distributed(fit, 2, engine, "bf16-true")
-    aligned = run_distributed(fit, 2, f"{engine}_aligned", "bf16-true")
-    for one, other in zip(low, aligned, strict=True):
-        assert one["parameter_bytes"] * 2 == other["parameter_bytes"]
-        assert one["slot_bytes"] * 2 == other["slot_bytes"] == 2 * other["parameter_bytes"]
-        # All of them move: in bf16 by steps that bf16 can hold.
-        assert any(not torch.equal(p.float(), other["parameters"][n]) for n, p in one["parameters"].items())
-    module = Observed()
-    module.configure_model()
-    elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    assert sum(run["parameter_bytes"] for run in low) == 2 * elements * 2 // share
-    [warning] = low[0]["warnings"]
+def _low_memory() -> list[Any]:
+    low, aligned = (fit(name, "bf16-true") for name in ("shard_fsdp", "shard_fsdp_aligned"))
+    differs = any(not torch.equal(p.float(), aligned["parameters"][n]) for n, p in low["parameters"].items())
+    return [low["bytes"] * 2 == aligned["bytes"], differs, low["warnings"]]
+
+
+def test_low_memory_takes_half_the_bytes_and_gives_other_numbers() -> None:
+    (*facts, [warning]), _ = run_distributed(_low_memory, 2)
+    assert facts == [True, True]
     assert "'bf16-true' steps parameters in bf16: an update smaller than about 0.004" in warning
     assert "bf16-mixed, or the strategy's _aligned name" in warning
 
 
-def _stand_still(name: str) -> tuple[bool, bool]:
-    """Whether updates of 2**-10 move weights of 1."""
-    trainer = quiet_trainer(strategy=name, precision="bf16-true", max_steps=STEPS)
-    module = Slow()
-    trainer.fit(module, loader())
-    return module.layer.weight.eq(1.0).all().item(), module.layer.weight.lt(1.0).all().item()
+def _words() -> list[Any]:
+    """A plain run, one with outputs in bf16 and one that reduces in it."""
+    plain, output, reduce = (
+        fit("shard_fsdp", ShardPrecision("bf16-mixed", **words))
+        for words in ({}, {"output": "bf16"}, {"reduce": "bf16"})
+    )
+    same = all(torch.equal(p, reduce["parameters"][n]) for n, p in plain["parameters"].items())
+    return [plain["output"], output["output"], output["forward"], reduce["masters"], same]
 
 
-class Slow(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1, bias=False)
-        nn.init.ones_(self.layer.weight)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layer(torch.ones(1, 4)).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=2.0**-10)
-
-
-def test_what_the_low_memory_form_loses() -> None:
-    # 1 - 2**-10 lies closer to 1 than to bf16's next number below it, 1 - 2**-8.
-    assert run_distributed(_stand_still, 2, "shard_ddp") == [(True, False)] * 2
-    assert run_distributed(_stand_still, 2, "shard_ddp_aligned") == [(False, True)] * 2
-
-
-def _default_optimizer() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quiet_trainer(strategy="shard_fsdp", precision="16-true", max_steps=1).fit(TinyLM(), loader())
-    return [str(w.message) for w in caught if "is lost" in str(w.message)]
-
-
-def test_the_fp16_form_is_warned_of_eps() -> None:
-    [warning] = run_distributed(_default_optimizer, 2)[0]
-    assert "fp16 gradients can't be scaled" in warning
-    assert "eps of 1e-8" in warning
-
-
-def _fit_output(name: str) -> list[Any]:
-    narrow, wide = (fit(name, ShardPrecision("bf16-mixed", output=output)) for output in ("bf16", None))
-    return [narrow["output"], wide["output"], narrow["forward"], wide["forward"]]
-
-
-def test_output_is_what_user_code_is_given() -> None:
-    for result in run_distributed(_fit_output, 2, "shard_fsdp"):
-        assert result == [{BF16}, {FP32}, {BF16}, {BF16}]
-
-
-def _fit_reduce(name: str) -> tuple[set[torch.dtype], bool]:
-    plain, narrow = (fit(name, ShardPrecision("bf16-mixed", reduce=reduce)) for reduce in ("fp32", "bf16"))
-    same = all(torch.equal(p, narrow["parameters"][n]) for n, p in plain["parameters"].items())
-    return narrow["masters"], same
-
-
-@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp"])
-def test_reduce_in_bf16_gives_other_numbers(name: str) -> None:
-    assert run_distributed(_fit_reduce, 2, name) == [({FP32}, False)] * 2
+def test_outputs_and_reductions_in_bf16() -> None:
+    for found in run_distributed(_words, 2):
+        assert found == [{FP32}, {BF16}, {BF16}, {FP32}, False]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,33 +114,6 @@ def test_functions_and_objects_have_no_addresses_in_them() -> None:
     said = json.dumps(compared(ShardDDPStrategy(comm_hook=hook, comm_state=object())))
     assert "0x" not in said
     assert "test_settings.hook" in said
-
-
-@pytest.mark.parametrize("kind", [ShardDDPStrategy, ShardFSDPStrategy, ShardDeepSpeedStrategy])
-def test_one_base_of_our_own(kind: type[ShardStrategy]) -> None:
-    own = [cls for cls in kind.__mro__ if cls.__module__.startswith("lightning_shard")]
-    assert own == [kind, ShardStrategy]
-
-
-def test_deepspeeds_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"communication_data_type": "fp32", "zero_optimization": {"stage": 1}}))
-    read: list[str] = []
-    data = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self.name) or data(self))
-    strategy = ShardDeepSpeedStrategy(config=str(file))
-    assert read == ["ds.json"]
-    before = strategy.policy, compared(strategy)
-    file.write_text(json.dumps({"communication_data_type": "fp16", "zero_optimization": {"stage": 2}}))
-    assert (strategy.policy, compared(strategy)) == before
-    file.unlink()
-    assert (strategy.policy, compared(strategy)) == before
-    assert read == ["ds.json"]
-
-
-def test_every_zeroth_unit_is_refused_before_a_run() -> None:
-    with pytest.raises(WrappingError, match="activation_checkpointing is 0, but n for every n-th unit must be 1 or"):
-        ShardDDPStrategy(activation_checkpointing=0).engine_for()
 
 
 def test_offloaded_inputs_are_refused_with_compile() -> None:

@@ -1,4 +1,4 @@
-"""Modules that keep state of their own, and hooks of users: every engine has the numbers of DDP."""
+"""Modules with state of their own, scalars, and hooks of users: every engine has the numbers of DDP."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_shard import ConfigurationError, full_tensor
+from lightning_shard import full_tensor
 from lightning_shard.engines.replicated import SharedBuffers
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.registry import build
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests import stand_in
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
+from tests.strategies.everywhere import same_everywhere
+from tests.strategies.indexed import Indexed, data, refusal
 
 WIDTH = 6
 NAMES = ["shard_fsdp", *(f"shard_deepspeed_stage_{stage}" for stage in (1, 2, 3))]
@@ -50,40 +56,23 @@ class Net(pl.LightningModule):
 
 
 class Codebook(Net):
-    """Rounds to codes that are averages of what each rank saw, as VQ-VAE's are; the buffer is made anew each time."""
+    """Rounds to codes that are averages of each rank's samples, as VQ-VAE's are, in a buffer that is made anew each
+    time. BatchNorm, loaded in 16 bits, computes with its running statistics in every other step.
+    """
 
     def build(self) -> None:
+        self.norm, self.odd = nn.BatchNorm1d(WIDTH), nn.Parameter(torch.ones(()))
+        self.to(torch.bfloat16)
         self.register_buffer("codes", torch.randn(5, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
+        self.norm.train(self.global_step % 2 == 0)
+        hidden = self.norm(self.first(x)) * self.odd
         with torch.no_grad():
             nearest = functional.one_hot(torch.cdist(hidden.float(), self.codes).argmin(1), 5).float()
             self.codes = 0.5 * self.codes + 0.5 * nearest.T @ hidden.float()
             code = nearest @ self.codes
         return self.last(hidden + (code - hidden).detach())
-
-
-class FrozenEveryOtherStep(Net):
-    """BatchNorm that computes with its running statistics in every other step."""
-
-    def build(self) -> None:
-        self.norm, self.odd = nn.BatchNorm1d(WIDTH), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm.train(self.global_step % 2 == 0)
-        return self.last(self.norm(self.first(x)) * self.odd)
-
-
-class LoadedIn16Bits(Net):
-    """BatchNorm whose statistics were loaded in 16 bits too, which torch refuses beside fp32 weights."""
-
-    def build(self) -> None:
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.to(torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)))
 
 
 class Hooked(Net):
@@ -104,20 +93,6 @@ class Hooked(Net):
         if batch_idx == 2:
             self.removed.remove()
             self.brief.remove()
-
-
-class HookedLater(Net):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.last.weight.register_hook(lambda gradient: gradient.abs())
-
-
-class Listed(Net):
-    """Keeps its parameters in lists and dicts of its own, beside a recurrent module, whose list torch keeps."""
-
-    def build(self) -> None:
-        self.recurrent = nn.GRU(WIDTH, WIDTH)
-        self.groups = {"all": [(self.first.weight, self.last.weight)]}
 
 
 class Pair(nn.Module):
@@ -142,29 +117,22 @@ class ReturnsParameters(Net):
         return super().forward(functional.linear(x.to(weight.dtype), weight, others["bias"]).tanh() + x)
 
 
-KINDS = [Codebook, FrozenEveryOtherStep, LoadedIn16Bits, ReturnsParameters]
+KINDS = [Codebook, ReturnsParameters]
 
 
-def _refusal(kind: type[Net], name: str) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        fit(kind, name, "32-true")
-    return str(error.value)
+class Listed(Net):
+    """Keeps its parameters in a dict of its own, besides a recurrent module, whose list torch keeps."""
+
+    def build(self) -> None:
+        self.recurrent = nn.GRU(WIDTH, WIDTH)
+        self.groups = {"all": [(self.first.weight, self.last.weight)]}
 
 
-def test_hooks_on_parameters_that_shards_would_not_run_are_refused() -> None:
-    for kind, names in ((Hooked, "first.weight, first.bias, last.bias"), (HookedLater, "last.weight")):
-        for said in run_distributed(_refusal, 2, kind, "shard_fsdp"):
-            assert f"Hooks are registered on the parameters {names}, but" in said
-
-
-def test_hooks_on_parameters_run_under_zero() -> None:
-    assert run_distributed(_different, 2, Hooked, NAMES[1:], "32-true") == [[], []]
-
-
-@pytest.mark.parametrize("name", ["shard_fsdp", "shard_deepspeed_stage_3"])
-def test_lists_of_parameters_that_would_not_follow_are_refused(name: str) -> None:
-    for said in run_distributed(_refusal, 2, Listed, name):
-        assert said.startswith("groups is a dict that holds the parameters first.weight, last.weight, but")
+@pytest.mark.parametrize(
+    "name", sampled(["shard_deepspeed_stage_1", "shard_deepspeed_stage_2", "shard_deepspeed_stage_3"], 1)
+)
+def test_hooks_on_parameters_run_under_zero(name: str) -> None:
+    assert run_distributed(_different, 2, Hooked, [name], "32-true") == [[], []]
 
 
 class Mapped(Net):
@@ -184,19 +152,18 @@ def fit(kind: Callable[[], Net], name: str, precision: str, **options: Any) -> d
 
 
 def _different(kind: Callable[[], Net], names: list[str], precision: str) -> list[str]:
-    wanted, plain = fit(kind, "shard_ddp", precision), fit(Net, "shard_ddp", precision)
-    assert any(not torch.equal(wanted[n], plain[n]) for n in plain), "the module does nothing"  # type: ignore[arg-type]
+    wanted = fit(kind, "shard_ddp", precision)
     found = {name: fit(kind, name, precision) for name in names}
     return [f"{e} {n}" for e, values in found.items() for n in wanted if not torch.equal(values[n], wanted[n])]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", sampled(KINDS, 0))
 def test_engines_agree_bitwise(kind: type[Net]) -> None:
     assert run_distributed(_different, 2, kind, NAMES, "32-true") == [[], []]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS)
 def test_engines_agree_bitwise_in_bf16(kind: type[Net]) -> None:
     names = [*NAMES, "shard_fsdp_grad_op", "shard_fsdp_offload"]
     assert run_distributed(_different, 2, kind, names, "bf16-mixed") == [[], []]
@@ -216,70 +183,114 @@ class Twice(Net):
         loss.backward()
 
 
-def _two_passes(names: list[str]) -> None:
-    for name in names:
-        with pytest.raises(ConfigurationError, match="runs two backward passes from one loss"):
-            fit(Twice, name, "32-true")
+REFUSED = [
+    (Hooked, "shard_fsdp", "Hooks are registered on the parameters first.weight, first.bias, last.bias, but"),
+    (Listed, "shard_fsdp", "groups is a dict that holds the parameters first.weight, last.weight, but"),
+    (Transformed, "shard_fsdp", "Use torch.autograd.grad"),
+    (Transformed, "shard_deepspeed_stage_3", "Use torch.autograd.grad"),
+    (Twice, "shard_ddp", "runs two backward passes from one loss"),
+    (Twice, "shard_fsdp", "runs two backward passes from one loss"),
+    (Twice, "shard_deepspeed_stage_2", "runs two backward passes from one loss"),
+]
 
 
-def test_two_backward_passes_of_an_automatic_step_are_refused() -> None:
-    run_distributed(_two_passes, 2, ["shard_ddp", *NAMES])
+def _refusals() -> list[str]:
+    wrong = []
+    for kind, name, said in REFUSED:
+        error, message = refusal(fit, kind, name, "32-true")
+        if error != "ConfigurationError" or said not in message:
+            wrong.append(f"{kind.__name__}, {name}: {error}: {message}")
+    return wrong
 
 
-def _refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)transform of torch.func .* runs .*Use torch.autograd.grad"):
-        fit(Transformed, name, "32-true")
-
-
-@pytest.mark.parametrize("name", ["shard_fsdp", "shard_deepspeed_stage_3"])
-def test_transforms_of_what_is_gathered_are_refused(name: str) -> None:
-    run_distributed(_refused, 2, name)
+def test_what_engines_can_not_do_as_ddp_does_is_refused() -> None:
+    assert run_distributed(_refusals, 2) == [[], []]
 
 
 def test_functional_transforms() -> None:
-    assert run_distributed(_different, 2, Mapped, NAMES[:-1], "32-true") == [[], []]
+    assert run_distributed(_different, 2, Mapped, ["shard_fsdp", "shard_deepspeed_stage_2"], "32-true") == [[], []]
 
 
-def _codes(name: str) -> list[Tensor]:
-    module = Codebook()
-    flags: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 2}
-    strategy = build(name, accumulate_sync="boundary") if "deepspeed" not in name else build(name)
-    trainer = quiet_trainer(strategy=strategy, **flags)
-    seen: list[Tensor] = []
-    module.first.register_forward_pre_hook(lambda *_: seen.append(module.codes.clone()))
-    trainer.fit(module, DataLoader(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3)), 4))
-    for number, codes in enumerate(seen):
-        of_rank_0 = codes.clone()
-        dist.broadcast(of_rank_0, 0)
-        assert torch.equal(codes, of_rank_0) or (number % 3 and dist.get_rank())
-    return seen
-
-
-def _all_codes(names: list[str]) -> list[bool]:
-    first, *others = (_codes(name) for name in names)
-    return [len(first) == 6 and all(map(torch.equal, first, other)) for other in others]
-
-
-def _grown(shape: tuple[int, ...]) -> tuple[list[float], list[float]]:
-    """A buffer that is larger on one rank, and one that grows on all after the first steps, beside one that stays."""
+def _grown() -> tuple[float, float, float]:
+    """A buffer that is larger on one rank, one that stays, and one that grows on all after the first steps."""
     rank, module = dist.get_rank(), nn.Module()
     full = partial(torch.full, fill_value=float(rank), device=stand_in.NAME if stand_in.chosen() else "cpu")
     module.register_buffer("own", full((2 + rank,)))
     module.register_buffer("stays", full((3,)))
-    module.register_buffer("grows", full(shape, dtype=torch.bfloat16))
+    module.register_buffer("grows", full((), dtype=torch.bfloat16))
     shared = SharedBuffers(module)
     for _ in range(4):
         shared.share()
     module.grows, module.stays[:] = full((9,)), float(rank)
     shared.share()
-    return [float(module.own.max()), float(module.stays.max())], module.grows.tolist()[:1]
+    return float(module.own.max()), float(module.stays.max()), float(module.grows.max())
 
 
-@pytest.mark.parametrize("shape", [(), (3, 5)])
-def test_buffers_of_each_ranks_own_shape_are_left_alone(shape: tuple[int, ...]) -> None:
-    assert run_distributed(_grown, 2, shape) == [([0.0, 0.0], [0.0]), ([1.0, 0.0], [1.0])]
+def test_buffers_of_each_ranks_own_shape_are_left_alone() -> None:
+    assert run_distributed(_grown, 2) == [(0.0, 0.0, 0.0), (1.0, 0.0, 1.0)]
 
 
-def test_buffers_are_rank_0s_at_the_beginning_of_a_step() -> None:
-    names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_1_aligned"]
-    assert run_distributed(_all_codes, 2, names) == [[True, True]] * 2
+class Never(nn.Module):
+    """Has parameters for others to read, and is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.73))
+        self.listed = nn.ParameterList([nn.Parameter(torch.tensor(0.31))])
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gates = nn.Linear(3, 3), nn.ParameterDict({"a": nn.Parameter(torch.tensor(0.57))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gates["a"].exp()
+
+
+class ReadElsewhere(Indexed):
+    """By the LightningModule, by a module around them, and in the recomputation of a checkpoint; two steps a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.gated, self.never = Gated(), Never()
+        self.named = nn.ParameterDict({"b": nn.Parameter(torch.tensor(0.37))})
+        self.frozen = nn.Parameter(torch.tensor(1.01), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = (self.named["b"], self.never.scale, self.never.listed[0], self.gated.gates["a"], self.frozen)
+        assert {scalar.dtype for scalar in read} == {torch.float32}
+        x = checkpoint(self.gated, x, use_reentrant=False) * self.frozen
+        return super().forward(x) * (-self.named["b"]).exp() * self.never.scale + self.never.listed[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch, "train"))
+            optimizer.step()
+
+
+def test_where_scalars_are_read_makes_no_difference() -> None:
+    same_everywhere(ReadElsewhere, "bf16-mixed", strategies=("ddp", "full", "zero_2", "zero_3"), max_epochs=1)
+
+
+class Clamped(ReadElsewhere):
+    """As CLIP's ``logit_scale`` often is."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.never.scale.data.clamp_(max=0.1)
+
+
+def _refused() -> str:
+    strategy = ShardDeepSpeedStrategy(stage=3, hooks_use_accessor=True)
+    with pytest.raises(ConfigurationError) as error:
+        quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=4).fit(Clamped(), data(shuffle=True))
+    return str(error.value)
+
+
+def test_what_zero_would_lose_of_a_scalar_is_refused() -> None:
+    for said in run_distributed(_refused, 2):
+        assert "never.scale" in said
+        assert "set_full_tensor" in said

@@ -18,6 +18,7 @@ from lightning_shard.engines.units import find_units
 from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError, WrappingError
 from lightning_shard.strategies.strategy import ShardStrategy
 from tests.engines.test_units import Root, layers, names
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, TWICE, differences
@@ -59,7 +60,7 @@ def _freed(precision: str) -> tuple[list[Any], list[str]]:
     return stays, [n for n, value in wanted.parameters.items() if not torch.equal(value, found.parameters[n])]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", sampled(["32-true", "bf16-mixed"], 1))
 def test_when_units_are_freed_changes_no_number(precision: str) -> None:
     # The root stays gathered too.
     assert run_distributed(_freed, 2, precision) == [(["", "blocks.0"], [])] * 2
@@ -90,11 +91,7 @@ def _refused(units: list[Any], precision: str) -> str:
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (
-            UnitRule(pattern="block.0"),
-            "the whole name of no module with parameters and a forward of its own. Did you",
-        ),
-        (UnitRule(modules=["Blok"]), "Blok"),
+        (UnitRule(pattern="block.0"), "the whole name of no module with parameters and a forward of its own"),
         (UnitRule(modules=["Block"], reshard_after_forward=3), "reshard_after_forward is 3, but a number must divide"),
         (UnitRule(modules=["Block"], compute="fp16"), "small gradients of fp16 are lost without a loss scale"),
     ],
@@ -182,15 +179,14 @@ def _apart(how: str, kind: type[Any], precision: str, trainer: dict[str, Any]) -
 APART = [
     (how, kind, precision, trainer)
     for how in (*CALLED, *READ)
-    for kind, trainer in ((Apart, {}), (Apart, TWICE), *([(ApartManual, {})] if how in CALLED else []))
+    for kind, trainer in ((Apart, TWICE), *([(ApartManual, {})] if how in CALLED else []))
     for precision in ("32-true", "bf16-mixed")
 ]
-IN_DEFAULT = [("called in parts", Apart, "bf16-mixed", TWICE), ("read before", Apart, "bf16-mixed", {})]
 
 
 @pytest.mark.parametrize(
     ("how", "kind", "precision", "trainer"),
-    [pytest.param(*case, marks=() if case in IN_DEFAULT else pytest.mark.matrix) for case in APART],
+    sampled(APART, APART.index(("called in parts", Apart, "bf16-mixed", TWICE))),
 )
 def test_embeddings_and_heads_are_units_of_their_own_or_the_roots_that_a_step_may_read(
     how: str, kind: type[Any], precision: str, trainer: dict[str, Any]
@@ -216,22 +212,3 @@ def _read_of_units() -> list[str]:
 def test_a_read_of_them_outside_of_their_forward_says_how_they_are_the_roots() -> None:
     for said in run_distributed(_read_of_units, 2):
         assert all("set units: [{modules: auto}] (with shard_fsdp)" in each for each in said)
-
-
-def _in_parts_of_two() -> dict[str, dict[str, float]]:
-    found = {}
-    for how in CALLED:
-        runs = []
-        for reshard in (True, 2):
-            pl.seed_everything(1, verbose=False)
-            final = Final()
-            strategy = ShardFSDPStrategy(reshard_after_forward=reshard)
-            quiet_trainer(strategy=strategy, max_steps=2, callbacks=[final]).fit(Apart(how=how), loader())
-            runs.append(final.parameters)
-        found[how] = differences(*runs)
-    return found
-
-
-@pytest.mark.matrix
-def test_they_are_where_shards_of_fewer_ranks_are_kept_after_forward() -> None:
-    assert run_distributed(_in_parts_of_two, 4) == [{how: {} for how in CALLED}] * 4
