@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_shard.errors import MeshError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
+from tests.groups import sampled
 from tests.harness import run_distributed
 
 SIZES = st.integers(1, 64)
@@ -74,9 +75,9 @@ def _coordinates(shape: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def _check_coordinates() -> None:
-    rank = dist.get_rank()
-    for shape in [(1, 4), (2, 2), (4, 1)]:
+def _check_coordinates(shapes: list[tuple[int, int]]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for shape in shapes:
         found = _coordinates(shape)
         assert found["names"] == ("replicate", "shard")
         assert found["size"] == shape
@@ -84,11 +85,12 @@ def _check_coordinates() -> None:
         # Neighbours share a shard group, so that it lies inside a node.
         first = rank // shape[1] * shape[1]
         assert found["shard_group"] == list(range(first, first + shape[1]))
-        assert found["replicate_group"] == list(range(rank % shape[1], 4, shape[1]))
+        assert found["replicate_group"] == list(range(rank % shape[1], ranks, shape[1]))
         # Each rank reads its own data, whatever the shape.
         assert found["place"] == rank
-        assert found["samples"] == [rank, rank + 4]
+        assert found["samples"] == list(range(rank, 8, ranks))
 
 
-def test_the_mesh_on_four_processes() -> None:
-    run_distributed(_check_coordinates, 4)
+@pytest.mark.parametrize(("ranks", "shapes"), sampled([(2, [(1, 2), (2, 1)]), (4, [(1, 4), (2, 2), (4, 1)])], 0))
+def test_the_mesh_of_processes(ranks: int, shapes: list[tuple[int, int]]) -> None:
+    run_distributed(_check_coordinates, ranks, shapes)
