@@ -32,8 +32,13 @@ if TYPE_CHECKING:
     from lightning_shard.precision.float8 import Float8
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
-    from lightning_shard.run.full_tensors import full_parameters, full_tensor, load_from_checkpoint, set_full_tensor
-    from lightning_shard.run.unshard import unshard
+    from lightning_shard.run.full_tensors import (
+        full_parameters,
+        full_tensor,
+        load_from_checkpoint,
+        set_full_tensor,
+        unshard,
+    )
     from lightning_shard.strategies.ddp import ShardDDPStrategy
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
@@ -63,8 +68,7 @@ _MODULES = {
     "precision.float8": "Float8",
     "precision.loss_scale": "LossScaling",
     "precision.policy": "PrecisionPolicy",
-    "run.full_tensors": "full_parameters full_tensor load_from_checkpoint set_full_tensor",
-    "run.unshard": "unshard",
+    "run.full_tensors": "full_parameters full_tensor load_from_checkpoint set_full_tensor unshard",
     "strategies.ddp": "ShardDDPStrategy",
     "strategies.deepspeed": "ShardDeepSpeedStrategy",
     "strategies.fsdp": "ShardFSDPStrategy",

@@ -13,4 +13,3 @@ from lightning_shard.run.nonfinite import warn_of_nonfinite
 from lightning_shard.run.preemption_save import Preemption, RunIdentity
 from lightning_shard.run.process_group import Processes, RunWatch, count_run, device_of, launch_of, nodes_started
 from lightning_shard.run.run_memory import RunMemory
-from lightning_shard.run.untested import check_untested_versions

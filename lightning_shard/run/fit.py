@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
@@ -24,7 +24,7 @@ from lightning_shard.callbacks.ema import EMACallback
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine, PlannedRun, Run, TrainerFacts
 from lightning_shard.engines.replicated import SharedBuffers
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, PrecisionContractError
 from lightning_shard.precision.casting import widen_statistics
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
@@ -32,6 +32,7 @@ from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.nonfinite import roll_back_if_due
 from lightning_shard.run.preemption_save import Preemption, RunIdentity, checkpoint_folders
 from lightning_shard.run.run_memory import RunMemory
+from lightning_shard.versions import newer_than_tested, tested
 
 
 def run_of(trainer: Trainer, planned: PlannedRun, device: torch.device, mesh: DeviceMesh) -> Run:
@@ -141,6 +142,31 @@ def _shown_group(group: Mapping[str, Any]) -> str:
     plain = {**group, "params": len(group["params"])}
     shown = {key: value if isinstance(value, (*_PLAIN, list)) else type(value) for key, value in plain.items()}
     return ", ".join(f"{key} is {value}" for key, value in shown.items())
+
+
+_passed: set[str] = set()  # Checked in this process, by strategy and precision.
+
+
+def check_untested_versions(checked: str, check: Callable[[], str], *, aligned: bool) -> None:
+    """Compare an engine with a plain loop, once in a process, if a library is newer than the tests. All ranks call it
+    at the start of a fit. ``checked``: strategy and precision, for messages. ``check``: returns the difference as text,
+    empty if there is none. PrecisionContractError, if ``aligned``, else a warning: they differ.
+    """
+    newer = newer_than_tested()
+    if not newer or checked in _passed:
+        return
+    found = " and ".join(f"{library} {version}" for library, version in newer.items())
+    known = ", ".join(f"{library} {tested(library)}" for library in newer)
+    newer_is = f"{found} is newer than the versions that lightning_shard was tested on ({known}). "
+    if not (difference := check()):
+        _passed.add(checked)
+        rank_zero_info(f"{newer_is}The numbers of {checked} were checked against a plain loop, and are equal.")
+        return
+    problem = f"{newer_is}{checked} differs from a plain loop over the same data: {difference} of its largest element. "
+    cure = f"Install {known}, or a newer lightning_shard."
+    if aligned:
+        raise PrecisionContractError(f"{problem}aligned: true holds equal numbers. {cure}")
+    rank_zero_warn(problem + cure)
 
 
 @contextmanager

@@ -1,18 +1,19 @@
 """Read and change a full parameter, gradient or optimizer state by FQN, the same on every engine.
 
-`load_from_checkpoint` makes a LightningModule from a checkpoint directory, on one process.
+`unshard` makes a fitted module plain. `load_from_checkpoint` makes one from a checkpoint directory, on one process.
 """
 
 import hashlib
 import io
 import warnings
 from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, ValuesView
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files.layout import StrPath
@@ -21,6 +22,7 @@ from lightning_shard.checkpoint.optimizer_state import optimizer_slot
 from lightning_shard.checkpoint.state_dict import follow_names
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.materialize import Materializer
+from lightning_shard.engines.unsharding import unshard_module
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks, alone
 from lightning_shard.run.checkpoints import Checkpoints
@@ -305,6 +307,39 @@ def _finder(engine: Engine, checkpoints: Checkpoints, kind: str) -> tuple[Names,
     if kind == "gradient":
         return names, lambda name: engine.gradient(name, names.tensors[name])
     return names, lambda name: optimizer_slot(engine.optimizers(), names, name, kind)
+
+
+N = TypeVar("N", bound=nn.Module)
+
+
+def unshard(module: N, *, rank0_only: bool = False, device: torch.device | str = "cpu") -> N:
+    """Make a fitted module plain, in place: its own class, full parameters, no hooks of an engine.
+
+    Collective: all ranks call it, after ``fit``. Then ``save_pretrained``, ``torch.save(module.state_dict())``, calls
+    outside of the Trainer, copies and other Trainers work as before the fit. Parameters have the values and dtype of
+    the master weights. Each process needs memory for all of them. `unshard_after_fit` of a strategy does it by itself.
+    Save a checkpoint with optimizer state before it, and make optimizers of the module's new parameters after it.
+
+    Args:
+        module: the LightningModule that was fitted, or under FSDP a part of it.
+        rank0_only: leave the parameters to rank 0: on other ranks they are on the meta device, without values.
+        device: for the parameters and buffers.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ConfigurationError: a run of the module goes on, or under ZeRO-3 it is only a part of the fitted one.
+    """
+    if isinstance(module, LightningModule):
+        with suppress(RuntimeError):  # attached to no Trainer
+            if module.trainer.state.status == TrainerStatus.RUNNING:
+                raise ConfigurationError(
+                    "unshard is called in a run, which goes on with the shards: call it after fit, or set "
+                    "unshard_after_fit on the strategy. full_parameters gives full values inside of a run."
+                )
+    unshard_module(module, device=torch.device(device), keep=not rank0_only or Ranks.of().is_first)
+    return module
 
 
 M = TypeVar("M", bound=LightningModule)

@@ -249,7 +249,7 @@ class ShardStrategy(ParallelStrategy):
         self.memory = parts.RunMemory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             checked = f"{type(self).__name__} in precision {plan.precision!r}"
-            parts.check_untested_versions(checked, self.check_arithmetic, aligned=self.aligned)
+            parts.fit.check_untested_versions(checked, self.check_arithmetic, aligned=self.aligned)
             refusals.refuse_callbacks(trainer, engine, checked)
             refusals.refuse_gradient_hooks(trainer, engine, self._settings)
             parts.fit.hold_saves(self._replacements, trainer, engine, self.checkpoints, self._saves, self.async_save)
