@@ -126,7 +126,7 @@ class StateDict:
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 raise CheckpointError(
-                    f"on_load_checkpoint or load_state_dict put a {type(tensor).__name__} under {name!r} into the "
+                    f"on_load_checkpoint put a {type(tensor).__name__} under {name!r} into the "
                     "state_dict: only tensors can be loaded. Keep other values under a key of their own in the "
                     "checkpoint."
                 )
@@ -156,37 +156,14 @@ def _place(tensor: Tensor) -> Any:
     return storage_key(own), own.storage_offset(), own.shape
 
 
-def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any], strict: bool) -> tuple[StateDict, bool]:
-    """Apply the module's own ``load_state_dict``, if any, to ``state``, which hooks may have changed. Returned: the
-    tensors to load, and whether all must fit. All ranks call it. CheckpointError: values that are no tensors, or none.
+def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any]) -> StateDict:
+    """Return the tensors to load as ``state``, which hooks may have changed, names them. All ranks call it.
+
+    CheckpointError: values that are no tensors, or a module with a ``load_state_dict`` of its own.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
-        state, strict = _asked_for(module, state, strict=strict)
-    return StateDict.of(found).edited(state, sharded_names(module)), strict
-
-
-def _asked_for(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[Mapping[str, Any], bool]:
-    """Record the state that ``module.load_state_dict`` passes to torch, and its strictness. Nothing is loaded."""
-    stock = nn.Module.load_state_dict
-    prefixes = {id(part): f"{name}." if name else "" for name, part in module.named_modules()}
-    given: list[tuple[dict[str, Any], bool]] = []
-
-    def load(part: nn.Module, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        prefix = prefixes.get(id(part))
-        if prefix is None:
-            return stock(part, state, strict, assign)
-        # Loading a submodule alone does not require the rest.
-        given.append(({prefix + name: tensor for name, tensor in state.items()}, strict and not prefix))
-        return stock(nn.Module(), {})
-
-    nn.Module.load_state_dict = load  # type: ignore[method-assign, assignment]
-    try:
-        module.load_state_dict(state, strict=strict)
-    finally:
-        nn.Module.load_state_dict = stock  # type: ignore[method-assign]
-    if not given:
         raise CheckpointError(
-            f"{type(module).__name__}.load_state_dict gives torch nothing to load, and parameters that are sharded "
-            "can't be filled by hand. Change the state_dict there and call super().load_state_dict with it."
+            f"{type(module).__name__} overrides load_state_dict, but parameters that are sharded are not loaded by it. "
+            "Change names and values of checkpoint['state_dict'] in on_load_checkpoint instead."
         )
-    return {name: tensor for part, _ in given for name, tensor in part.items()}, all(strict for _, strict in given)
+    return StateDict.of(found).edited(state, sharded_names(module))

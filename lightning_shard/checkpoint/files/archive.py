@@ -11,7 +11,6 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,11 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.files.layout import damaged_if
 from lightning_shard.checkpoint.files.manifest import StoredTensor, raw_bytes
-from lightning_shard.checkpoint.files.trainer_state import REPEATED_BYTES, check_archive, refusal
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError
-from lightning_shard.tensors.tracing import tree_map_only
+from lightning_shard.checkpoint.files.trainer_state import load_archive, refusal
+from lightning_shard.errors import CheckpointError
 
 _ALIGNMENT = 64
 _PAYLOAD = "archive"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ArchivedTensor(StoredTensor):
-    mapped: Tensor  # in the file's mapped memory, with its strides
-
-    @property
-    def place(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Address, shape and strides, which two names of one tensor share."""
-        return self.mapped.data_ptr(), self.shape, self.mapped.stride()
 
 
 class _Storage:
@@ -104,7 +92,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, data: bytes | memoryview)
 
 
 def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
-    """Read a file of ``torch.save``, an `ArchivedTensor` for each tensor. The file is mapped, no code in it runs.
+    """Load a file of ``torch.save``, its tensors mapped, so that values are read on use. Nothing in it runs.
 
     ``allowed``: full name to stand-in of classes beyond those of ``weights_only=True``. CheckpointCorruptError: the
     file names another class, or is damaged.
@@ -116,27 +104,4 @@ def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
         )
     known = torch.serialization.safe_globals([(stand_in, name) for name, stand_in in (allowed or {}).items()])
     with known, damaged_if(partial(refusal, path)):
-        check_archive(path, path)
-        with zipfile.ZipFile(path) as archive:
-            if (bad := archive.testzip()) is not None:
-                raise CheckpointCorruptError(f"{path} is damaged: Bad CRC-32 for file {bad!r}. Use another checkpoint.")
-        tree = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return tree_map_only(Tensor, partial(_archived, path, path.stat().st_size), tree)
-
-
-def _archived(path: Path, size: int, tensor: Tensor) -> ArchivedTensor:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{path} holds a {tensor.layout} tensor; only dense tensors can be read")
-    if tensor.nbytes > 2 * size + REPEATED_BYTES:
-        raise CheckpointCorruptError(f"{path} has {size} bytes, and a tensor of shape {tuple(tensor.shape)} in them")
-    return ArchivedTensor(
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        read=lambda: tensor.detach().clone(memory_format=torch.contiguous_format),
-        mapped=tensor.detach(),
-    )
-
-
-def materialize(value: Any) -> Any:
-    """Read every `StoredTensor` in ``value``."""
-    return tree_map_only(StoredTensor, lambda stored: stored.read(), value)
+        return load_archive(path, path)

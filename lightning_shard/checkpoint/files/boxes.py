@@ -146,20 +146,13 @@ class DecodedBoxes(Mapping[str, StoredBoxes]):
 
     def __getitem__(self, key: str) -> StoredBoxes:
         (data, count), width, entry = self._tables[key], self._width(key), self._manifest.tensors[key]
-        rows = self._columns(key, data, width, count).T
-        boxes = StoredBoxes(shape=entry.shape, dtype=entry.dtype, rows=rows, files=self._files)
-        return boxes.checked(key, self._sizes)
-
-    @staticmethod
-    def _columns(key: str, data: memoryview, width: int, count: int) -> Integers:
         stream, size = zlib.decompressobj(), count * width * 8
-        try:
+        with layout.damaged_if(f"the boxes of {key} can't be read"):
             columns = stream.decompress(data, size + 1)
-        except zlib.error as error:
-            raise CheckpointCorruptError(f"the boxes of {key} can't be read: {error}") from error
         if len(columns) != size or not stream.eof or stream.unused_data:
             raise CheckpointCorruptError(f"the boxes of {key} are not {count}")
-        return np.cumsum(np.frombuffer(columns, dtype="<i8").reshape(width, count), axis=1)
+        rows = np.cumsum(np.frombuffer(columns, dtype="<i8").reshape(width, count), axis=1).T
+        return StoredBoxes(shape=entry.shape, dtype=entry.dtype, rows=rows, files=self._files).checked(key, self._sizes)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tables)

@@ -57,7 +57,7 @@ def create_temporary(path: Location, token: str) -> Location:
 def publish_checkpoint(temporary: Location, path: Location, token: str) -> None:
     """Put the complete ``temporary`` at ``path``, then delete the old one and leftovers. Rank 0 calls it."""
     if isinstance(path, StorePath):
-        stores.publish_folder(path, token)
+        stores.delete_replaced(path)
         return
     assert isinstance(temporary, Path)
     sync_directory(temporary)
@@ -148,7 +148,7 @@ def clean_folder(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) ->
     """
     folder = location(folder)
     if isinstance(folder, StorePath):
-        return stores.clean_store(folder, remove=remove, idle_seconds=idle_seconds)
+        return stores.clean_store(folder, remove=remove)
     found = []
     for leftover in layout.leftovers(folder):
         path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
@@ -211,7 +211,7 @@ def deleted_on_failure(temporary: Location, *, here: bool = True) -> Iterator[No
 
 def sizes(directory: Location) -> dict[str, int]:
     if isinstance(directory, StorePath):
-        return {name: size for name, size in directory.entries().items() if size is not None}
+        return directory.sizes()
     return {entry.name: entry.stat().st_size for entry in directory.iterdir()}
 
 

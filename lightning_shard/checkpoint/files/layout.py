@@ -150,7 +150,7 @@ def current(path: Path) -> Path:
 def checkpoint_names(folder: Location) -> list[Path] | list[StorePath]:
     """Entries of ``folder`` that may be checkpoints: those not hidden, and those that are being replaced."""
     if isinstance(folder, StorePath):
-        return [folder / name for name, size in sorted(folder.entries().items()) if size is None]
+        return [folder / name for name in folder.folders()]
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     names = [name[1:].rpartition(f".{ASIDE}-")[0] if name.startswith(".") else name for name in names]
     return sorted({folder / name for name in names if name})

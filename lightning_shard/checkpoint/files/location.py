@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from glob import has_magic
@@ -58,7 +57,8 @@ class StorePath:
             return bool(self.fs.isfile(self.key))
 
     def exists(self) -> bool:
-        return bool(self.entries())
+        """True if there are objects below."""
+        return bool(self._entries())
 
     is_dir = exists
 
@@ -67,8 +67,15 @@ class StorePath:
         with self._asking():
             return cast(BinaryIO, self.fs.open(self.key, mode.replace("x", "w")))
 
-    def entries(self) -> dict[str, int | None]:
-        """Name to bytes of each object directly below, None for a prefix of others."""
+    def sizes(self) -> dict[str, int]:
+        """Name to bytes of each object directly below."""
+        return {name: size for name, size in self._entries().items() if size is not None}
+
+    def folders(self) -> list[str]:
+        """Names directly below that have objects below."""
+        return sorted(name for name, size in self._entries().items() if size is None)
+
+    def _entries(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         with contextlib.suppress(FileNotFoundError), self._asking():
             for entry in self.fs.ls(self.key, detail=True):
@@ -80,11 +87,6 @@ class StorePath:
         with self._asking():
             return bytes(self.fs.cat_file(self.key, start=start, end=end))
 
-    def write(self, data: bytes) -> None:
-        """Write the object by one request, so that readers get the old bytes or the new."""
-        with self._asking():
-            self.fs.pipe_file(self.key, data)
-
     def delete(self) -> None:
         """Delete the object and all below it, if any."""
         with contextlib.suppress(FileNotFoundError), self._asking():
@@ -93,12 +95,6 @@ class StorePath:
                 return
             for key in self.fs.find(self.key):  # fsspec's rm would take the key for a pattern
                 self.fs.rm_file(key)
-
-    def idle_seconds(self) -> float:
-        """Seconds since the object was written. 0 if the store doesn't say."""
-        with contextlib.suppress(FileNotFoundError, NotImplementedError), self._asking():
-            return time.time() - float(self.fs.modified(self.key).timestamp())
-        return 0.0
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +27,7 @@ from lightning_shard.checkpoint.files.hashing import LEAST_BLOCK
 from lightning_shard.checkpoint.files.layout import Directory, open_directory
 from lightning_shard.checkpoint.files.location import AnyPath, Location, StorePath, location
 from lightning_shard.checkpoint.files.stores import open_store
-from lightning_shard.text import did_you_mean, listed
+from lightning_shard.text import listed
 from lightning_shard.versions import installed_version
 
 FORMAT = "lightning_shard.checkpoint"
@@ -80,13 +81,7 @@ class Manifest:
             "slots": {key: name for key, name in self.slots.items() if name != told.get(key)},
             "files": {k: {n: v for n, v in asdict(e).items() if n != "block" or v} for k, e in self.files.items()},
         }
-        try:
-            fields["digest"] = _digest(fields)
-        except (TypeError, ValueError) as error:
-            raise errors.CheckpointError(
-                f"the ledger can't be written into {layout.MANIFEST}: {error}; give plain JSON values"
-            ) from error
-        return _lines(fields, 2) + "\n"
+        return _lines({**fields, "digest": _digest(fields)}, 2) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str | os.PathLike[str] = layout.MANIFEST) -> Manifest:
@@ -107,13 +102,9 @@ class Manifest:
                 raise ValueError("its digest does not match its contents: it was changed after it was written")
             version = fields["format_version"]
             if version not in (1, FORMAT_VERSION):
-                todo = (
-                    "upgrade it"
-                    if version > FORMAT_VERSION
-                    else "no release wrote it, convert it with the version that did"
-                )
                 raise errors.CheckpointError(
-                    f"{where} has format version {version}; this lightning_shard reads 1 and {FORMAT_VERSION}: {todo}"
+                    f"{where} has format version {version}; this lightning_shard reads 1 and {FORMAT_VERSION}: upgrade "
+                    "it, or convert the checkpoint with the version that wrote it"
                 )
             fields = _typed({**_MAY_LACK, **fields}, _FIELDS)
             if fields["world_size"] < 1:
@@ -265,32 +256,24 @@ def foreign_entries(directory: Path) -> list[Path]:
     return [entry for entry in entries if entry.name not in listed]
 
 
-def _why_not_found(directory: Path) -> str | None:
+def _why_not_found(path: Path) -> str | None:
     """Explain that there is no checkpoint. None if there is a manifest by now."""
-    try:
-        names = os.listdir(directory)
-        if layout.MANIFEST in names:
-            return None
-        if names and not foreign_entries(directory):
-            return (
-                f"{directory} is half-written: it has checkpoint files but no {layout.MANIFEST}, which is written "
-                "last. The save was interrupted; use an older checkpoint. The next save to this path removes it."
-            )
-        return f"{directory} is not a checkpoint: it has no {layout.MANIFEST}.{other_content(directory)}"
-    except NotADirectoryError:
-        return f"{directory} is a file; a checkpoint of this form is a directory with a {layout.MANIFEST}"
-    except FileNotFoundError:
-        if directory.is_symlink():
-            return f"{directory} is a link to {os.readlink(directory)}, where there is no checkpoint"
-        beside = os.listdir(directory.parent) if directory.parent.is_dir() else []
-        return f"there is no checkpoint at {directory}.{did_you_mean(directory.name, beside)}"
+    if path.is_dir():
+        said = (
+            f"{path} is not a checkpoint, or half-written: it has no {layout.MANIFEST}, which a save writes last. Use "
+            f"another one.{other_content(path)}"
+        )
+        return None if (path / layout.MANIFEST).exists() else said
+    if path.is_symlink():
+        return f"{path} is a link to {os.readlink(path)}, where there is no checkpoint"
+    return f"there is no checkpoint at {path}{', which is a file' * path.is_file()}"
 
 
 def other_content(path: Path) -> str:
     """Say that a path has weights alone or a folder of checkpoints. ``""`` of other contents."""
     if path.suffix == ".safetensors" or any(path.glob("*.safetensors")):
         return f" It has weights alone, from which none resumes: callbacks.PretrainedWeights({str(path)!r}) loads them."
-    inside = [each for each in path.rglob("*.ckpt") if each.is_file() or (each / layout.MANIFEST).exists()]
+    inside = (each for each in path.rglob("*.ckpt") if each.is_file() or (each / layout.MANIFEST).exists())
     newest = max(inside, key=lambda each: each.stat().st_mtime, default=None)
     return "" if newest is None else f" It is a folder with checkpoints. The newest: ckpt_path={str(newest)!r}."
 
@@ -326,6 +309,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]  # returns a new contiguous tensor on the host, read again by each call
+
+    @staticmethod
+    def of(tensor: Tensor) -> StoredTensor:
+        """Wrap a tensor that is mapped from a file. CheckpointError: it is not dense."""
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise errors.CheckpointError(f"there is a {tensor.layout} tensor; only dense tensors can be read")
+        read = partial(tensor.detach().clone, memory_format=torch.contiguous_format)
+        return StoredTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, read=read)
 
     @property
     def nbytes(self) -> int:

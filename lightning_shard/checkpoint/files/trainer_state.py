@@ -10,7 +10,7 @@ import os
 import re
 import zipfile
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,7 @@ from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.text import first_line
 
-REPEATED_BYTES = 1 << 24  # most of a tensor that repeats its values
+_REPEATED_BYTES = 1 << 24  # most of a tensor that repeats its values
 _KIND = "lightning_shard.kind"
 _FACTORIES = {"None": None, **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)}}
 
@@ -61,24 +61,18 @@ def decode_state(data: bytes, where: Location) -> dict[str, Any]:
     """Reverse `encode_trainer_state`, on the CPU. CheckpointCorruptError: changed bytes, or ones that name a class."""
     with damaged_if(partial(refusal, where)):
         state = load_archive(io.BytesIO(data), where)
-        tensors = [part for part in parts(state) if isinstance(part, Tensor) and part.layout == torch.strided]
-        if any(tensor.nbytes > 2 * len(data) + REPEATED_BYTES for tensor in tensors):
-            raise CheckpointCorruptError(f"{where} has {len(data)} bytes, and a tensor of many more in them")
         state = _restored(state) if _KIND.encode() in data else state
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"{where} holds a {type(state).__name__}, not a dictionary")
     return state
 
 
-def load_archive(file: BinaryIO, where: Location) -> Any:
-    """Load a file of ``torch.save`` after `check_archive`, tensors on the CPU. Nothing in it runs."""
-    check_archive(file, where)
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+def load_archive(file: Path | BinaryIO, where: Location) -> Any:
+    """Load a file of ``torch.save``, tensors on the CPU. Nothing in it runs.
 
-
-def check_archive(file: Path | BinaryIO, where: Location) -> list[zipfile.ZipInfo]:
-    """Return the records of a file of ``torch.save``. CheckpointCorruptError: compressed or overlapping ones."""
+    Of a path, records are compared with their CRC-32 and tensors are mapped.
+    CheckpointCorruptError: damaged, compressed or overlapping records, or tensors that are larger than the file.
+    """
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if packed := [info for info in records if info.compress_type != zipfile.ZIP_STORED]:
@@ -87,9 +81,18 @@ def check_archive(file: Path | BinaryIO, where: Location) -> list[zipfile.ZipInf
                 "read one at a time: unpack it and zip it again without compression (zip -0)"
             )
         assert archive.fp is not None
-        if sum(info.file_size for info in records) > archive.fp.seek(0, os.SEEK_END):
+        size = archive.fp.seek(0, os.SEEK_END)
+        if sum(info.file_size for info in records) > size:
             raise CheckpointCorruptError(f"{where} has records that lie in each other")
-    return records
+        if isinstance(file, Path) and (bad := archive.testzip()) is not None:
+            raise CheckpointCorruptError(f"{where} is damaged: Bad CRC-32 for file {bad!r}. Use another checkpoint.")
+    if not isinstance(file, Path):
+        file.seek(0)
+    value = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
+    dense = (part for part in parts(value) if isinstance(part, Tensor) and part.layout == torch.strided)
+    if any(tensor.nbytes > 2 * size + _REPEATED_BYTES for tensor in dense):
+        raise CheckpointCorruptError(f"{where} has {size} bytes, and a tensor of many more in them")
+    return value
 
 
 def refusal(path: object, error: Exception) -> str:
@@ -164,17 +167,14 @@ def _restored(value: Any) -> Any:
 
 def _offenders(value: Any, path: str) -> list[str]:
     """Return ``path: type`` for every innermost part of ``value`` that can't be saved or loaded."""
-    if _encode(value)[1] is None:
-        return []
-    where, found, children = path or "top level", list[str](), list[tuple[Any, Any]]()
+    children: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
-        children = list(value.items())
-        found = [f"{where}: key {k!r} of type {_type_name(k)}" for k in value if _encode(k)[1] is not None]
+        children = value.items()
     elif isinstance(value, (list, tuple, set, frozenset)):
-        children = list(enumerate(value))
-    for name, child in children:
-        found += _offenders(child, f"{path}/{name}" if path else f"{name}")
-    return found or [f"{where}: {_type_name(value)}"]
+        children = enumerate(value)
+    bad = [(f"{path}/{name}" if path else f"{name}", child) for name, child in children if _encode(child)[1]]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return [each for where, child in bad for each in _offenders(child, where)] or [f"{path or 'top level'}: {kind}"]
 
 
 def parts(value: Any) -> Iterator[Any]:
@@ -184,7 +184,3 @@ def parts(value: Any) -> Iterator[Any]:
             yield from parts(part)
     else:
         yield value
-
-
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -9,9 +9,8 @@ of a file. Exported weights are safetensors files with an index (https://github.
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,16 +59,15 @@ def export(
     if dtype is not None:
         tensors = {key: _converted(t, dtype) if t.dtype.is_floating_point else t for key, t in tensors.items()}
     files = split(tensors, max_shard_bytes)
-    # The index is written last. Without it no reader takes the files for complete.
     index = index_of(files)
-    written = [target / name for name in (*files, *index)]
-    is_new = not target.exists()
+    written, is_new = [target / name for name in (*files, *index)], not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
         for name, chosen in files.items():
-            _write_in_place(target, name, partial(write_tensors, tensors=chosen))
-        for name, data in index.items():
-            _write_in_place(target, name, partial(write_file, data=data))
+            write_tensors(target / name, chosen)
+        for name, data in index.items():  # last: without it no reader takes the files for complete
+            write_file(target / name, data)
+        commit.sync_directory(target)
     except BaseException:
         for path in written:
             path.unlink(missing_ok=True)
@@ -140,15 +138,6 @@ def write_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> FileEntry:
     return stream.entry()
 
 
-def _write_in_place(folder: Path, name: str, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, then rename it."""
-    temporary = layout.temporary_sibling(folder / name, layout.new_token())
-    with commit.deleted_on_failure(temporary):
-        write(temporary)
-        os.replace(temporary, folder / name)
-    commit.sync_directory(folder)
-
-
 _MODELS = {"PreTrainedModel", "PeftModel"}
 _PROCESSORS = {"PreTrainedTokenizerBase", "ProcessorMixin", "ImageProcessingMixin", "FeatureExtractionMixin"}
 _MOST_BYTES = 5 * 10**9  # of tensors in a file
@@ -178,22 +167,20 @@ def _pretrained_model(module: nn.Module) -> tuple[str, nn.Module]:
     for name, part in unwrapped_modules(module):
         if _is_one_of(part, _MODELS) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
             found[name] = part
-    if len(found) != 1:
-        raise CheckpointError(
-            f"the name of a checkpoint ends in .hf, but {class_name(module)} has "
-            f"{', '.join(sorted(found)) or 'no model'} of transformers or PEFT, and such a checkpoint is one model. "
-            "Save without .hf, and use lightning-shard checkpoint export --module NAME."
-        )
-    (name, model) = found.popitem()
-    adapters: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
-    computed = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values())
-    if computed or len(adapters) > 1:
-        raise CheckpointError(
-            f"the name of a checkpoint ends in .hf, but {name} has "
-            f"{'prompts, which PEFT computes' if computed else 'the adapters ' + ', '.join(adapters)}, and such a "
-            "checkpoint has parameters of one adapter. Save without .hf."
-        )
-    return name, model
+    problem = f"{class_name(module)} has {', '.join(sorted(found)) or 'no model'} of transformers or PEFT"
+    if len(found) == 1:
+        (name, model) = found.popitem()
+        adapters: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+        if not any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
+            if len(adapters) < 2:
+                return name, model
+            problem = f"{name} has the adapters {', '.join(adapters)}"
+        else:
+            problem = f"{name} has prompts, which PEFT computes"
+    raise CheckpointError(
+        f"the name of a checkpoint ends in .hf, but {problem}, and such a checkpoint is one model or one adapter's "
+        "parameters. Save without .hf, and use lightning-shard checkpoint export --module NAME."
+    )
 
 
 def _is_one_of(thing: Any, classes: Collection[str]) -> bool:
@@ -207,6 +194,8 @@ def make_skeleton(module: nn.Module, owners: Collection[Any]) -> Skeleton:
     The tokenizer is an attribute of one of ``owners``, or is loaded from the model's ``name_or_path``. CheckpointError:
     no model or several, several adapters, or prompts.
     """
+    from safetensors.torch import load_file
+
     name, model = _pretrained_model(module)
     prefix = f"{name}." if name else ""
     names = fqns(module)
@@ -214,11 +203,21 @@ def make_skeleton(module: nn.Module, owners: Collection[Any]) -> Skeleton:
     number = {fqn: torch.tensor([i]) for i, fqn in enumerate(order)}
     own = {**number, **{alias: number[fqn] for alias, fqn in names.aliases.items()}}
     given = {fqn.removeprefix(prefix): value for fqn, value in own.items() if fqn.startswith(prefix)}
+    files: dict[str, bytes] = {}
+    tensors: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, state_dict=given, save_original_format=False)  # type: ignore[operator]
         for processor in _processors(model, owners):
             processor.save_pretrained(folder)
-        return _read(Path(folder), order)
+        for file in (path for path in sorted(Path(folder).rglob("*")) if path.is_file()):
+            # PEFT writes an adapter that is not named "default" into a folder of its name.
+            base = file.parent if (file.parent / "adapter_config.json").exists() else folder
+            name = file.relative_to(base).as_posix()
+            if file.suffix == ".safetensors":
+                tensors[name] = {key: order[int(value)] for key, value in load_file(file).items()}
+            else:
+                files[name] = file.read_bytes()
+    return Skeleton(files=files, tensors=tensors)
 
 
 def _processors(model: Any, owners: Collection[Any]) -> list[Any]:
@@ -232,22 +231,6 @@ def _processors(model: Any, owners: Collection[Any]) -> list[Any]:
         return [AutoTokenizer.from_pretrained(source, local_files_only=True)] if source else []
     except Exception:  # some models have none
         return []
-
-
-def _read(folder: Path, order: list[str]) -> Skeleton:
-    from safetensors.torch import load_file
-
-    files: dict[str, bytes] = {}
-    tensors: dict[str, dict[str, str]] = {}
-    for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
-        # PEFT writes an adapter that is not named "default" into a folder of its name.
-        base = file.parent if (file.parent / "adapter_config.json").exists() else folder
-        name = file.relative_to(base).as_posix()
-        if file.suffix != ".safetensors":
-            files[name] = file.read_bytes()
-            continue
-        tensors[name] = {key: order[int(value)] for key, value in load_file(file).items()}
-    return Skeleton(files=files, tensors=tensors)
 
 
 def write_hugging_face(ranks: Ranks, target: Path, parts: Path, skeleton: Skeleton) -> None:

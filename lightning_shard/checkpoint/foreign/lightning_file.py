@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files import commit, layout
-from lightning_shard.checkpoint.files.archive import materialize, read_archive, write_archive
+from lightning_shard.checkpoint.files.archive import read_archive, write_archive
 from lightning_shard.checkpoint.files.manifest import FULL, Contents, Facts, StoredTensor
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
@@ -72,19 +72,9 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
     own = {**weights, **tied, **extra}
     if averages:
         names = {a: key.removeprefix(layout.MODEL_PREFIX) for a, key in zip(tied, stored.aliases.values(), strict=True)}
-        averaged = {fqn: averages.get(names.get(fqn, fqn), tensor) for fqn, tensor in own.items()}
-        # Put them in the place that the callback which took them reads.
-        callbacks = state.get("callbacks", {})
-        if taker := next((name for name, saved in callbacks.items() if _is_stochastic(saved)), None):
-            state["callbacks"] = {**callbacks, taker: {**callbacks[taker], "average_model_state": averaged}}
-        else:
-            state["current_model_state"], own = own, averaged
+        state["current_model_state"] = own
+        own = {fqn: averages.get(names.get(fqn, fqn), tensor) for fqn, tensor in own.items()}
     return {**state, "state_dict": own, NOTES: notes}
-
-
-def _is_stochastic(saved: Any) -> bool:
-    """True for the state of a ``StochasticWeightAveraging`` callback, which holds averages."""
-    return isinstance(saved, Mapping) and isinstance(saved.get("average_model_state"), Mapping)
 
 
 def _stock_optimizer(
@@ -133,19 +123,16 @@ def open_full(path: str | os.PathLike[str], names: ModuleNames | None = None, *,
 
 
 def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNames | None, number: bool) -> Contents:
-    notes = materialize(tree.pop(NOTES, {}))
+    notes = tree.pop(NOTES, {})
     if notes:
         names = ModuleNames(tensors=set(notes["tensors"]), optimizers=notes["optimizers"])
     own, averaged = tree.pop("state_dict"), {}
     if "current_model_state" in tree and layout.AVERAGING_STATE in tree:
         own, averaged = tree.pop("current_model_state"), own
-    for saved in filter(_is_stochastic, tree.get("callbacks", {}).values()):
-        averaged, saved["average_model_state"] = saved["average_model_state"], {}
     weights, aliases, extra = _module_tensors(own, names)
-    averages = {fqn: average for fqn, average in averaged.items() if fqn in weights}
+    averages = {fqn: StoredTensor.of(average) for fqn, average in averaged.items() if fqn in weights}
     states = tree.pop(layout.OPTIMIZER_STATES, None)
-    state = materialize(tree)
-    state[layout.EXTRA_STATE] = materialize(extra)
+    state = {**tree, layout.EXTRA_STATE: extra}
     slots: dict[layout.SlotName, StoredTensor] = {}
     if states is not None:
         stepped = _named(path, states, names, number)
@@ -165,7 +152,7 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
 
 def is_extra(name: str, value: Any) -> bool:
     """True if an entry of another library's ``state_dict`` is extra state, by type or torch's name of it."""
-    return not isinstance(value, StoredTensor) or name.endswith("_extra_state")
+    return not isinstance(value, (Tensor, StoredTensor)) or name.endswith("_extra_state")
 
 
 def _module_tensors(
@@ -181,9 +168,10 @@ def _module_tensors(
             extra[fqn] = value
             continue
         # Tensors without elements share an address without being tied.
-        first = places.setdefault((value.dtype, *value.place), fqn) if value.nbytes else fqn
+        place = value.dtype, value.data_ptr(), value.shape, value.stride()
+        first = places.setdefault(place, fqn) if value.nbytes else fqn
         if first == fqn:
-            tensors[fqn] = value
+            tensors[fqn] = StoredTensor.of(value)
         else:
             aliases[fqn] = first
     return tensors, aliases, extra
@@ -215,18 +203,18 @@ def described_optimizer(
 ) -> dict[str, Any]:
     """Describe a ``state_dict`` as `optimizer_states` does, with tensors in ``slots``. ``stepped``: FQNs in order."""
     name_of = dict(zip([number for group in state["param_groups"] for number in group["params"]], stepped, strict=True))
-    groups = [
-        {"params": [name_of[number] for number in group["params"]], **materialize(hyperparameters(group))}
-        for group in state["param_groups"]
-    ]
     plain: dict[str, dict[str, Any]] = {}
     for number, values in state["state"].items():
         for slot, value in values.items():
-            if isinstance(value, StoredTensor):
-                slots[layout.SlotName(index, name_of[number], slot)] = value
+            if isinstance(value, (Tensor, StoredTensor)):
+                stored = value if isinstance(value, StoredTensor) else StoredTensor.of(value)
+                slots[layout.SlotName(index, name_of[number], slot)] = stored
             else:
-                plain.setdefault(name_of[number], {})[slot] = materialize(value)
-    for group in groups:
+                plain.setdefault(name_of[number], {})[slot] = value
+    groups = []
+    for group in state["param_groups"]:
+        own = hyperparameters(group)
         # A learning rate that is a tensor becomes a number.
-        group |= {name: v.item() for name, v in group.items() if isinstance(v, Tensor) and v.ndim == 0}
+        own |= {name: v.item() for name, v in own.items() if isinstance(v, Tensor) and v.ndim == 0}
+        groups.append({"params": [name_of[number] for number in group["params"]], **own})
     return {"class": kind, "groups": groups, "slots": plain}

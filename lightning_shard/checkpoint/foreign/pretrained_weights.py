@@ -6,17 +6,16 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_shard import errors
-from lightning_shard.checkpoint.files.layout import StrPath, check_relative
+from lightning_shard.checkpoint.files.layout import StrPath, check_relative, damaged_if
 from lightning_shard.checkpoint.files.location import refuse_url
 from lightning_shard.checkpoint.files.tensor_files import chunks_of, fill
 from lightning_shard.checkpoint.matching import LoadReport, match_names
@@ -24,14 +23,12 @@ from lightning_shard.checkpoint.optimizer_state import sharded_names
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
 from lightning_shard.tensors.names import Names
-from lightning_shard.text import listed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     file: Path
     name: str
     shape: tuple[int, ...]
@@ -51,56 +48,36 @@ class SafetensorsReader(ExitStack):
         """
         refuse_url(path, "safetensors files")
         found: dict[str, Entry] = {}
-        for file, keys in _files(Path(path)).items():
-            opened = self._open(file)
-            present = set(opened.keys())
-            if absent := sorted(set(keys or present) - present):
-                raise errors.CheckpointCorruptError(f"{file} lacks {listed(absent)}, which its index says it has")
-            for name in keys or sorted(present):
-                found[name] = Entry(file=file, name=name, shape=tuple(opened.get_slice(name).get_shape()))
+        for file in _files(Path(path)):
+            if not file.is_file():
+                raise errors.CheckpointCorruptError(f"{file} is no regular file")
+            with damaged_if(f"{file} is no whole safetensors file"):
+                opened = self._opened[file] = self.enter_context(safe_open(file, framework="pt", device="cpu"))
+            for name in sorted(opened.keys()):
+                found[name] = Entry(file, name, tuple(opened.get_slice(name).get_shape()))
         return found
 
     def read(self, entry: Entry, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Read the box of a tensor at ``offsets``, in the file's dtype, and no other bytes."""
-        opened = self._open(entry.file)
-        try:
-            if tuple(sizes) == entry.shape:
-                return opened.get_tensor(entry.name)
-            box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-            return opened.get_slice(entry.name)[box]
-        except SafetensorError as error:
-            raise errors.CheckpointCorruptError(f"{entry.file}: {entry.name} can't be read: {error}") from error
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._opened:
-            if not file.is_file():
-                raise errors.CheckpointCorruptError(f"{file} is no regular file")
-            try:
-                self._opened[file] = self.enter_context(safe_open(file, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise errors.CheckpointCorruptError(f"{file} is no whole safetensors file: {error}") from error
-        return self._opened[file]
+        opened = self._opened[entry.file]
+        if tuple(sizes) == entry.shape:
+            return opened.get_tensor(entry.name)
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        return opened.get_slice(entry.name)[box]
 
 
-def _files(path: Path) -> Mapping[Path, list[str] | None]:
-    """Return file to the keys to read from it, None for all."""
+def _files(path: Path) -> list[Path]:
+    """Return the files of the file, index or directory ``path``."""
     if path.is_dir():
         path = next((file for file in [path / SINGLE, path / INDEX] if file.is_file()), path)
     if not path.is_file():
         where = f"{path} has neither {SINGLE} nor {INDEX}" if path.is_dir() else f"there is no file {path}"
         raise errors.CheckpointNotFoundError(f"no pretrained weights: {where}")
     if path.suffix != ".json":
-        return {path: None}
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files: dict[Path, list[str]] = {}
-        for key, name in weight_map.items():
-            files.setdefault(path.parent / check_relative(name), []).append(key)
-        return files
-    except errors.CheckpointCorruptError as error:
-        raise errors.CheckpointCorruptError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise errors.CheckpointCorruptError(f"{path} is no index of safetensors files: {error}") from error
+        return [path]
+    with damaged_if(f"{path} is no index of safetensors files", path):
+        names = {check_relative(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()}
+        return [path.parent / name for name in sorted(names)]
 
 
 Rename = Mapping[str, str | None]

@@ -9,21 +9,19 @@ Stock Lightning's FSDPStrategy and ModelParallelStrategy write torch.distributed
 ``model`` (or ``state_dict``), each optimizer under ``optimizer_<i>`` with parameters by name, and ``meta.pt``.
 """
 
-import enum
 import importlib.metadata
 import io
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files import layout
-from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive
+from lightning_shard.checkpoint.files.archive import read_archive
 from lightning_shard.checkpoint.files.boxes import StorageInfo, parse_foreign_metadata
 from lightning_shard.checkpoint.files.layout import Directory, open_directory
 from lightning_shard.checkpoint.files.manifest import Contents, Facts, StoredTensor
@@ -43,21 +41,9 @@ class _Inert:
         return super().__new__(cls)
 
 
-class _ZeroStage(enum.IntEnum):
-    """Stand-in for DeepSpeed's enumeration, with its names."""
-
-    disabled, optimizer_states, gradients, weights, max_stage = 0, 1, 2, 3, 3
-
-
-def _member(kind: type, name: str) -> _ZeroStage:
-    """Stand-in for getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
-    return _ZeroStage[name]
-
-
 # Classes that the files name, and their stand-ins. DeepSpeed itself is neither imported nor run.
 _ALLOWED = {
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage,
-    "builtins.getattr": _member,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Inert,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Inert,
     "deepspeed.utils.tensor_fragment.fragment_address": _Inert,
@@ -95,14 +81,10 @@ def open_deepspeed(path: layout.StrPath) -> Contents:
 def _files(folder: Path, suffix: str) -> list[Path]:
     found = sorted(folder.glob(f"*{suffix}"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
     others = [file.name for file in found if "mp_rank_00" not in file.name or "expert" in file.name]
-    if others or any(folder.glob("layer_*")):
+    if others or not found or any(folder.glob("layer_*")):
         raise CheckpointError(
-            f"{folder} was written with model, pipeline or expert parallelism; only ZeRO data parallelism is read"
-        )
-    if not found:
-        raise CheckpointError(
-            f"{folder} has no file *{suffix}: it is not complete, or was saved with ZeRO stage 0 and so has no "
-            "partitions. Of such a run save a Lightning .ckpt file."
+            f"{folder} has {others[0] if others else f'no file *{suffix}'}, and only whole checkpoints of ZeRO-1, -2 "
+            "and -3 without model, pipeline and expert parallelism are read. Of other runs save a Lightning .ckpt file."
         )
     return found
 
@@ -120,11 +102,12 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
         raise CheckpointError(f"{folder} is an elastic checkpoint of ZeRO; save it with elastic_checkpoint: false")
     places = _places(models[0]["param_shapes"], first.get("param_alignment_paddings"), world if stage == 3 else 0)
     flats = [state[flat_key] for state in states]
-    weights = {_clean(n): _flat_tensor([flat[p.group] for flat in flats], p, stage) for n, p in places.items()}
+    weights = {name: _flat_tensor([flat[p.group] for flat in flats], p, stage) for name, p in places.items()}
     described, slots = _optimizer([state[base_key] for state in states], places, stage)
-    shared = dict(models[0].get("shared_params") or {})
-    rest, extra = _rest_of_module(models, stage, {*places, *shared})
+    aliases = dict(models[0].get("shared_params") or {})
+    rest, extra = _rest_of_module(models, stage, {*places, *aliases})
     weights |= rest
+    own = {layout.EXTRA_STATE: extra, layout.OPTIMIZER_STATES: [described]}
     engine = f"DeepSpeed ZeRO-{stage}"
     versions = {"deepspeed": str(models[0].get("ds_version", "unknown"))}
     return Contents.of(
@@ -132,10 +115,9 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
         facts=Facts(engine=engine, policy="not recorded", world_size=world, versions=versions),
         weights=weights,
         # Stage 3 saves no values of parameters that no optimizer steps.
-        aliases={_clean(alias): _clean(name) for alias, name in shared.items() if _clean(name) in weights},
+        aliases={alias: name for alias, name in aliases.items() if name in weights},
         slots=slots,
-        trainer_state=_trainer_state(models[0])
-        | {layout.EXTRA_STATE: materialize(extra), layout.OPTIMIZER_STATES: [described]},
+        trainer_state=_trainer_state(models[0]) | own,
     )
 
 
@@ -147,36 +129,30 @@ def _rest_of_module(
     extra: dict[str, Any] = {}
     frozen = dict(models[0].get("frozen_param_shapes") or {}) if stage == 3 else {}
     for name, value in models[0]["module"].items():
-        fqn = _clean(name)
         if name in known:
             continue
         if name in frozen:
             # Each rank has an equal share, padded at the end.
             fragments = [model["frozen_param_fragments"][name] for model in models]
-            tensors[fqn] = _joined([(part, 0, part.shape[0]) for part in fragments], tuple(frozen[name]))
+            tensors[name] = _joined([(part, 0, part.shape[0]) for part in fragments], tuple(frozen[name]))
         elif is_extra(name, value):
-            extra[fqn] = value
+            extra[name] = value
         elif stage < 3 or value.shape != (0,) or name in models[0]["buffer_names"]:
-            tensors[fqn] = value
+            tensors[name] = StoredTensor.of(value)
         # Otherwise it is trainable but in no optimizer. Stage 3 saves no values of it.
     return tensors, extra
 
 
 def _trainer_state(model: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of the user or Lightning, and those that Lightning needs to resume."""
-    state: dict[str, Any] = materialize({key: value for key, value in model.items() if key not in _OWN})
-    schedule = materialize(model.get("lr_scheduler"))
+    state = {key: value for key, value in model.items() if key not in _OWN}
+    schedule = model.get("lr_scheduler")
     state.setdefault("lr_schedulers", [schedule] if isinstance(schedule, dict) and "last_epoch" in schedule else [])
     state.setdefault("epoch", 0)
     state.setdefault("global_step", model.get("global_steps", 0))
     # The present version, so that Lightning migrates nothing.
     state.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
     return state
-
-
-def _clean(name: str) -> str:
-    """Remove the prefix of Lightning's wrapper before 2.0."""
-    return name.removeprefix("_forward_module.").removeprefix("module.")
 
 
 def _optimizer(
@@ -198,25 +174,17 @@ def _optimizer(
             state[name] = {**step, **states[0]}
             for slot, value in state[name].items():
                 if slot == "step":
-                    state[name][slot] = _scalar(value)
-                elif isinstance(value, ArchivedTensor) and len(value.shape) == 1:
+                    state[name][slot] = torch.tensor(float(value), dtype=torch.float32)
+                elif isinstance(value, Tensor) and value.ndim == 1:
                     state[name][slot] = _flat_tensor([own[slot] for own in states], places[name], stage)
     slots = dict[layout.SlotName, StoredTensor]()
-    clean = [_clean(name) for group in groups for name in group["params"]]
-    return described_optimizer(0, {"state": state, "param_groups": groups}, clean, "unknown", slots), slots
+    stepped = [name for group in groups for name in group["params"]]
+    return described_optimizer(0, {"state": state, "param_groups": groups}, stepped, "unknown", slots), slots
 
 
-def _scalar(value: Any) -> StoredTensor:
-    number = float(value.read() if isinstance(value, StoredTensor) else value)
-    return StoredTensor(shape=(), dtype=torch.float32, read=lambda: torch.tensor(number, dtype=torch.float32))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """The place of a parameter: ``group`` in the flat lists, and ``offset`` there."""
-
-    group: int
-    offset: int
+class _Place(NamedTuple):
+    group: int  # of the flat lists
+    offset: int  # in it
     shape: tuple[int, ...]
 
 
@@ -227,7 +195,7 @@ def _places(shapes: Sequence[Mapping[str, Any]], paddings: Any, world: int) -> d
         offset = 0
         for position, (name, size) in enumerate(named.items()):
             shape = tuple(size)
-            found[name] = _Place(group=group, offset=offset, shape=shape)
+            found[name] = _Place(group, offset, shape)
             numel = torch.Size(shape).numel()
             offset += -(-numel // world) if world else numel
             if paddings is not None and not world:
@@ -235,7 +203,7 @@ def _places(shapes: Sequence[Mapping[str, Any]], paddings: Any, world: int) -> d
     return found
 
 
-def _flat_tensor(parts: Sequence[ArchivedTensor], place: _Place, stage: int) -> StoredTensor:
+def _flat_tensor(parts: Sequence[Tensor], place: _Place, stage: int) -> StoredTensor:
     """Return the parameter, or slot, at ``place``. ``parts``: each rank's flat tensor of the group."""
     numel = torch.Size(place.shape).numel()
     if stage == 3:
@@ -252,7 +220,7 @@ def _flat_tensor(parts: Sequence[ArchivedTensor], place: _Place, stage: int) -> 
     return _joined(ranges, place.shape)
 
 
-def _joined(ranges: Sequence[tuple[ArchivedTensor, int, int]], shape: tuple[int, ...]) -> StoredTensor:
+def _joined(ranges: Sequence[tuple[Tensor, int, int]], shape: tuple[int, ...]) -> StoredTensor:
     """Concatenate 1-D ``ranges`` (tensor, first, last), cut to the elements of ``shape``."""
     numel = torch.Size(shape).numel()
     if sum(last - first for _, first, last in ranges) < numel or any(last > t.shape[0] for t, _, last in ranges):
@@ -264,7 +232,7 @@ def _joined(ranges: Sequence[tuple[ArchivedTensor, int, int]], shape: tuple[int,
         filled = 0
         for tensor, first, last in ranges:
             count = min(last - first, numel - filled)
-            full[filled : filled + count] = tensor.mapped[first : first + count]
+            full[filled : filled + count] = tensor[first : first + count]
             filled += count
         return full.view(shape)
 
@@ -288,38 +256,38 @@ def open_stock_fsdp(path: layout.StrPath) -> Contents:
 
 
 def _stored_in(path: Path, directory: Directory) -> Contents:
-    state = materialize(read_archive(path / REST))
+    state = read_archive(path / REST)
     sizes = {name: size for name, size in directory.sizes().items() if name.endswith(layout.DATA_SUFFIX)}
     files = {name: layout.FileEntry(size=size, sha256="") for name, size in sizes.items()}
     with directory.open(layout.METADATA) as stream:
         tensors, items, paths = parse_foreign_metadata(stream.read(), files, directory.path / layout.METADATA)
-    if not isinstance(state, dict) or any(not _is_known(parts) for parts in paths.values()):
-        raise CheckpointError(f"{path} has other contents than Lightning's FSDPStrategy saves; it is not supported")
-    tree: dict[Any, Any] = {}
-    for key, parts in paths.items():
+    module: dict[str, Any] = {}
+    optimizers: dict[int, dict[str, dict[Any, dict[str, Any]]]] = {}
+    for key, (top, *parts) in paths.items():
         if key in items:
             value = _item(directory, key, items[key])
+        elif key.endswith("_extra_state") or parts[0] == "param_groups":
+            value = read_full(directory, tensors, key)
         else:
             read = partial(read_full, directory, tensors, key)
             value = StoredTensor(shape=tensors[key].shape, dtype=tensors[key].dtype, read=read)
-            if parts[1] == "state":  # a slot, perhaps of the tensors inside a tensor subclass
-                parts = (*parts[:3], ".".join(map(str, parts[3:])))
-        place = tree
-        for part in parts[:-1]:
-            place = place.setdefault(part, {})
-        place[parts[-1]] = value
-    module = {without_wrappers(str(name)): v for top in _TOPS for name, v in tree.pop(top, {}).items()}
+        if top in _TOPS:
+            module[without_wrappers(str(parts[0]))] = value
+            continue
+        # The rest of a path names a slot, perhaps of the tensors inside a tensor subclass.
+        kind, of, *name = parts
+        optimizer = optimizers.setdefault(int(str(top).removeprefix(_OPTIMIZER)), {"state": {}, "param_groups": {}})
+        optimizer[str(kind)].setdefault(of, {})[".".join(map(str, name))] = value
     weights = {name: value for name, value in module.items() if not is_extra(name, value)}
-    extra = materialize({name: value for name, value in module.items() if name not in weights})
     slots: dict[layout.SlotName, StoredTensor] = {}
-    optimizers = []
-    by_number = sorted(tree.items(), key=lambda item: int(item[0].removeprefix(_OPTIMIZER)))
-    for index, (_, state_dict) in enumerate(by_number):
-        groups = [group for _, group in sorted(state_dict["param_groups"].items())]
+    described = []
+    for index, (_, saved) in enumerate(sorted(optimizers.items())):
+        groups = [group for _, group in sorted(saved["param_groups"].items())]
         names = [without_wrappers(name) for group in groups for name in group["params"]]
-        by_name = {"state": state_dict.get("state", {}), "param_groups": groups}
-        optimizers.append(described_optimizer(index, by_name, names, "unknown", slots))
-    state |= {layout.EXTRA_STATE: extra, **({layout.OPTIMIZER_STATES: optimizers} if optimizers else {})}
+        by_name = {"state": saved["state"], "param_groups": groups}
+        described.append(described_optimizer(index, by_name, names, "unknown", slots))
+    state[layout.EXTRA_STATE] = {name: value for name, value in module.items() if name not in weights}
+    state |= {layout.OPTIMIZER_STATES: described} if described else {}
     facts = Facts(
         engine=_FORM,
         policy="not recorded",
@@ -327,13 +295,6 @@ def _stored_in(path: Path, directory: Directory) -> Contents:
         versions={"lightning": str(state.get("pytorch-lightning_version", "unknown"))},
     )
     return Contents.of(form=_FORM, facts=facts, weights=weights, aliases={}, slots=slots, trainer_state=state)
-
-
-def _is_known(parts: tuple[str | int, ...]) -> bool:
-    top = str(parts[0])
-    if top in _TOPS:
-        return len(parts) > 1
-    return top.removeprefix(_OPTIMIZER).isdigit() and len(parts) >= 4 and parts[1] in ("state", "param_groups")
 
 
 def _item(directory: Directory, key: str, place: StorageInfo) -> Any:

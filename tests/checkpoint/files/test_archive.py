@@ -12,18 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.files.archive import materialize, read_archive, write_archive
+from lightning_shard.checkpoint.files.archive import read_archive, write_archive
 from lightning_shard.checkpoint.files.manifest import StoredTensor
 from lightning_shard.checkpoint.inspect import open_any
-from lightning_shard.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-)
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.compare import assert_equal
 from tests.checkpoint.hostile import Hostile
 from tests.checkpoint.nets import odd_tensors
-
-# torch.save's format, tensor by tensor
 
 
 def stored(tensor: Tensor) -> StoredTensor:
@@ -51,15 +46,16 @@ def test_torch_reads_what_is_written_tensor_by_tensor(tmp_path: Path) -> None:
 
 
 def test_what_torch_wrote_is_read_tensor_by_tensor(tmp_path: Path) -> None:
-    values = odd_tensors(0, cut=False)
     base = torch.randn(6, 4)
-    values |= {"base": base, "view": base[2:4, 1:3], "turned": base.t(), "parameter": torch.nn.Parameter(base)}
+    views = {"view": base[2:4, 1:3], "turned": base.t(), "parameter": torch.nn.Parameter(base)}
+    values = {**odd_tensors(0, cut=False), "base": base, **views}
     torch.save({**values, "nested": [{"x": (1, torch.ones(2))}]}, tmp_path / "a.pt")
     tree = read_archive(tmp_path / "a.pt")
-    assert all(isinstance(tree[key], StoredTensor) for key in values)
-    found = materialize(tree)
-    assert_equal({k: found[k] for k in values}, {k: v.detach().contiguous() for k, v in values.items()})
-    assert found["nested"][0]["x"][1].tolist() == [1.0, 1.0]
+    found = {key: StoredTensor.of(tree[key]).read() for key in values}
+    assert_equal(found, {key: value.detach().contiguous() for key, value in values.items()})
+    assert tree["nested"][0]["x"][1].tolist() == [1.0, 1.0]
+    with pytest.raises(CheckpointError, match=r"sparse.* tensor; only dense tensors can be read"):
+        StoredTensor.of(torch.eye(2).to_sparse())
 
 
 @pytest.mark.parametrize(("value", "named"), [(Hostile(), "tests.checkpoint.hostile.ran"), (Path("/x"), "pathlib")])
@@ -70,53 +66,24 @@ def test_a_file_that_names_anything_else_is_refused_by_that_name(tmp_path: Path,
         open_any(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x80\x02N.", b"no checkpoint"])
-def test_a_file_that_is_none(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "a.ckpt").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"a\.ckpt is no whole file of torch\.save"):
-        open_any(tmp_path / "a.ckpt")
+def test_files_of_another_kind(tmp_path: Path) -> None:
+    for data in b"", b"PK\x03\x04", b"\x80\x02N.":
+        (tmp_path / "a.ckpt").write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is no whole file of torch\.save"):
+            open_any(tmp_path / "a.ckpt")
     torch.save([1], tmp_path / "b.ckpt")
     with pytest.raises(CheckpointError, match="there is no state_dict in it"):
         open_any(tmp_path / "b.ckpt")
 
 
-def test_a_compressed_file_is_refused_before_anything_is_unpacked(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"w": torch.zeros(1000)}}, tmp_path / "a.ckpt")
-    with zipfile.ZipFile(tmp_path / "a.ckpt") as plain:
-        with zipfile.ZipFile(tmp_path / "b.ckpt", "w", zipfile.ZIP_DEFLATED) as packed:
-            for name in plain.namelist():
-                packed.writestr(name, plain.read(name))
-    with pytest.raises(CheckpointError, match=r"b\.ckpt is compressed \(a/data\.pkl\).*without compression"):
-        open_any(tmp_path / "b.ckpt")
-
-
-def test_a_file_that_is_replaced_while_it_is_read_is_not_mixed(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    write_archive(path, {"state_dict": {"w": torch.zeros(4)}})
-    opened = read_archive(path)
-    path.unlink()
-    write_archive(path, {"state_dict": {"w": torch.ones(4)}})
-    assert opened["state_dict"]["w"].read().tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize("how", ["without padding", "in another order"])
-def test_a_file_that_was_zipped_by_another_program_is_read(tmp_path: Path, how: str) -> None:
-    torch.save({f"w{n}": torch.full((8, 8), float(n)) for n in range(12)}, tmp_path / "a.ckpt")
-    with zipfile.ZipFile(tmp_path / "a.ckpt") as old, zipfile.ZipFile(tmp_path / "b.ckpt", "w") as new:
-        infos = old.infolist()
-        if how == "in another order":  # of the same sizes, and with the same padding
-            at = [n for n, info in enumerate(infos) if info.filename in ("a/data/3", "a/data/4")]
-            infos[at[0]], infos[at[1]] = infos[at[1]], infos[at[0]]
-        for info in infos:
-            new.writestr(info.filename if how == "without padding" else info, old.read(info))
-    found = read_archive(tmp_path / "b.ckpt")
-    assert all(found[f"w{n}"].read().eq(n).all() for n in range(12))
-
-
-def test_records_that_lie_in_each_other_are_refused(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
+def test_records_that_would_take_more_memory_than_the_file_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.ckpt", "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("a/data.pkl", b"")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is compressed \(a/data\.pkl\).*without compression"):
+        read_archive(tmp_path / "a.ckpt")
+    with zipfile.ZipFile(tmp_path / "b.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", b"")
         archive.writestr("archive/data/0", b"x" * 1000)
         archive.filelist += [archive.filelist[1]] * 5
     with pytest.raises(CheckpointCorruptError, match="lie in each other"):
-        read_archive(tmp_path / "a.ckpt")
+        read_archive(tmp_path / "b.ckpt")

@@ -1,4 +1,4 @@
-"""Where boxes lie is read as numbers, and found for each rank alone."""
+"""The places of boxes are read as numbers, and found for each rank alone."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ def manifest(ranks: int, keys: int, shape: tuple[int, ...]) -> Manifest:
     )
 
 
-def tables(*rows: list[list[int]]) -> list[np.ndarray]:
-    return [np.array(part, dtype=np.int64) for part in rows]
+def encoded(*tables: list[list[int]]) -> bytes:
+    return encode_boxes([np.array(rows, dtype=np.int64) for rows in tables])
 
 
 def test_each_rank_finds_its_boxes() -> None:
     found = manifest(RANKS, TENSORS, (2 * RANKS, 8))
     rows = [[rank, 64 * (rank % 7), 64, 2 * rank, 0, 2, 8] for rank in range(RANKS)]
-    data = encode_boxes(tables(*[rows] * TENSORS))
+    data = encoded(*[rows] * TENSORS)
     boxes = DecodedBoxes(data, found)
     mine = ChunkStorageMetadata(torch.Size((7, 0)), torch.Size((3, 8)))  # the second row of rank 3's, all of rank 4's
     expected = [(rows[3], [7, 0], [8, 8]), (rows[4], [8, 0], [10, 8])]
     assert [list(boxes[key].meeting(mine)) for key in found.tensors] == [expected] * TENSORS
-    # What each rank reads of a box of each other rank: two bytes, not 56.
-    assert len(data) < 2 * RANKS * TENSORS
+    assert len(data) < 2 * RANKS * TENSORS, "a rank reads two bytes for a box of another rank, not 56"
 
 
 @pytest.mark.parametrize(
@@ -51,44 +50,29 @@ def test_each_rank_finds_its_boxes() -> None:
         ([2, 0, 64, 2, 0, 2, 8], "outside of the files"),
         ([1, 10**6, 64, 2, 0, 2, 8], "or of its file"),
         ([1, 2**62, 2**62, 2, 0, 2, 8], "outside of the files"),
-        ([1, -1, 64, 2, 0, 2, 8], "outside of the files"),
         ([1, 0, 60, 2, 0, 2, 8], "more elements than bytes"),
-        ([1, 0, 64, 3, 0, 2, 8], "outside of its shape"),
         ([1, 0, 64, 2**62, 0, 2**62, 8], "outside of its shape"),
     ],
 )
 def test_boxes_that_are_not_the_tensor(row: list[int], said: str) -> None:
-    data = encode_boxes(tables([[0, 0, 64, 0, 0, 2, 8], row]))
     with pytest.raises(CheckpointCorruptError, match=said):
-        DecodedBoxes(data, manifest(2, 1, (4, 8)))["model.w000"].check_covered("w")
+        DecodedBoxes(encoded([[0, 0, 64, 0, 0, 2, 8], row]), manifest(2, 1, (4, 8)))["model.w000"].check_covered("w")
 
 
-@pytest.mark.parametrize("change", [-1, 8, 56])
-def test_a_file_that_is_longer_or_shorter(change: int) -> None:
-    data = encode_boxes(tables([[0, 0, 64, 0, 0, 2, 8], [1, 0, 64, 2, 0, 2, 8]]))
-    changed = data[:change] if change < 0 else data + np.zeros(change, dtype=np.uint8).tobytes()
-    with pytest.raises((CheckpointCorruptError, ValueError)):
-        DecodedBoxes(changed, manifest(2, 1, (4, 8)))
+def table(count: int, block: bytes) -> bytes:
+    return np.array([count, len(block)], dtype="<i8").tobytes() + block
 
 
-def test_a_small_file_does_not_become_a_large_table() -> None:
-    count = 10**6
-    block = zlib.compress(bytes(7 * 8 * count))
-    data = np.array([count, len(block)], dtype="<i8").tobytes() + block
-    assert len(data) < 10**5
-    with pytest.raises(CheckpointCorruptError, match="1000000 boxes, for which the files are too small"):
-        DecodedBoxes(data, manifest(2, 1, (4, 8)))
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_table_of_another_size_than_is_said(count: int) -> None:
-    block = zlib.compress(bytes(7 * 8 * 2))
-    data = np.array([count, len(block)], dtype="<i8").tobytes() + block
-    with pytest.raises(CheckpointCorruptError, match=f"the boxes of model.w000 are not {count}"):
-        DecodedBoxes(data, manifest(2, 1, (4, 8)))["model.w000"]
-
-
-def test_bytes_that_are_not_compressed() -> None:
-    data = np.array([1, 9], dtype="<i8").tobytes() + b"not zlib!"
-    with pytest.raises(CheckpointCorruptError, match=r"the boxes of model\.w000 can't be read"):
-        DecodedBoxes(data, manifest(2, 1, (4, 8)))["model.w000"]
+def test_tables_of_another_size() -> None:
+    """A small file does not become a large table."""
+    whole, two = encoded([[0, 0, 64, 0, 0, 2, 8], [1, 0, 64, 2, 0, 2, 8]]), zlib.compress(bytes(7 * 8 * 2))
+    for data, said in {
+        whole[:-1]: "ends before",
+        whole + bytes(8): "more boxes",
+        table(10**6, zlib.compress(bytes(7 * 8 * 10**6))): "1000000 boxes, for which the files are too small",
+        table(1, two): "the boxes of model.w000 are not 1",
+        table(3, two): "the boxes of model.w000 are not 3",
+        table(1, b"not zlib!"): r"the boxes of model\.w000 can't be read",
+    }.items():
+        with pytest.raises(CheckpointCorruptError, match=said):
+            DecodedBoxes(data, manifest(2, 1, (4, 8)))["model.w000"]

@@ -1,4 +1,4 @@
-"""What DeepSpeed saved, in real processes: its partitions become full tensors, and training goes on."""
+"""DeepSpeed's own checkpoints, saved in real processes: partitions become full tensors, and training goes on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.files.layout import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.inspect import describe, open_any
-from tests.checkpoint.foreign.stock import Tied, fit, groups_of, save_deepspeed, state_of
+from tests.checkpoint.foreign.stock import CLIENT, Tied, fit, groups_of, save_deepspeed, state_of
 from tests.harness import run_distributed
 
 
-def check_deepspeed(tmp_path: Path, stage: int, bf16: bool, ranks: int, subgroups: int = 10**9) -> Path:
-    path = tmp_path / f"zero{stage}-{bf16}-{ranks}-{subgroups}"
-    client = {"epoch": 3, "mine": {"x": [1, 2]}}
-    expected = run_distributed(save_deepspeed, ranks, stage, bf16, str(path), client, subgroups, timeout=300)[0]
+def check(path: Path, expected: dict[str, Tensor], stage: int, ranks: int) -> None:
     stored = open_any(path)
     found = {key: tensor.read() for key, tensor in stored.tensors.items()}
     for key, tensor in expected.items():
@@ -37,10 +34,9 @@ def check_deepspeed(tmp_path: Path, stage: int, bf16: bool, ranks: int, subgroup
     assert sorted(weights["params"]) == ["first.weight", "second.weight"]
     assert sorted(rest["params"]) == ["first.bias", "one", "tied.bias"]
     assert (weights["weight_decay"], rest["weight_decay"], rest["lr"]) == (0.3, 0.01, 0.1 * 0.5**3)
-    assert (stored.trainer_state["epoch"], stored.trainer_state["mine"]) == (3, {"x": [1, 2]})
+    assert (stored.trainer_state["epoch"], stored.trainer_state["mine"]) == tuple(CLIENT.values())
     assert stored.trainer_state[EXTRA_STATE] == {"second._extra_state": torch.tensor(3)}
     assert "model.first.weight" in describe(path, stored)
-    return path
 
 
 class FromDeepSpeed(pl.LightningModule):
@@ -71,12 +67,11 @@ def start_from_deepspeed(path: str) -> tuple[dict[str, Tensor], float, int]:
     return module.started, schedule.last_epoch, module.second.calls
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(1, True), (2, False), (3, False), (3, True)])
-def test_deepspeed_partitions_become_whole_tensors(tmp_path: Path, stage: int, bf16: bool) -> None:
-    path = check_deepspeed(tmp_path, stage, bf16, 2)
-    if (stage, bf16) != (3, True):
-        return
-    started, last_epoch, calls = run_distributed(start_from_deepspeed, 2, str(path))[0]
+def test_deepspeed_partitions_become_full_tensors(stock_folders: Path, deepspeed_tensors: Any) -> None:
+    for stage in 2, 3:
+        check(stock_folders / f"zero{stage}", deepspeed_tensors[stage], stage, 2)
+    path = str(stock_folders / "zero3")
+    started, last_epoch, calls = run_distributed(start_from_deepspeed, 2, path)[0]
     assert last_epoch == 3, "the checkpoint's scheduler; one step ends no epoch"
     assert calls == 4
     for key, tensor in open_any(path).tensors.items():
@@ -85,10 +80,9 @@ def test_deepspeed_partitions_become_whole_tensors(tmp_path: Path, stage: int, b
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(("stage", "subgroups"), [(1, 10**9), (2, 10**9), (3, 10**9), (3, 20)])
-def test_deepspeed_partitions_of_any_number_of_ranks(
-    tmp_path: Path, stage: int, bf16: bool, ranks: int, subgroups: int
-) -> None:
-    check_deepspeed(tmp_path, stage, bf16, ranks, subgroups)
+@pytest.mark.parametrize(
+    ("stage", "bf16", "ranks", "subgroups"), [(1, True, 3, 10**9), (3, True, 2, 10**9), (3, False, 3, 20)]
+)
+def test_deepspeed_partitions_of_other_runs(tmp_path: Path, stage: int, bf16: bool, ranks: int, subgroups: int) -> None:
+    expected = run_distributed(save_deepspeed, ranks, stage, bf16, str(tmp_path), subgroups, timeout=300)[0]
+    check(tmp_path, expected, stage, ranks)

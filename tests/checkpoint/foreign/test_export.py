@@ -1,4 +1,4 @@
-"""Weights as safetensors files: what is in them, and the host memory that an export takes."""
+"""Weights as safetensors files: contents, refusals, and the host memory that conversions take."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from tests.checkpoint.calls import save_tensors
 from tests.checkpoint.compare import assert_equal, stored
 from tests.harness import ROOT
 
-# Safetensors
-
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
@@ -45,6 +43,16 @@ def test_export_is_read_by_the_library(tmp_path: Path, trained: Path) -> None:
     assert_equal(read_safetensors(tmp_path / "out"), weights)
     with pytest.raises(CheckpointError, match=r"has model\.safetensors of an earlier export"):
         export(open_any(trained), tmp_path / "out")
+    export(open_any(trained), tmp_path / "head", module="head")
+    found = read_safetensors(tmp_path / "head")
+    assert torch.equal(found["weight"], stored(trained)["model.embed.weight"]), "tied to one outside of it"
+    assert found.keys() == {"weight", "bias"}
+    with pytest.raises(CheckpointMismatchError, match="no tensor of 'tail'; the module has body, count, embed"):
+        export(open_any(trained), tmp_path / "tail", module="tail")
+    save_tensors(tmp_path / "a.ckpt", {"model.c": torch.ones(2, dtype=torch.complex64)})
+    with pytest.raises(CheckpointError, match="no dtype for complex64"):
+        export(open_any(tmp_path / "a.ckpt"), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_export_in_shards_with_an_index(tmp_path: Path, trained: Path) -> None:
@@ -55,22 +63,8 @@ def test_export_in_shards_with_an_index(tmp_path: Path, trained: Path) -> None:
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
     assert index["weight_map"].keys() == found.keys()
-    for name in {*index["weight_map"].values()}:
-        with safe_open(tmp_path / "out" / name, "pt") as opened:
-            keys = [*opened.keys()]
-            assert keys == sorted(key for key, file in index["weight_map"].items() if file == name)
-            assert sum(found[key].nbytes for key in keys) <= 64 or len(keys) == 1
     assert len(files) > 3
     assert {file.name for file in files} == {*index["weight_map"].values(), "model.safetensors.index.json"}
-
-
-def test_export_of_a_submodule_has_its_names(tmp_path: Path, trained: Path) -> None:
-    export(open_any(trained), tmp_path / "head", module="head")
-    found = read_safetensors(tmp_path / "head")
-    assert torch.equal(found["weight"], stored(trained)["model.embed.weight"]), "tied to one outside of it"
-    assert found.keys() == {"weight", "bias"}
-    with pytest.raises(CheckpointMismatchError, match="no tensor of 'tail'; the module has body, count, embed"):
-        export(open_any(trained), tmp_path / "tail", module="tail")
 
 
 def test_a_disk_that_is_full_is_told_in_a_line_and_leaves_nothing(tmp_path: Path, trained: Path) -> None:
@@ -84,16 +78,6 @@ def test_a_disk_that_is_full_is_told_in_a_line_and_leaves_nothing(tmp_path: Path
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == ["trained.ckpt"]
 
-
-def test_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    save_tensors(path, {"model.c": torch.ones(2, dtype=torch.complex64)})
-    with pytest.raises(CheckpointError, match="no dtype for complex64"):
-        export(open_any(path), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-# Memory
 
 MEASURE = """
 import re, sys, torch
@@ -142,7 +126,6 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["portable", "full"])
 def test_nothing_is_made_of_a_damaged_checkpoint(tmp_path: Path, trained: Path, source: str) -> None:
-    """A byte of a tensor is another one: no form of output is written, whichever part of it is asked for."""
     path, files = trained, [next(trained.glob("*.distcp"))]
     if source == "full":
         path = tmp_path / "one.ckpt"

@@ -8,14 +8,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, other_form
 from lightning_shard.checkpoint.foreign import lightning_file
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.inspect import open_any
+from lightning_shard.checkpoint.inspect import open_any, verify
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import (
@@ -24,26 +27,17 @@ from lightning_shard.errors import (
     CheckpointMismatchError,
 )
 from tests.checkpoint.compare import assert_equal, stored
-from tests.checkpoint.nets import build, save_trained, step
+from tests.checkpoint.foreign.stock import fit, state_of
+from tests.checkpoint.nets import build, step
 from tests.checkpoint.test_commit import save_number
 from tests.harness import run_distributed
 
-# The full form
 
-
-@pytest.mark.parametrize(
-    ("path", "full"),
-    [
-        ("runs/last.full.ckpt", True),
-        ("epoch=0-step=2.full-v1.ckpt", True),  # as ModelCheckpoint calls a second one of the same name
-        ("epoch=0-step=2.full-v12.ckpt", True),
-        ("full.ckpt", False),
-        ("a.fuller.ckpt", False),
-        ("a.full.ckpt/model.ckpt", False),
-    ],
-)
-def test_the_name_says_the_form(path: str, full: bool) -> None:
-    assert (other_form(path) == "full") is full
+def test_the_name_says_the_form() -> None:
+    for path in "runs/last.full.ckpt", "epoch=0-step=2.full-v12.ckpt":  # as ModelCheckpoint names a second one
+        assert other_form(path) == "full"
+    for path in "full.ckpt", "a.fuller.ckpt", "a.full.ckpt/model.ckpt":
+        assert other_form(path) is None
 
 
 def test_full_and_back_is_bitwise_the_same(tmp_path: Path, trained: Path) -> None:
@@ -53,14 +47,12 @@ def test_full_and_back_is_bitwise_the_same(tmp_path: Path, trained: Path) -> Non
     before, after = open_portable(trained), open_portable(tmp_path / "back.ckpt")
     assert after.aliases == before.aliases == {"model.head.weight": "model.embed.weight"}
     assert after.facts == dataclasses.replace(before.facts, run={}, world_size=1)
-    # Positions of loaders are kept by rank, in a part of their own that this checkpoint does not have.
     assert before.trainer_state["loops"]["fit_loop"]["state_dict"].pop("combined_loader") == [{"at": 5}]
     assert after.trainer_state["loops"]["fit_loop"]["state_dict"].pop("combined_loader") == []
     assert after.trainer_state == before.trainer_state
 
 
 def test_the_full_form_is_what_torch_would_have_saved(tmp_path: Path, trained: Path) -> None:
-    """The module and the optimizer themselves, trained in the same way, give these dictionaries."""
     write_full(tmp_path / "full.ckpt", open_any(trained))
     found = torch.load(tmp_path / "full.ckpt", weights_only=True)
     net, optimizer = build("plain", 0)
@@ -72,13 +64,6 @@ def test_the_full_form_is_what_torch_would_have_saved(tmp_path: Path, trained: P
     assert state["state"].keys() == expected["state"].keys()
     for number, slots in expected["state"].items():
         assert_equal(state["state"][number], slots)
-
-
-def test_a_sharded_checkpoint_becomes_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "sharded.ckpt"
-    written = run_distributed(save_trained, 2, str(path), "fsdp-2")[0]
-    write_full(tmp_path / "full.ckpt", open_any(path))
-    assert_equal(stored(tmp_path / "full.ckpt"), written)
 
 
 def test_stock_optimizer_state_needs_names(tmp_path: Path) -> None:
@@ -97,7 +82,7 @@ def test_stock_optimizer_state_needs_names(tmp_path: Path) -> None:
     assert "optimizer.0.#0.exp_avg" in open_any(tmp_path / "a.ckpt", optimizers="numbered").tensors
 
 
-def test_a_full_file_replaces_what_is_there_only_when_it_is_whole(tmp_path: Path, trained: Path) -> None:
+def test_a_full_file_replaces_another_only_when_it_is_whole(tmp_path: Path, trained: Path) -> None:
     target = tmp_path / "full.ckpt"
     write_full(target, open_any(trained))
     before = target.read_bytes()
@@ -107,10 +92,6 @@ def test_a_full_file_replaces_what_is_there_only_when_it_is_whole(tmp_path: Path
         write_full(target, checkpoint)
     assert target.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["full.ckpt", "trained.ckpt"]
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="files that no checkpoint has"):
-        write_full(tmp_path / "folder", checkpoint)
 
 
 def test_a_save_that_fails_or_was_killed_leaves_nothing_for_the_next(tmp_path: Path, monkeypatch: Any) -> None:
@@ -127,3 +108,28 @@ def test_a_save_that_fails_or_was_killed_leaves_nothing_for_the_next(tmp_path: P
     (tmp_path / "..a.full.ckpt.tmp-0123456789ab.tmp-ab0123456789").mkdir()
     save_number(tmp_path / "a.full.ckpt", 1.0, saver=Saver())
     assert os.listdir(tmp_path) == ["a.full.ckpt"]
+
+
+def save_full(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Two epochs with a one-file checkpoint after each, of which the last is kept; then go on from that file."""
+    callback = ModelCheckpoint(folder, "{epoch}.full", save_top_k=1, monitor="epoch", mode="max")
+    first = fit("shard_fsdp", 2, callbacks=[callback], enable_checkpointing=True)
+    first.save_checkpoint(f"{folder}/portable.ckpt")
+    names = sorted(os.listdir(folder))
+    resumed = fit("shard_fsdp", 4, ckpt_path=callback.best_model_path)
+    return state_of(resumed), state_of(fit("shard_fsdp", 4)), names
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+def test_a_path_that_ends_in_full_becomes_one_file(tmp_path: Path) -> None:
+    for resumed, whole_run, names in run_distributed(save_full, 2, str(tmp_path)):
+        assert names == ["epoch=1.full.ckpt", "portable.ckpt"]
+        assert_equal(resumed, whole_run)
+    full, portable = tmp_path / "epoch=1.full.ckpt", tmp_path / "portable.ckpt"
+    assert_equal(stored(full), stored(portable))
+    assert open_any(full).facts.engine == open_any(portable).facts.engine
+    found = torch.load(full, weights_only=True)
+    assert found["hyper_parameters"] == {"extra": 1.0}
+    assert found["pytorch-lightning_version"] == pl.__version__
+    assert verify(full) == ["epoch=1.full.ckpt"]

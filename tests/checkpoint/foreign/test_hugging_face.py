@@ -20,12 +20,13 @@ from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.foreign import hugging_face_folders
 from lightning_shard.checkpoint.inspect import verify
-from lightning_shard.checkpoint.load import open_newest, open_portable
+from lightning_shard.checkpoint.load import open_checkpoint, open_newest, open_portable
 from lightning_shard.checkpoint.save import prepare_save, training_state
 from lightning_shard.checkpoint.save_plan import SavePlanner, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from tests.checkpoint.compare import stored
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import VOCAB, llama, quiet_trainer
 
@@ -96,29 +97,10 @@ def check(folder: Path) -> None:
         assert {"config.json", "model.safetensors", "generation_config.json"} < set(verify(folder / name))
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["shard_fsdp", *(pytest.param(name, marks=pytest.mark.matrix) for name in ENGINES if name != "shard_fsdp")],
-)
+@pytest.mark.parametrize("strategy", sampled(ENGINES, 1))
 def test_a_path_that_ends_in_hf_is_opened_by_from_pretrained(tmp_path: Path, strategy: str) -> None:
     run_distributed(save, 2, strategy, str(tmp_path))
     check(tmp_path)
-
-
-def refused(folder: str) -> list[str]:
-    """What cannot become such a folder is refused before the first step; nothing resumes from one."""
-    said = []
-    two = Llama()
-    two.teacher = llama()
-    for module in (two, Prompts()):
-        callback = ModelCheckpoint(folder, "{step}.hf")
-        with pytest.raises(CheckpointError) as error:
-            fit(module, "shard_fsdp", callbacks=[callback])
-        said.append(str(error.value))
-    fit(Llama(), "shard_fsdp", callbacks=[ModelCheckpoint(folder, "once.hf")])
-    with pytest.raises(CheckpointError) as error:
-        quiet_trainer(strategy="shard_fsdp").fit(Llama(), DataLoader(TOKENS), ckpt_path=f"{folder}/once.hf.ckpt")
-    return [*said, str(error.value)]
 
 
 class Prompts(Llama):
@@ -132,17 +114,20 @@ class Prompts(Llama):
         self.model = peft.get_peft_model(self.model, config)
 
 
-@pytest.mark.matrix
-def test_what_is_not_one_model_is_refused_at_the_start(tmp_path: Path) -> None:
-    first, second = run_distributed(refused, 2, str(tmp_path))
-    assert first == second
-    assert "Llama has model, teacher of transformers or PEFT" in first[0]
-    assert "model has prompts, which PEFT computes, and" in first[1]
-    assert "once.hf.ckpt is in Hugging Face's layout and has weights alone" in first[2]
-    assert os.listdir(tmp_path) == ["once.hf.ckpt"]
+def test_modules_of_other_than_one_model_are_refused(tmp_path: Path) -> None:
+    two, path = Llama(), tmp_path / "a.hf.ckpt"
+    two.teacher = llama()
+    with pytest.raises(CheckpointError, match="Llama has model, teacher of transformers or PEFT"):
+        fit(two, "shard_ddp", callbacks=[ModelCheckpoint(tmp_path, "{step}.hf")])
+    with pytest.raises(CheckpointError, match="model has prompts, which PEFT computes, and"):
+        begin_and_finish(Prompts(), path)
+    assert os.listdir(tmp_path) == []
+    begin_and_finish(Llama(), path)
+    with pytest.raises(CheckpointError, match=r"a\.hf\.ckpt is in Hugging Face's layout and has weights alone"):
+        open_checkpoint(path)
 
 
-def test_what_a_save_wrote_is_told_from_what_others_put_there(tmp_path: Path) -> None:
+def test_files_of_a_save_are_told_from_others(tmp_path: Path) -> None:
     path = tmp_path / "a.hf.ckpt"
     begin_and_finish(Llama(), path)
     (path / "mine.txt").write_text("mine")
@@ -164,28 +149,24 @@ def test_what_a_save_wrote_is_told_from_what_others_put_there(tmp_path: Path) ->
         verify(path)
 
 
-def test_every_chat_template_of_a_tokenizer_is_there(tmp_path: Path) -> None:
-    """Transformers keeps all but the first in a folder."""
+def test_files_in_folders_are_listed_and_checked(tmp_path: Path) -> None:
+    """Transformers keeps all chat templates but the first in a folder."""
     from transformers import AutoTokenizer
 
     words, path = tokenizer(tmp_path), tmp_path / "a.hf.ckpt"
     words.chat_template = {"default": "D {{ messages }}", "tool_use": "T {{ messages }}"}
     begin_and_finish(Llama(words), path)
     assert AutoTokenizer.from_pretrained(path).chat_template == words.chat_template
-    (template,) = (name for name in verify(path) if "/" in name)
-    (path / template).write_text("other")
+    (template,) = (path / name for name in verify(path) if "/" in name)
+    template.write_text("other")
     with pytest.raises(CheckpointError, match=r"tool_use\.jinja has 5 bytes"):
         verify(path)
-    (path / template).unlink()
-    (path / template).parent.rmdir()
-    (path / template).parent.symlink_to(tmp_path)
-    (tmp_path / Path(template).name).write_text("T {{ messages }}")
+    template.unlink()
+    template.parent.rmdir()
+    template.parent.symlink_to(tmp_path)
+    (tmp_path / template.name).write_text("T {{ messages }}")
     with pytest.raises(CheckpointError, match="can't be read"):
         verify(path)
-    (path / template).parent.unlink()
-    begin_and_finish(Llama(words), path)
-    commit.remove_checkpoint(path)
-    assert not path.exists()
 
 
 def test_auto_passes_over_a_newer_folder_that_nothing_resumes_from(tmp_path: Path) -> None:
@@ -226,9 +207,6 @@ def test_many_files_that_several_ranks_write_have_an_index(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == [path.name]
     found = LlamaForCausalLM.from_pretrained(path).state_dict()
     assert all(torch.equal(value, found[key]) for key, value in Llama().model.state_dict().items())
-
-
-# Adapters
 
 
 class Adapters(Llama):
@@ -281,7 +259,7 @@ def strategy(name: str) -> Any:
 
 
 def check_adapters(folder: Path, names: list[str]) -> None:
-    """Adapters are equal on all engines, resumed and not; they open, merge, and the base is in no checkpoint."""
+    """Adapters are equal on all engines, resumed and not. They open, and the base is in no checkpoint."""
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -298,17 +276,13 @@ def check_adapters(folder: Path, names: list[str]) -> None:
         assert saved.facts.frozen == open_portable(folder / names[0] / "step=2.ckpt").facts.frozen != {}
     opened = PeftModel.from_pretrained(base(), folder / names[0] / "step=4.hf.ckpt")
     layer = "base_model.model.model.layers.1.self_attn.q_proj"
-    change = first[f"{layer}.lora_B.weight"] @ first[f"{layer}.lora_A.weight"] * 4.0
-    merged = opened.merge_and_unload()
-    before = base().model.layers[1].self_attn.q_proj.weight
-    after = merged.model.layers[1].self_attn.q_proj.weight
-    assert not torch.equal(before, after)
-    torch.testing.assert_close(after.float(), before.float() + change, rtol=1e-2, atol=1e-3)
+    found = opened.get_submodule(layer).lora_B["default"].weight
+    assert torch.equal(found, first[f"{layer}.lora_B.weight"].to(found.dtype))
 
 
 @pytest.mark.parametrize(
     "names", [["shard_ddp", "shard_fsdp"], pytest.param(ENGINES, marks=pytest.mark.matrix, id="all")]
 )
-def test_adapters_are_saved_alone_resumed_on_another_engine_and_merged(tmp_path: Path, names: list[str]) -> None:
+def test_adapters_are_saved_alone_and_resumed_on_another_engine(tmp_path: Path, names: list[str]) -> None:
     run_distributed(adapt, 2, str(tmp_path), names, timeout=300)
     check_adapters(tmp_path, names)

@@ -1,4 +1,4 @@
-"""What stock Lightning saved, in real processes, goes on under our strategies."""
+"""Stock Lightning's checkpoints, saved in real processes, go on under our strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import quiet_trainer, whole
 
 
 def stock_throughout(kind: str, path: str) -> dict[str, Tensor]:
-    """Four epochs, the last two of them from what the first two saved, as stock Lightning goes on."""
+    """Resume for the last two of four epochs under stock Lightning."""
     trainer = fit_stock(kind, 4, ckpt_path=path)
     if kind != "fsdp":
         return state_of(trainer)
@@ -38,10 +38,11 @@ def go_on(strategy: str, path: str) -> tuple[dict[str, Tensor], int, int, float]
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", sampled(["ddp", "fsdp"], 1))
-def test_a_stock_checkpoint_goes_on_as_under_stock_lightning(tmp_path: Path, kind: str) -> None:
+def test_a_stock_checkpoint_goes_on_as_under_stock_lightning(tmp_path: Path, stock_folders: Path, kind: str) -> None:
     """Bitwise: at two processes a sum has one order on every engine."""
-    path = str(tmp_path / "stock.ckpt")
-    run_distributed(save_stock, 2, kind, path)
+    path = str((stock_folders if kind == "fsdp" else tmp_path) / kind)
+    if kind != "fsdp":
+        run_distributed(save_stock, 2, kind, path)
     assert is_foreign(path)
     expected = run_distributed(stock_throughout, 2, kind, path)[0]
     found = {name: run_distributed(go_on, 2, name, path)[0] for name in ("shard_ddp", "shard_fsdp")}
@@ -53,42 +54,28 @@ def test_a_stock_checkpoint_goes_on_as_under_stock_lightning(tmp_path: Path, kin
     assert "net.first.weight.exp_avg_sq" in found["shard_ddp"][0]
 
 
-def validate_stock(path: str) -> dict[str, Tensor]:
-    """Weights alone, under another number of processes, in another loop than fit."""
+class OneGroup(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.first.parameters())
 
-    class Evaluated(Model):
-        def test_step(self, rows: Tensor, index: int) -> None:
-            self.log("loss", self.training_step(rows, index))
+    def test_step(self, rows: Tensor, index: int) -> None:
+        self.log("loss", self.training_step(rows, index))
 
-    module = Evaluated()
+
+def evaluate_stock(path: str) -> tuple[dict[str, Tensor], str]:
+    """Weights alone are read in another loop than fit. Returned: they, and the refusal of a fit."""
+    module = OneGroup()
     quiet_trainer(strategy="shard_fsdp").test(module, DataLoader(ROWS, 4), ckpt_path=path, verbose=False)
-    return {name: whole(p) for name, p in module.named_parameters()}
+    with pytest.raises(CheckpointMismatchError) as refused:
+        fit("shard_fsdp", 4, ckpt_path=path, module=OneGroup)
+    return {name: whole(p) for name, p in module.named_parameters()}, str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_weights_of_a_stock_file_are_evaluated(tmp_path: Path) -> None:
+def test_a_stock_file_is_evaluated_and_other_optimizers_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "stock.ckpt")
     run_distributed(save_stock, 1, "single", path)
     expected = torch.load(path, weights_only=True)["state_dict"]
-    found = run_distributed(validate_stock, 2, path)[0]
-    assert_equal(found, {name: tensor for name, tensor in expected.items() if name in found})
-
-
-def refused_elsewhere(path: str) -> str:
-    class OneGroup(Model):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.net.first.parameters())
-
-    try:
-        fit("shard_ddp", 4, ckpt_path=path, module=OneGroup)
-    except CheckpointMismatchError as error:
-        return str(error)
-    return "loaded"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_other_optimizers_than_those_that_were_saved_are_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "stock.ckpt")
-    run_distributed(save_stock, 1, "single", path)
-    for message in run_distributed(refused_elsewhere, 2, path):
-        assert "optimizers that step [4] parameters, here they step [2]" in message
+    for found, refused in run_distributed(evaluate_stock, 2, path):
+        assert_equal(found, {name: tensor for name, tensor in expected.items() if name in found})
+        assert "optimizers that step [4] parameters, here they step [2]" in refused

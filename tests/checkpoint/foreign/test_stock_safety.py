@@ -1,4 +1,4 @@
-"""Nothing in a stock checkpoint runs, and what can't be read is named."""
+"""Nothing in a stock checkpoint runs, and files that can't be read are named."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import io
 import pickle
 import re
 import shutil
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
@@ -20,27 +17,9 @@ from lightning_shard.checkpoint.inspect import open_any, verify
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.compare import assert_equal, stored
-from tests.checkpoint.foreign.stock import save_deepspeed, save_stock
 from tests.checkpoint.hostile import Hostile
-from tests.harness import run_distributed
 
-# Nothing in a stock checkpoint runs
-
-
-def hostile_file(path: Path) -> None:
-    torch.save({"x": Hostile()}, path)
-
-
-@pytest.fixture(scope="module")
-def stock_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``fsdp``, ``zero2`` and ``zero3``."""
-    folder = tmp_path_factory.mktemp("stock")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_distributed(save_stock, 2, "fsdp", str(folder / "fsdp"))
-        for stage in (2, 3):
-            run_distributed(save_deepspeed, 2, stage, False, str(folder / f"zero{stage}"), {}, 10**9, timeout=300)
-    return folder
+pytestmark = pytest.mark.usefixtures("deepspeed_tensors")
 
 
 def test_hostile_stock_directories(tmp_path: Path, stock_folders: Path) -> None:
@@ -54,7 +33,7 @@ def test_hostile_stock_directories(tmp_path: Path, stock_folders: Path) -> None:
         copy = tmp_path / str(number)
         shutil.copytree(stock_folders / folder, copy / folder)
         open_any(copy / folder)
-        hostile_file(copy / file)
+        torch.save({"x": Hostile()}, copy / file)
         named = rf"{re.escape(Path(file).name)} names tests\.checkpoint\.hostile\.ran.*nothing in it ran"
         with pytest.raises(CheckpointCorruptError, match=named):
             open_any(copy / folder)
@@ -99,34 +78,10 @@ def test_deepspeed_directories_that_can_not_be_read(tmp_path: Path, stock_folder
     with pytest.raises(CheckpointError, match=r"has the files of 1 ranks, but .*2, 2"):
         open_any(path)
     (states / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"has no file \*_optim_states\.pt.*stage 0"):
+    with pytest.raises(CheckpointError, match=r"has no file \*_optim_states\.pt, and only whole"):
         open_any(path)
     shutil.copy(states / "mp_rank_00_model_states.pt", states / "mp_rank_01_model_states.pt")
-    with pytest.raises(CheckpointError, match="model, pipeline or expert parallelism"):
-        open_any(path)
-
-
-class Member:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle members of enumerations."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return getattr, (ZeroStageEnum, self.name)
-
-
-def test_members_of_enumerations_are_read_by_name_and_nothing_else_is(tmp_path: Path, stock_folders: Path) -> None:
-    path = tmp_path / "zero2"
-    shutil.copytree(stock_folders / "zero2", path)
-    for file in path.glob("global_step3/*_optim_states.pt"):
-        states = torch.load(file, weights_only=False)
-        states["optimizer_state_dict"]["zero_stage"] = Member("gradients")
-        torch.save(states, file)
-    assert_equal(stored(path), stored(stock_folders / "zero2"))
-    states["optimizer_state_dict"]["zero_stage"] = Member("__class__")
-    torch.save(states, file)
-    with pytest.raises(CheckpointCorruptError, match="__class__"):
+    with pytest.raises(CheckpointError, match=r"has mp_rank_01_model_states\.pt, and only whole"):
         open_any(path)
 
 
