@@ -27,7 +27,7 @@ def _fit(
     trainer = quiet_trainer(
         strategy=ENGINES[strategy](**options),
         precision=precision,
-        **{"max_epochs": 2, "num_sanity_val_steps": 0, **flags},
+        **{"max_epochs": 1, "num_sanity_val_steps": 0, **flags},
     )
     trainer.fit(module, data(shuffle=True), data())
     return {

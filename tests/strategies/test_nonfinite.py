@@ -175,6 +175,7 @@ def _goes_back_further(folder: Path) -> Any:
     return _same(module.values[3], module.values[5]), module.scales, said
 
 
+@pytest.mark.matrix
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     (same, scales, (said,)), _ = run_distributed(_goes_back_further, 2, tmp_path)
     assert same

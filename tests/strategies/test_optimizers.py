@@ -156,10 +156,9 @@ def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[s
     return {name: found for name in names if (found := _different(wanted, _fit(name, make, path=path)))}
 
 
-@pytest.mark.parametrize("make", sampled(["codes", "adafactor", "lamb"], 0))
-@pytest.mark.parametrize(
-    "saved_by", sampled(["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"], 1)
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("make", ["codes", "adafactor", "lamb"])
+@pytest.mark.parametrize("saved_by", ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"])
 def test_a_run_goes_on_on_another_engine(saved_by: str, make: str, tmp_path: Path) -> None:
     names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_3_aligned"]
     assert run_distributed(_resumed, 2, saved_by, names, make, tmp_path) == [{}] * 2

@@ -141,6 +141,7 @@ def test_engines_agree_bitwise(kind: str) -> None:
     assert run_distributed(_different, 2, [FSDP, *STAGES], kind) == [{}] * 2
 
 
+@pytest.mark.matrix
 def test_gradients_of_an_optimizer_outlast_the_passes_of_others() -> None:
     """Between its two passes the other's has left its parameters alone."""
     assert run_distributed(_different, 2, [STAGES[2], HOST[0]], "accumulated") == [{}] * 2

@@ -29,7 +29,9 @@ class InTurn(Indexed):
 
 def test_sums_of_a_step_that_is_reduced_once_begin_late() -> None:
     options = {"accumulate_sync": "boundary"}
-    run = same_everywhere(InTurn, "bf16-mixed", strategies=("ddp", "full"), options=options, accumulate_grad_batches=2)
+    run = same_everywhere(
+        InTurn, "bf16-mixed", strategies=("ddp", "full"), options=options, accumulate_grad_batches=2, max_epochs=2
+    )
     assert run["steps"] > 3  # after which ranks do not tell each other any more what they use
     assert run["parameters"]["never.weight"].eq(1).all()  # no weight decay
 
