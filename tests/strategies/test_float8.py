@@ -133,7 +133,6 @@ def resumed(folder: str) -> dict[str, dict[str, Any]]:
         "resumed": fit("full", {}, {}, resume=f"{folder}/fp8/step=3.ckpt", steps=6),
         "switched": fit("full", bf16, {}, resume=f"{folder}/fp8/step=3.ckpt", folder=f"{folder}/bf16", steps=6),
         "back": fit("ddp", {}, {}, resume=f"{folder}/bf16/step=5.ckpt", steps=7),
-        "back, sharded": fit("full", {}, {}, resume=f"{folder}/bf16/step=5.ckpt", steps=7),
     }
 
 
@@ -143,7 +142,6 @@ def test_a_checkpoint_resumes_and_goes_to_bf16_and_back(tmp_path: Path) -> None:
         assert differences(runs["resumed"]["parameters"], runs["straight"]["parameters"]) == {}
         assert runs["switched"]["losses"] != runs["resumed"]["losses"]
         assert (runs["switched"]["products"], runs["back"]["products"]) == (set(), CONVERTED)
-        assert runs["back"]["losses"] == runs["back, sharded"]["losses"]
         assert runs["back"]["losses"][0] != runs["switched"]["losses"][2]
     fp8, bf16 = stored(tmp_path / "fp8" / "step=5.ckpt"), stored(tmp_path / "bf16" / "step=5.ckpt")
     shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} for found in (fp8, bf16)]
@@ -197,9 +195,3 @@ def test_what_can_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(PrecisionError, match=r"torchao is not installed. Install it: pip install torchao"):
         check_float8(Float8(emulate=True), gpu, launched=False)
-
-
-def test_the_policy_says_which_layers() -> None:
-    policy = plugin(pattern="blocks.*").policy(aligned=True)
-    assert policy.text().endswith("output fp32, linear layers 'blocks.*' fp8 (tensorwise, emulated)")
-    assert (policy.compute, policy.master, policy.products) == (torch.bfloat16, torch.float32, torch.float8_e4m3fn)

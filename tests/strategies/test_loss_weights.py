@@ -97,32 +97,24 @@ def _fit(
     key: str | None = None,
     empty: int | None = None,
     precision: str = "32-true",
-    scale: bool = False,
     steps: int = 4,
 ) -> tuple[dict[str, Tensor | None], list[float]]:
     pl.seed_everything(1, verbose=False)
     data, module = Sequences(empty), Model(form)
     loader = DataLoader(data, micro, sampler=DistributedSampler(data, shuffle=False))
-    plugins = [ShardPrecision("16-mixed")] if scale else []
-    settings = {} if scale else {"precision": precision}
     trainer = quiet_trainer(
         strategy=build(name, loss_weight_key=key),
-        plugins=plugins,
+        plugins=[ShardPrecision(precision)],  # type: ignore[arg-type]
         max_steps=steps,
         gradient_clip_val=0.3,
         accumulate_grad_batches=accumulate,
-        **settings,
     )
     trainer.fit(module, loader)
     return module.found, module.losses
 
 
-def _splits(names: list[str], form: str, splits: list[tuple[int, int]], **settings: Any) -> list[Any]:
-    return [
-        _fit(name, form, micro=micro, accumulate=accumulate, **settings)
-        for name in names
-        for micro, accumulate in splits
-    ]
+def _splits(name: str) -> list[Any]:
+    return [_fit(name, "mean", micro=micro, accumulate=accumulate) for micro, accumulate in ((4, 1), (2, 2))]
 
 
 def _far(one: Any, other: Any) -> float:
@@ -135,14 +127,14 @@ def _far(one: Any, other: Any) -> float:
 ORDER = 2e-6
 
 
-def _one_process(**settings: Any) -> Any:
-    return run_distributed(_fit, 1, "shard_ddp_aligned", "mean", micro=8, accumulate=1, **settings)[0]
+def _one_process() -> Any:
+    return run_distributed(_fit, 1, "shard_ddp_aligned", "mean", micro=8, accumulate=1)[0]
 
 
 @pytest.mark.parametrize("name", sampled(ENGINES, 1))
 def test_splits_of_a_global_batch_agree(name: str) -> None:
     wanted = _one_process()
-    found = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "mean", [(4, 1), (2, 2)])
+    found = run_distributed(_splits, 2, f"shard_{name}_aligned")
     for split in found[0]:
         assert _far(wanted, split) < ORDER
         assert split[1] == pytest.approx(wanted[1], rel=1e-6)
@@ -169,7 +161,8 @@ def test_sums_and_keys() -> None:
 )
 def test_fp16_does_not_overflow_by_weights(name: str) -> None:
     """The gradients of a loss times its weight, 96, would at the first scales."""
-    found = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "mean", [(2, 2)], scale=True)[0][0]
+    settings = {"micro": 2, "accumulate": 2, "precision": "16-mixed"}
+    found = run_distributed(_fit, 2, f"shard_{name}_aligned", "mean", **settings)[0]
     wanted = _one_process()
     # Products of fp16 have 11 bits; the weights are about 1.
     assert _far(wanted, found) < 2**-9
@@ -179,10 +172,11 @@ def test_fp16_does_not_overflow_by_weights(name: str) -> None:
 @pytest.mark.parametrize("name", sampled(ENGINES, 4))
 def test_a_step_without_weight_is_skipped(name: str) -> None:
     """Weight decay would move the parameters without a gradient."""
-    (three,) = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "decayed", [(4, 1)], empty=0, steps=1, key=KEY)[0]
+    settings = {"micro": 4, "accumulate": 1, "empty": 0, "steps": 1, "key": KEY}
+    values, losses = run_distributed(_fit, 2, f"shard_{name}_aligned", "decayed", **settings)[0]
     start = {n: p.detach() for n, p in Model("decayed").named_parameters()}
-    assert all(torch.equal(start[name], value) for name, value in three[0].items())
-    assert three[1] == []
+    assert all(torch.equal(start[name], value) for name, value in values.items())
+    assert losses == []
 
 
 REFUSED = {
