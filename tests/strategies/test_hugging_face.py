@@ -17,8 +17,7 @@ from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPS
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import Final, llama, quiet_trainer
-from tests.strategies.everywhere import same_everywhere
-from tests.strategies.indexed import Indexed
+from tests.strategies.indexed import Indexed, same_everywhere
 
 Recompute = Literal["reentrant", "not reentrant", "units"] | None
 

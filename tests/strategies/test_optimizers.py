@@ -19,8 +19,7 @@ from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import VOCAB, loader, quiet_trainer
 from tests.optimizers import Codes, Lamb, Noisy, NormalizedTogether
-from tests.strategies.everywhere import same_everywhere
-from tests.strategies.indexed import PRECISIONS, Indexed, data, refusal
+from tests.strategies.indexed import PRECISIONS, Indexed, data, refusal, same_everywhere
 
 
 def _bitsandbytes(kind: str, *args: Any, **settings: Any) -> Optimizer:

@@ -24,8 +24,7 @@ from tests import stand_in
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
-from tests.strategies.everywhere import same_everywhere
-from tests.strategies.indexed import Indexed, data, refusal
+from tests.strategies.indexed import Indexed, data, refusal, same_everywhere
 
 WIDTH = 6
 NAMES = ["shard_fsdp", *(f"shard_deepspeed_stage_{stage}" for stage in (1, 2, 3))]

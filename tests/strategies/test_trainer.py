@@ -22,8 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from lightning_shard import ConfigurationError
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole_parameters
-from tests.strategies.everywhere import same_everywhere
-from tests.strategies.indexed import COUNT, Indexed, build, data, refusal, samples
+from tests.strategies.indexed import COUNT, Indexed, build, data, refusal, same_everywhere, samples
 
 FSDP, BF16 = "shard_fsdp", "bf16-mixed"
 ROUNDING = 2**-6  # Some roundings of bf16, since a batch of another size may be added up in another order.

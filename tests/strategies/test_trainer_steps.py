@@ -13,8 +13,7 @@ from lightning_shard import ConfigurationError, ShardPrecision
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole
-from tests.strategies.everywhere import _fit_all, same_everywhere
-from tests.strategies.indexed import PRECISIONS, Indexed, refusal, samples
+from tests.strategies.indexed import PRECISIONS, Indexed, _fit_all, refusal, same_everywhere, samples
 
 # Groups and schedulers
 

@@ -10,8 +10,7 @@ from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
-from tests.strategies.everywhere import same_everywhere
-from tests.strategies.indexed import Indexed, data
+from tests.strategies.indexed import Indexed, data, same_everywhere
 
 
 class InTurn(Indexed):
