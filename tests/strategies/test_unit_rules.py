@@ -127,15 +127,10 @@ class Apart(TinyLM):
         self.how, self.freed = how, list[bool]()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.how == "never called":
-            x = functional.embedding(tokens, self.embed.weight) * self.frozen + self.shift
-        else:
-            x = self.embed(tokens) * self.frozen + self.shift
+        x = self.embed(tokens) * self.frozen + self.shift
         for block in self.blocks:
             x = block(x)
         self.freed.append(isinstance(self.embed.weight, DTensor))
-        if self.how == "never called":
-            return functional.linear(x, self.head.weight)
         if self.how == "called in parts":
             return torch.cat([self.head(part) for part in x.chunk(2, 1)], 1)
         return self.head(x) + (functional.linear(x, self.embed.weight) if self.how == "embedding is a head" else 0)
@@ -150,8 +145,8 @@ class ApartManual(Manual, Apart):
     """Accumulates, clips and steps by hand."""
 
 
-CALLED = ["called", "called in parts", "read after"]  # The head stays gathered from its forward to its backward.
-READ = ["read before", "embedding is a head", "never called"]
+CALLED = ["called in parts", "read after"]  # The head stays gathered from its forward to its backward.
+READ = ["read before", "embedding is a head"]
 
 
 def _apart(how: str, kind: type[Any], precision: str, trainer: dict[str, Any]) -> dict[str, tuple[list[str], Any]]:
