@@ -27,8 +27,7 @@ LIMITS = {
 # Names that lack an object. Protocols of torch, DeepSpeed and Lightning define some of them, on these classes.
 BARE = {"step", "finish", "close", "begin", "start", "take_over", "settle", "look", "engage", "publish", "stepped"}
 FOREIGN = {
-    "engines/zero/offload.py": "step",  # torch.optim.Optimizer
-    "engines/zero/stepping.py": "step",
+    "engines/zero/stepping.py": "step",  # torch.optim.Optimizer
     "_lightning/loops.py": "start",  # Lightning's Profiler
     "commands/plan_inputs.py": "step",
 }

@@ -137,7 +137,7 @@ def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
         if not nearest(key, known):
             reading.meet(f"{prefix}{key}", content.pop(key), "DeepSpeed reads no such key")
     for key, reason in {**REMOVED, **FOREIGN}.items():
-        if key in content and is_off(content[key], key):
+        if key in content and is_off(content[key]):
             reading.rest(f"{prefix}{key}", content.pop(key))
         elif key in content:
             reading.lose(f"{prefix}{key}", content.pop(key), reason)

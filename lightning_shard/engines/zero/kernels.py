@@ -6,16 +6,13 @@ Without these checks a missing compiler is an assertion inside a constructor, an
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from torch.optim import Optimizer
 
 BY_OPTIMIZER = {
@@ -43,38 +40,16 @@ def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> 
     devices = [(zero.get(section) or {}).get("device") for section in ("offload_optimizer", "offload_param")]
     needed: set[str] = set()
     if "nvme" in devices:
-        needed |= {"async_io", "pin_memory"}
-        if config.get("aio", {}).get("use_gds"):
-            needed.add("gds")
+        needed |= {"async_io", "pin_memory"} | ({"gds"} if config.get("aio", {}).get("use_gds") else set())
     if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
         needed.add("quantizer")
-    made = optimizer_class(config) if optimizer is None and config.get("optimizer") else type(optimizer)
-    needed |= {BY_OPTIMIZER[c.__name__] for c in made.__mro__ if c.__name__ in BY_OPTIMIZER}
+    if optimizer is not None:
+        needed |= {BY_OPTIMIZER[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in BY_OPTIMIZER}
+    elif (section := config.get("optimizer")) and not section.get("params", {}).get("torch_adam"):
+        kind = "adam" if section["type"].lower() in ("adamw", "muon") else section["type"].lower()
+        made = f"cpu_{kind}" if devices[0] in ("cpu", "nvme") and kind != "lamb" else f"fused_{kind}"
+        needed |= {made} & BUILDERS.keys()
     return tuple(sorted(needed))
-
-
-def optimizer_class(config: Mapping[str, Any]) -> type:
-    """Find the class that ``DeepSpeedEngine._configure_basic_optimizer`` makes of the section ``optimizer``, for Muon
-    the class of its auxiliary Adam. ImportError: the package mup is not installed.
-    """
-    from deepspeed import ops
-
-    section, offload = config["optimizer"], config["zero_optimization"].get("offload_optimizer") or {}
-    kind, on_host = section["type"].lower(), offload.get("device") in ("cpu", "nvme")
-    if kind in ("adam", "adamw", "muon"):
-        if section.get("params", {}).get("torch_adam"):
-            return torch.optim.AdamW
-        return ops.adam.DeepSpeedCPUAdam if on_host else ops.adam.FusedAdam
-    own: dict[str, tuple[type, type]] = {
-        "adagrad": (torch.optim.Adagrad, ops.adagrad.DeepSpeedCPUAdagrad),
-        "lamb": (ops.lamb.FusedLamb, ops.lamb.FusedLamb),
-        "lion": (ops.lion.FusedLion, ops.lion.DeepSpeedCPULion),
-    }
-    if kind in own:
-        return own[kind][on_host]
-    of_mup = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
-    found: type = getattr(import_module("mup") if kind in of_mup else torch.optim, of_mup.get(kind, section["type"]))
-    return found
 
 
 def missing_build_tools(needed: tuple[str, ...], device_type: str) -> list[str]:
@@ -83,30 +58,28 @@ def missing_build_tools(needed: tuple[str, ...], device_type: str) -> list[str]:
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
     from torch.utils import cpp_extension
 
-    builders: dict[str, Any] = {n: get_accelerator().get_op_builder(BUILDERS[n]) for n in needed if not _is_loaded(n)}
-    absent = [n for n, made in builders.items() if made is None or made.__name__ == "NotImplementedBuilder"]
-    if absent:
-        return [f"DeepSpeed has no kernel {', '.join(absent)} for {device_type}: use another option or optimizer"]
-    on_device = [n for n, made in builders.items() if device_type == "cuda" and issubclass(made, CUDAOpBuilder)]
-    compiler, home = os.environ.get("CXX", "c++"), cpp_extension.CUDA_HOME
-    found: dict[str, list[str]] = {}
-    if builders and shutil.which(shlex.split(compiler)[0]) is None:
-        found[f"there is no C++ compiler {compiler!r}: apt-get install g++"] = [*builders]
-    if builders and not cpp_extension.is_ninja_available():
-        found[
-            "there is no ninja on PATH: apt-get install ninja-build, or pip install ninja and put the bin folder of "
-            f"this environment on PATH ({Path(sys.executable).parent})"
-        ] = [*builders]
-    if on_device and not (home and os.access(Path(home, "bin", "nvcc"), os.X_OK)):
-        found[
-            f"there is no CUDA toolkit with nvcc here: install CUDA {torch.version.cuda}, which torch was built "
-            "with, or set CUDA_HOME to it. Or use torch's AdamW: torch_adam: true in the section's params"
-        ] = on_device
-    if not found:  # Without a CUDA toolkit a builder fails with a TypeError.
-        for name in (n for n, made in builders.items() if not made().is_compatible(verbose=False)):
-            fix = "apt-get install libaio-dev" if name == "async_io" else "see ds_report"
-            found[f"its builder says that it can't be here: {fix}"] = [name]
-    return [f"DeepSpeed compiles {', '.join(names)}, but {text}" for text, names in found.items()]
+    problems = []
+    for name in (name for name in needed if not _is_loaded(name)):
+        builder: Any = get_accelerator().get_op_builder(BUILDERS[name])
+        if builder is None or builder.__name__ == "NotImplementedBuilder":
+            problems.append(f"DeepSpeed has no kernel {name} for {device_type}: use another option or optimizer")
+            continue
+        on_device, home = device_type == "cuda" and issubclass(builder, CUDAOpBuilder), cpp_extension.CUDA_HOME
+        lacking = [
+            tool
+            for tool, is_there in {
+                "a C++ compiler (apt-get install g++)": shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0]),
+                "ninja on PATH (pip install ninja)": cpp_extension.is_ninja_available(),
+                "a CUDA toolkit with nvcc (install it, set CUDA_HOME, or use torch_adam: true in the section's params)": not on_device
+                or (home and os.access(Path(home, "bin", "nvcc"), os.X_OK)),
+            }.items()
+            if not is_there
+        ]
+        # Without a CUDA toolkit a builder fails with a TypeError.
+        if not lacking and not builder().is_compatible(verbose=False):
+            lacking = ["a library that its builder looks for (ds_report names it, for async_io libaio-dev)"]
+        problems += [f"DeepSpeed compiles {name}, but this machine lacks {tool}" for tool in lacking]
+    return problems
 
 
 def _is_loaded(name: str) -> bool:
@@ -124,25 +97,19 @@ def lock_path(name: str) -> Path | None:
     return None if _is_loaded(name) else Path(_get_build_directory(name, verbose=False)) / "lock"
 
 
-def stale_lock_problem(name: str, *, wait: bool) -> str | None:
+def stale_lock_problem(name: str) -> str | None:
     """Report a lock that a killed build has left, on which DeepSpeed would wait forever: no process on this machine has
-    it open, and its folder was quiet for `QUIET` seconds. A build on another machine writes meanwhile. With ``wait``
-    this returns after the end of such a build.
+    it open, and its folder was quiet for `QUIET` seconds. A build on another machine writes meanwhile.
     """
     path = lock_path(name)
-    while path is not None and path.exists():
-        with suppress(FileNotFoundError):  # The builder may end meanwhile.
-            processes = psutil.process_iter(["open_files"])  # None for processes that this user may not inspect.
-            if str(path.resolve()) in (file.path for each in processes for file in each.info["open_files"] or ()):
-                break
-            written = max((file.stat().st_mtime for file in path.parent.iterdir()), default=0)
-            if time.time() - written > QUIET and path.exists():
-                return (
-                    f"{path} is the lock of a build that was killed: no process on this machine has it open, and "
-                    f"nothing was written in its folder for {QUIET:g} s, but DeepSpeed would wait for its end forever. "
-                    "If no other machine is building there, delete it"
-                )
-            if not wait:
-                break
-            time.sleep(1)
+    with suppress(FileNotFoundError):  # The builder may end meanwhile.
+        if path is None or time.time() - max(f.stat().st_mtime for f in (path, *path.parent.iterdir())) < QUIET:
+            return None
+        processes = psutil.process_iter(["open_files"])  # None for processes that this user may not inspect.
+        if str(path.resolve()) not in (file.path for each in processes for file in each.info["open_files"] or ()):
+            return (
+                f"{path} is the lock of a build that was killed: no process on this machine has it open, and nothing "
+                f"was written in its folder for {QUIET:g} s, but DeepSpeed would wait for its end forever. If no other "
+                "machine is building there, delete it"
+            )
     return None

@@ -1,11 +1,10 @@
-"""Checks and folders ahead of DeepSpeed's start: parameters of its sections, kernels, and a run's folders on NVMe."""
+"""Checks and folders ahead of DeepSpeed's start: kernels, low memory, and a run's folders on NVMe."""
 
 import copy
-import inspect
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shard.engines.zero import kernels
-from lightning_shard.engines.zero.config.reading import find_class
+from lightning_shard.engines.zero.config.reading import schedule_class
 from lightning_shard.errors import ConfigurationError, PrecisionError, raise_problems
 from lightning_shard.precision.policy import PrecisionPolicy, short
 from lightning_shard.ranks import Ranks, warn_on_first_rank
@@ -24,7 +23,7 @@ from lightning_shard.ranks import Ranks, warn_on_first_rank
 def prepare_run_config(
     config: Mapping[str, Any], optimizer: Optimizer | None, *, policy: PrecisionPolicy, device: torch.device
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check sections and kernels, and make this run's folders on NVMe. Returns the configuration with these folders,
+    """Check kernels, and make this run's folders on NVMe. Returns the configuration with these folders,
     and the folders for `remove_run_folders`. All ranks call it, before the module is touched.
 
     ConfigurationError, the same on every rank, lists the problems of all ranks. PrecisionError: see `check_low_memory`.
@@ -32,11 +31,8 @@ def prepare_run_config(
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if optimizer is not None and policy.is_low_memory:
         check_low_memory(optimizer, policy, offload.get("device", "none"))
-    ranks = Ranks.of()
-    # The sections are the same on every rank, but a package may be missing on some.
-    _raise_on_all(ranks, section_problems(config, optimizer))
-    needed = kernels.required_kernels(config, optimizer)
-    stale = [kernels.stale_lock_problem(name, wait=True) for name in needed]
+    ranks, needed = Ranks.of(), kernels.required_kernels(config, optimizer)
+    stale = [kernels.stale_lock_problem(name) for name in needed]
     _raise_on_all(ranks, [*kernels.missing_build_tools(needed, device.type), *filter(None, stale)])
     run = ranks.broadcast(uuid.uuid4().hex[:12])
     own, folders, problems = copy.deepcopy(dict(config)), list[Path](), list[str]()
@@ -61,55 +57,6 @@ def prepare_run_config(
     return own, folders
 
 
-_READ_BY_ENGINE = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""Parameters of an Adam that DeepSpeed's engine reads itself, and does not pass to the constructor."""
-
-
-def section_problems(config: Mapping[str, Any], optimizer: Optimizer | None) -> list[str]:
-    """List the values that DeepSpeed would refuse, in stage 3 after it has sharded parameters: of ``config``, of the
-    section ``scheduler``, and without ``optimizer`` of that section.
-    """
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-
-    found, groups = [], [] if optimizer is None else optimizer.param_groups
-    try:
-        DeepSpeedConfig(dict(config))
-    except (AssertionError, ValueError, DeepSpeedConfigError) as error:
-        found.append(f"DeepSpeed refuses the configuration: {error}")
-    for name in ("optimizer", "scheduler"):
-        section = config.get(name)
-        if section is None or (name == "optimizer" and optimizer is not None):
-            continue
-        kind, params = section["type"], section["params"]
-        try:
-            made = kernels.optimizer_class(config) if name == "optimizer" else find_class(name, kind)
-        except ImportError as error:
-            found.append(f"{name}.type is {kind!r}, which needs the package mup: pip install mup ({error})")
-            continue
-        taken_out = _READ_BY_ENGINE if name == "optimizer" and kind.lower() in ("adam", "adamw") else ()
-        # Muon's names were compared when the section was read.
-        given = {} if kind.lower() == "muon" else {k: v for k, v in params.items() if k not in taken_out}
-        signature = inspect.signature(made)
-        try:
-            if name == "optimizer":
-                # Not called: the constructor may compile a kernel.
-                signature.bind(None, **given)
-                usual = {key: each.default for key, each in signature.parameters.items()}
-                groups = [usual | given]
-            else:
-                stand_in = _StandIn(groups)
-                schedule = made(stand_in, **given)
-                stand_in.step()
-                schedule.step()
-        except (TypeError, ValueError, AssertionError, ArithmeticError, RuntimeError) as error:
-            takes = ", ".join([*list(signature.parameters)[1:], *taken_out])
-            found.append(
-                f"{name}.params of {kind} is {params!r}, but {made.__name__} takes {takes}: "
-                f"{error or type(error).__name__}. Correct it, or leave it to configure_optimizers"
-            )
-    return found
-
-
 def make_schedule(section: Mapping[str, Any], optimizer: Optimizer) -> Any:
     """Make the learning rate schedule. Its initial values go into the groups as torch's schedules write them, so that a
     resume can tell which were changed.
@@ -118,23 +65,12 @@ def make_schedule(section: Mapping[str, Any], optimizer: Optimizer) -> Any:
     for group in optimizer.param_groups:
         for name, changed in notes.items():
             group.setdefault(name, group.get(changed))
-    return find_class("scheduler", section["type"])(optimizer, **section["params"])
-
-
-class _StandIn(Optimizer):
-    """Has the hyperparameters of other groups, to try a schedule on."""
-
-    def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        own: list[dict[str, Any]] = [{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups]
-        super().__init__(own, {key: value for key, value in own[0].items() if key != "params"})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        pass
+    return schedule_class(section["type"])(optimizer, **section["params"])
 
 
 def warn_of_stale_lock() -> None:
     """Warn that a DeepSpeedCPUAdam would wait for a stale lock. Nobody knows yet whether one will be made."""
-    if message := kernels.stale_lock_problem("cpu_adam", wait=False):
+    if message := kernels.stale_lock_problem("cpu_adam"):
         warn_on_first_rank(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
 
 

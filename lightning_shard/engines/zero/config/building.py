@@ -6,9 +6,9 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.fields import RunFacts
 from lightning_shard.engines.zero.config.reading import AUTO, set_value, value_at
-from lightning_shard.engines.zero.config.zero_settings import CONTRACT, RULE, ZERO, ZeroSettings, check_policy
-from lightning_shard.errors import ConfigurationError, raise_problems
-from lightning_shard.precision.policy import DTYPES, short
+from lightning_shard.engines.zero.config.zero_settings import CONTRACT, ZERO, ZeroSettings, check_policy
+from lightning_shard.errors import raise_problems
+from lightning_shard.precision.policy import short
 
 CONTRADICTS = 'The DeepSpeed configuration contradicts the run. Write "auto" for a value of the Trainer, or remove it'
 
@@ -32,7 +32,7 @@ def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
     _check_clipping(config, facts, problems)
     _set_precision(config, facts, problems)
     _resolve_sections(config, facts, problems)
-    _set_zero_options(config, facts, problems)
+    _set_zero_options(config, facts)
     raise_problems(problems, CONTRADICTS)
     # By default DeepSpeed waits for the device twice in each micro-batch, to log a throughput (utils/timer.py).
     config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -46,10 +46,8 @@ def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
     config.pop("checkpoint", None)  # Checkpoints are this package's own. This writer needs DeepSpeed's launcher.
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
-    try:
-        return json.loads(json.dumps(_drop_auto(config), sort_keys=True, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{RULE}: it holds a value that JSON does not have ({error}).") from error
+    plain: dict[str, Any] = json.loads(json.dumps(_drop_auto(config), sort_keys=True, allow_nan=False))
+    return plain
 
 
 def _drop_auto(config: dict[str, Any]) -> dict[str, Any]:
@@ -76,16 +74,12 @@ def _set_batch_sizes(config: dict[str, Any], facts: RunFacts, problems: list[str
 
 
 def _check_clipping(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
-    given = config.get("gradient_clipping", AUTO)
-    trainers = facts.trainer.gradient_clip_val or 0.0
-    if given != AUTO and given != trainers:
-        fix = f"set Trainer(gradient_clip_val={given:g})" if given and not trainers else "make them equal"
-        shown = facts.trainer.gradient_clip_val if trainers else "not set"
-        problems.append(f"gradient_clipping is {given:g}, but the Trainer's gradient_clip_val is {shown}: {fix}")
-    elif given not in (AUTO, 0) and facts.trainer.gradient_clip_algorithm == "value":
-        problems.append(
-            f"gradient_clipping is {given:g}, which is by norm, but the Trainer's gradient_clip_algorithm is 'value'"
-        )
+    trainer = facts.trainer
+    _check_equal(
+        config, "gradient_clipping", trainer.gradient_clip_val or 0.0, "Trainer(gradient_clip_val=...)", problems
+    )
+    if config.get("gradient_clipping") not in (None, AUTO, 0) and trainer.gradient_clip_algorithm == "value":
+        problems.append("gradient_clipping is by norm, but the Trainer's gradient_clip_algorithm is 'value'")
     config["gradient_clipping"] = 0.0
 
 
@@ -93,19 +87,11 @@ def _set_precision(config: dict[str, Any], facts: RunFacts, problems: list[str])
     """Set ``fp16``, ``bf16``, ``data_types`` and ``communication_data_type`` by the policy."""
     policy, compute = facts.policy, short(facts.policy.compute)
     low = policy.is_low_memory
-    for section, wanted in (("fp16", "16-true"), ("bf16", "bf16-true")):
-        given = value_at(config, f"{section}.enabled")
-        if given not in (None, AUTO) and given != (compute == section):
-            problems.append(
-                f"{section}.enabled is {str(given).lower()}, but the Trainer's precision computes in {compute}"
-            )
-        path = f"{section}.{section}_master_weights_and_grads"
-        given = value_at(config, path)
-        if given not in (None, AUTO) and section == compute and given != low:
-            problems.append(
-                f"{path} is {str(given).lower()}, but the Trainer's precision keeps masters in {short(policy.master)}:"
-                f" 16-bit masters are precision {wanted!r}"
-            )
+    for section in ("fp16", "bf16"):
+        whose = f"with the Trainer's precision, compute {compute} and masters {short(policy.master)}, it"
+        _check_equal(config, f"{section}.enabled", compute == section, whose, problems)
+        if section == compute:
+            _check_equal(config, f"{section}.{section}_master_weights_and_grads", low, whose, problems)
     bf16 = config.pop("bf16", {})
     config.pop("fp16", None)
     if compute == "fp16":
@@ -115,30 +101,12 @@ def _set_precision(config: dict[str, Any], facts: RunFacts, problems: list[str])
         # Engines skip a step with inf or NaN only under a loss scale.
         config["bf16"] = {"check_grad_overflow": False, "bf16_optimizer_states": low, **bf16}
         config["bf16"].update(enabled=True, bf16_master_weights_and_grads=low)
-    _set_data_types(config, facts, problems)
+    for path, dtype in (("data_types.grad_accum_dtype", policy.accumulate), ("communication_data_type", policy.reduce)):
+        given = value_at(config, path)
+        set_value(config, path, short(dtype) if given in (None, AUTO) else given)
 
 
-def _set_data_types(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
-    model, types = short(facts.policy.compute), config.setdefault("data_types", {})
-    given = _dtype_name(types.get("param_dtype"))
-    if given not in (None, model):
-        problems.append(f"data_types.param_dtype is {given!r}, but the Trainer's precision computes in {model}")
-    given = _dtype_name(types.get("grad_accum_dtype"))
-    types["grad_accum_dtype"] = given or short(facts.policy.accumulate)
-    communicated = config.get("communication_data_type", AUTO)
-    config["communication_data_type"] = short(facts.policy.reduce) if communicated == AUTO else communicated.lower()
-
-
-def _dtype_name(value: Any) -> str | None:
-    """``"bf16"`` for any of DeepSpeed's spellings."""
-    if value in (None, AUTO):
-        return None
-    word = value.lower().removeprefix("torch.")
-    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
-    return {**names, "half": "fp16", "float": "fp32"}.get(word, word)
-
-
-def _set_zero_options(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+def _set_zero_options(config: dict[str, Any], facts: RunFacts) -> None:
     zero = config[ZERO]
     hidden = facts.hidden_size
     if hidden is not None:
@@ -170,13 +138,6 @@ def _set_zero_options(config: dict[str, Any], facts: RunFacts, problems: list[st
     for key in ("offload_optimizer", "offload_param"):
         if facts.device_type == "cpu" and key in zero and zero[key].get("pin_memory", AUTO) == AUTO:
             zero[key]["pin_memory"] = False
-    if facts.device_type != "cuda" and value_at(config, "aio.use_gds") is True:
-        problems.append(f"aio.use_gds is true, but GPUDirect Storage needs CUDA, and the run is on {facts.device_type}")
-    hpz = zero.get("zero_hpz_partition_size", AUTO)
-    if hpz not in (AUTO, 0, 1) and facts.ranks % hpz != 0:
-        problems.append(
-            f"{ZERO}.zero_hpz_partition_size is {hpz}, but must divide the {facts.ranks} processes of the run"
-        )
 
 
 _BY_POLICY = ("communication_data_type", "data_types.grad_accum_dtype")
@@ -198,8 +159,7 @@ def _fill_auto(config: dict[str, Any], path: str, value: Any, whose: str, proble
 
 def _resolve_sections(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     """Replace the "auto" values of both sections in place. Numbers that differ from the run's are problems."""
-    optimizer = facts.optimizer or {}
-    known = {k: list(v) if isinstance(v, tuple) else v for k, v in optimizer.items() if v is not None}
+    known = {k: list(v) if isinstance(v, tuple) else v for k, v in (facts.optimizer or {}).items() if v is not None}
     if "optimizer" in config:
         _resolve_optimizer(config, known, problems)
         _choose_adam(config["optimizer"], facts)
@@ -212,18 +172,12 @@ def _resolve_optimizer(config: dict[str, Any], known: dict[str, Any], problems: 
     # DeepSpeed's Adam is AdamW too, unless ``adam_w_mode`` is off.
     word = "adam" if kind.lower() == "adamw" else kind.lower()
     if existing is not None and word not in existing.lower():
-        problems.append(
-            f"optimizer.type is {kind!r}, but configure_optimizers returns {existing}: remove the section, or return "
-            "no optimizer"
-        )
+        problems.append(f"optimizer.type is {kind!r}, but configure_optimizers returns {existing}: remove one of both")
     for key in ("lr", "betas", "eps", "weight_decay"):
         if key in known:
             _fill_auto(config, f"optimizer.params.{key}", known[key], "the optimizer's", problems)
     if value_at(config, "optimizer.params.lr") == AUTO:
-        problems.append(
-            "optimizer.params.lr is 'auto', but no learning rate is known: write a number, or return the optimizer "
-            "from configure_optimizers"
-        )
+        problems.append("optimizer.params.lr is 'auto', but no learning rate is known: write a number")
 
 
 def _choose_adam(section: dict[str, Any], facts: RunFacts) -> None:

@@ -26,19 +26,14 @@ TOP_LEVEL: Mapping[str, Any] = _keys(
     (Annotated[FiniteFloat, Field(gt=0)], "gradient_predivide_factor steps_per_print"),
     (_word("fp32", "bf16", "fp16"), "communication_data_type"),
     (str, "seq_parallel_communication_data_type gradient_allreduce_op"),
+    (dict, "checkpoint"),
     (_word("debug", "info", "warning", "error", "critical"), "log_level"),
 )
 """Key to the type of its value, with the ranges that DeepSpeed asserts late or never."""
 
-_WRITER = _keys(
-    (str, "type data_parallel"),
-    (bool, "decoupled io_buffer_double show_statistics"),
-    (int, "io_buffer_size io_multiplier"),
-)
-
 UNMODELLED: Mapping[str, Mapping[str, Any]] = {
-    "optimizer": _keys((str, "type"), (Any, "params"), (bool, "legacy_fusion")),
-    "scheduler": _keys((str, "type"), (Any, "params")),
+    "optimizer": _keys((str, "type"), (dict, "params"), (bool, "legacy_fusion")),
+    "scheduler": _keys((str, "type"), (dict, "params")),
     "activation_checkpointing": _keys(
         (bool, "partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile"),
         (bool, "cpu_checkpointing"),
@@ -53,44 +48,30 @@ UNMODELLED: Mapping[str, Mapping[str, Any]] = {
     ),
     "data_types": _keys((str, "grad_accum_dtype param_dtype buffer_dtype"), (Any, "keep_in_fp32_modules")),
     "torch_autocast": _keys((bool, "enabled"), (str, "dtype"), (list, "lower_precision_safe_modules")),
-    "checkpoint": _keys(
-        (str, "tag_validation"),
-        (bool, "load_universal use_node_local_storage checkpoint_serialization"),
-        parallel_write=_keys((bool, "pipeline_stage")),
-        writer=_WRITER,
-    ),
 }
 """Section to its keys."""
 
 ALIASES = {"bfloat16": "bf16", "thread_count": "intra_op_parallelism"}
-"""Older names of a section and of a key of ``aio``. The models have aliases of their own."""
+"""Older names of a section and of a key of ``aio``. DeepSpeed's models have aliases of their own."""
 
-REMOVED: Mapping[str, str] = {
-    "nebula": "DeepSpeed removed Nebula, and checkpoints are this package's own",
-    "compression_training": "DeepSpeed removed its compression library",
-    "amp": "DeepSpeed removed Apex AMP, and the Trainer's precision sets the dtypes",
-    "quantize_training": "DeepSpeed removed Mixture-of-Quantization",
-    "eigenvalue": "DeepSpeed removed Mixture-of-Quantization, which it was for",
-    "sparse_gradients": "DeepSpeed removed it, and nn.Embedding(sparse=True) needs no setting",
-    "sparse_attention": "DeepSpeed removed Sparse Attention",
-    "elasticity": "DeepSpeed removed elastic training, and the batch size is the dataloader's",
-    "graph_harvesting": "DeepSpeed removed it",
-    "curriculum_learning": "DeepSpeed removed it. Order the samples in the dataloader",
-    "progressive_layer_drop": "DeepSpeed removed it. Drop layers in the model",
-}
+REMOVED: Mapping[str, str] = dict.fromkeys(
+    (
+        *("nebula", "compression_training", "amp", "quantize_training", "eigenvalue", "sparse_gradients"),
+        *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
+    ),
+    "DeepSpeed removed it",
+)
 """Sections that DeepSpeed 0.19 refuses, with the reason."""
 
 FOREIGN: Mapping[str, str] = {
-    "tensor_parallel": "the mesh of these strategies has no tensor-parallel axis",
-    "expert_parallel": "the mesh of these strategies has no expert-parallel axis",
-    "pipeline": "these strategies do not run pipelines",
-    "hybrid_engine": "these strategies train one model, without DeepSpeed's generation engine",
-    "autotuning": "it needs DeepSpeed's own launcher",
-    "data_efficiency": "it works through DeepSpeed's dataloader, and the Trainer has its own",
-    "datastates_ckpt": "checkpoints are this package's own",
-    "weight_quantization": "it is for inference with DeepSpeed's own engine",
-    "sequence_parallel_size": "the mesh of these strategies has no sequence-parallel axis",
-    "data_parallel_size": "the number of processes is devices x num_nodes",
+    **dict.fromkeys(
+        ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size", "data_parallel_size"),
+        "the mesh of these strategies has no such axis",
+    ),
+    **dict.fromkeys(
+        ("autotuning", "data_efficiency", "datastates_ckpt", "hybrid_engine", "weight_quantization"),
+        "it needs DeepSpeed's own launcher, dataloader, checkpoints or generation",
+    ),
 }
 """Keys that DeepSpeed reads but that have no place under a Trainer, with the reason."""
 
@@ -103,12 +84,10 @@ REMOVED_ZERO: Mapping[str, str] = {
 }
 """The same inside ``zero_optimization``."""
 
-UNSEEN: Mapping[str, str] = {
-    "zenflow": "it steps a part of a gradient late, by an optimizer of its own, whose state no checkpoint would have",
-    "offload_optimizer.super_offload": "it steps in a process of its own, whose state no checkpoint would have",
-    "offload_optimizer.ratio": "DeepSpeed would step the part on the device by an AdamW of its own, which follows no "
-    "schedule and whose state no checkpoint would have",
-}
+UNSEEN: Mapping[str, str] = dict.fromkeys(
+    ("zenflow", "offload_optimizer.super_offload", "offload_optimizer.ratio"),
+    "it steps a part of the parameters by an optimizer of its own, whose state no checkpoint would have",
+)
 """Keys of ``zero_optimization`` whose state no checkpoint would hold, with the reason."""
 
 

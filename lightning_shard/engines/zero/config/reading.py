@@ -4,7 +4,6 @@ Each error becomes a problem, a line with the key's path. The caller raises all 
 """
 
 import copy
-import inspect
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -15,10 +14,9 @@ from typing import Any
 import hjson
 import torch
 import yaml
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_shard.engines.zero.config.keys import (
+    ALIASES,
     FOREIGN,
     REMOVED,
     REMOVED_ZERO,
@@ -65,26 +63,24 @@ def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -
 
 def read_file(path: Path, name: str = "") -> dict[str, Any]:
     """Read a YAML file, or a JSON file as DeepSpeed does: comments and trailing commas are allowed, a repeated key is
-    not. ConfigurationError calls the file ``name``: it is missing, can't be parsed, or holds no mapping.
+    not. Keys ``_comment*`` are dropped. ConfigurationError calls the file ``name``: it is missing, can't be parsed, or
+    holds no mapping.
     """
     name = name or str(path)
     if not path.is_file():
-        found = "it is a folder, and no file" if path.is_dir() else f"there is no such file (from {Path.cwd()})"
-        raise ConfigurationError(f"{name}: {found}.")
+        raise ConfigurationError(f"{name}: there is no such file (from {Path.cwd()}).")
     text = path.read_bytes()
     begins = text.lstrip().startswith((b"{", b"//", b"/*"))
     is_json = path.suffix in (".json", ".hjson") or (path.suffix not in (".yaml", ".yml") and begins)
     try:
         # To hjson an empty file is a mapping.
         content = _parse_json(text) if is_json and text.strip() else yaml.safe_load(text)
-    except RecursionError as error:
-        raise ConfigurationError(f"{name} is nested too deeply to be a configuration.") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigurationError(f"{name} can't be read as {'JSON' if is_json else 'YAML'}: {error}") from error
     if not isinstance(content, dict):
         held = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise ConfigurationError(f"{name} {held}, but must hold a mapping of keys.")
-    return dict(_drop_comments(content))
+    return {key: value for key, value in content.items() if not str(key).startswith("_comment")}
 
 
 def _parse_json(text: bytes) -> Any:
@@ -103,37 +99,73 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _drop_comments(value: Any) -> Any:
-    """Drop the keys ``_comment*``, which stand for comments in strict JSON."""
-    if isinstance(value, list):
-        return [_drop_comments(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _drop_comments(item) for key, item in value.items() if not str(key).startswith("_comment")}
-
-
 def canonical_config(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Copy ``config`` without aliases, deprecated keys and nulls, each value as DeepSpeed parses it, or `AUTO`. Appends
+    """Copy ``config`` as DeepSpeed's models read it: without aliases, deprecated keys and nulls. `AUTO` stays. Appends
     to ``problems``.
     """
-    config = dict(config)
-    for key in list(config):
-        if key in REMOVED or key in FOREIGN:
-            reason = REMOVED.get(key) or FOREIGN[key]
-            if not is_off(config.pop(key), key):
-                problems.append(f"{key} can't be used: {reason}. Remove it")
-    if config.get("steps_per_print") in (math.inf, "inf", "Infinity"):
-        del config["steps_per_print"]  # Never.
-    config = _rewrite_old_keys(config, problems)
-    return _read_section(config, configuration(), "", problems)
+    from pydantic import ValidationError
+
+    content: dict[str, Any] = _tidy(config)
+    for key, reason in {**REMOVED, **FOREIGN}.items():
+        if not is_off(content.pop(key, None)):
+            problems.append(f"{key} can't be used: {reason}. Remove it")
+    if content.get("steps_per_print") in (math.inf, "inf", "Infinity"):
+        del content["steps_per_print"]  # Never.
+    zero = content.get("zero_optimization")
+    if isinstance(zero, bool):
+        # DeepSpeed's first format had stage 1 alone.
+        content["zero_optimization"] = zero = {"stage": int(zero)}
+    if isinstance(zero, dict):
+        for path, value, reason in pop_unavailable(zero):
+            problems.append(f"zero_optimization.{path} is {value!r}, but {reason}. Remove it")
+    try:
+        made = configuration()(**content)
+    except ValidationError as error:
+        problems += [_problem(detail) for detail in error.errors()]
+        return {}
+    found: dict[str, Any] = made.model_dump(by_alias=True, exclude_unset=True)
+    if isinstance(zero, dict) and "overlap_comm" not in zero:
+        # The model fills it in by the stage.
+        found["zero_optimization"].pop("overlap_comm", None)
+    return _with_autos(found, content)
 
 
-def is_off(value: Any, key: str = "") -> bool:
+def _tidy(value: Any) -> Any:
+    """Drop nulls, rename `ALIASES`, and parse numbers such as 1e8, which are text in YAML 1.1."""
+    if isinstance(value, Mapping):
+        return {ALIASES.get(key, str(key)): _tidy(item) for key, item in value.items() if item is not None}
+    if not isinstance(value, str):
+        return copy.deepcopy(value)
+    word = value.strip().lower()
+    return AUTO if word == AUTO else parse_number(value) if "e" in word else value
+
+
+def _with_autos(found: dict[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the `AUTO` of ``content``, which the models drop, back into ``found``. Paths become text."""
+    for key, value in content.items():
+        if value == AUTO:
+            found[key] = AUTO
+        elif isinstance(found.get(key), dict) and isinstance(value, Mapping):
+            found[key] = _with_autos(found[key], value)
+    return {key: str(value) if isinstance(value, Path) else value for key, value in found.items()}
+
+
+def _problem(detail: Mapping[str, Any]) -> str:
+    *sections, key = map(str, detail["loc"])
+    path, value = ".".join((*sections, key)), detail["input"]
+    if detail["type"] != "extra_forbidden":
+        shown = f"is {value!r}" if isinstance(value, str | int | float | list) else "does not fit"
+        return f"{path} {shown}, but DeepSpeed's rule is: {detail['msg']}"
+    model = configuration()
+    for section in sections:
+        model = section_of(model, section)
+    names = names_of(model)
+    near = [f"the nearest is {names[word]!r}" for word in nearest(key, names)]
+    return f"{path} is no key of DeepSpeed's: {(*near, 'remove it')[0]}"
+
+
+def is_off(value: Any) -> bool:
     """Whether the setting of an unavailable feature leaves it off."""
-    if key in ("sequence_parallel_size", "data_parallel_size") and value == 1:
-        return True
-    if key == "tensor_parallel" and isinstance(value, Mapping) and set(value) == {"autotp_size"}:
-        return value["autotp_size"] in (0, 1)
     if isinstance(value, Mapping):
         return not value or is_off(value.get("enabled", "on"))
     return value in (None, False, 0, AUTO) or (isinstance(value, str) and value.lower() == "false")
@@ -148,64 +180,6 @@ def pop_unavailable(zero: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         is_idle = value in (None, AUTO, 1) if key == "ratio" else is_off(value) or value == -1
         if not is_idle:
             yield path, value, reason
-
-
-def _rewrite_old_keys(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Rewrite the deprecated keys of ``zero_optimization``, and refuse the removed ones."""
-    zero = config.get("zero_optimization")
-    if isinstance(zero, bool):
-        # DeepSpeed's first format had stage 1 alone.
-        zero = {"stage": int(zero)}
-    if not isinstance(zero, Mapping):
-        return config
-    zero = dict(zero)
-    for path, value, reason in pop_unavailable(zero):
-        problems.append(f"zero_optimization.{path} is {value!r}, but {reason}. Remove it")
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        if str(zero.pop(old, False)).lower() in ("true", "1"):
-            zero.setdefault(new, {"device": "cpu"})
-    pinned = zero.pop("cpu_offload_use_pin_memory", None)
-    for section in ("offload_optimizer", "offload_param"):
-        if pinned is not None and isinstance(zero.get(section), Mapping):
-            zero[section] = {"pin_memory": pinned, **zero[section]}
-    old_name = "stage3_gather_fp16_weights_on_model_save"
-    if old_name in zero:
-        zero.setdefault("stage3_gather_16bit_weights_on_model_save", zero.pop(old_name))
-    return {**config, "zero_optimization": zero}
-
-
-def _read_section(content: Mapping[str, Any], model: Any, path: str, problems: list[str]) -> dict[str, Any]:
-    from pydantic import ValidationError
-
-    names, result, given = names_of(model), dict[str, Any](), dict[str, Any]()
-    for key, value in content.items():
-        if (name := names.get(str(key))) is None:
-            near = [names[word] for word in nearest(str(key), names)]
-            hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(names)}"
-            problems.append(f"{path}{key} is no key of DeepSpeed's: {hint}")
-            continue
-        section, is_auto = section_of(model, name), isinstance(value, str) and value.strip().lower() == AUTO
-        if value is None or (section and is_auto):
-            continue
-        if section and not isinstance(value, Mapping):
-            problems.append(f"{path}{name} is {value!r}, but must be a mapping of keys")
-            continue
-        read = _read_section(value, section, f"{path}{name}.", problems) if section else AUTO if is_auto else value
-        if not section and not is_auto:
-            given[name] = read = parse_number(value) if isinstance(value, str) and "e" in value.lower() else value
-        if name in result and result[name] != read:
-            problems.append(f"{path}{name} is given twice, as {result[name]!r} and, under another name, as {read!r}")
-        result[name] = read
-    try:
-        made = model(**given)
-    except ValidationError as error:
-        for detail in error.errors():
-            key = ".".join(map(str, detail["loc"][:1]))
-            found = f"{path}{key} is {given.get(key)!r}" if key else f"{path.rstrip('.')} does not fit"
-            problems.append(f"{found}, but DeepSpeed's rule is: {detail['msg']}")
-        return result
-    values = {names[name]: getattr(made, name) for name in model.model_fields if names[name] in given}
-    return result | {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def parse_number(text: str) -> Any:
@@ -232,81 +206,31 @@ MUON = (
 
 def read_sections(config: dict[str, Any], problems: list[str]) -> None:
     """Check that the types of both sections exist, and parse numbers that are written as text, in place."""
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
     for name in ("optimizer", "scheduler"):
         section = config.get(name)
         if not section:
             config.pop(name, None)
             continue
         kind, params = section.get("type", AUTO), section.get("params", {})
-        if kind == AUTO:
+        is_own = name == "optimizer" and kind.lower() in DEEPSPEED_OPTIMIZERS
+        if not is_own and not (hasattr(torch.optim, kind) if name == "optimizer" else schedule_class(kind)):
             problems.append(
-                f"{name}.type is {section.get('type')!r}, but must name one. Name it, or remove the section "
+                f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has. Correct it, or remove the section "
                 "and leave it to configure_optimizers"
             )
-        elif not isinstance(params, Mapping):
-            problems.append(f"{name}.params is {params!r}, but must be a mapping")
-        elif not _type_exists(name, kind):
-            near = nearest(kind, [*_own_types(name), "AdamW", "SGD"])
-            hint = f": the nearest is {near[0]!r}" if near else ""
-            problems.append(f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has{hint}")
         else:
-            section["params"] = params = {key: _parse_values(value) for key, value in params.items()}
-            for key in params:
-                path = f"{name}.params.{key}"
-                if key == "max_grad_norm":
-                    problems.append(f"{path} can't be used: clipping is the Trainer's. Set gradient_clip_val instead")
-                elif str(kind).lower() == "muon" and key not in MUON:
-                    problems.append(f"{path} is no hyperparameter of Muon's: known are {', '.join(MUON)}")
-                elif key.endswith("_lr") and any(rate < 0 for rate in _numbers(params[key])):
-                    problems.append(f"{path} is {params[key]!r}, but a learning rate must be 0 or more. Correct it")
-            _check_values(name, kind, params, problems)
+            section["params"] = {key: _parse_values(value) for key, value in params.items()}
+            if kind.lower() == "muon" and (others := params.keys() - set(MUON)):
+                problems.append(f"Muon has no {', '.join(sorted(others))}: known are {', '.join(MUON)}")
 
 
-def _numbers(value: Any) -> list[float]:
-    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int | float)]
-
-
-def _check_values(section: str, kind: str, params: Mapping[str, Any], problems: list[str]) -> None:
-    """Refuse values that torch's optimizer of that type refuses, its AdamW for a type that torch has not. Refuse a
-    ``warmup_type`` that DeepSpeed's schedules would replace silently.
-    """
-    from deepspeed.runtime.lr_schedules import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
-
-    if section == "optimizer":
-        name = {"adagrad": "Adagrad"}.get(kind.lower(), "AdamW" if kind.lower() in _own_types(section) else kind)
-        made = getattr(torch.optim, name)
-        takes = inspect.signature(made).parameters
-        known = {key: value for key, value in params.items() if key in takes and value != AUTO}
-        try:
-            made([torch.nn.Parameter(torch.zeros(1))], **known)
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            problems.append(f"optimizer.params is {known!r}, which torch's {name} refuses: {error}. Correct it")
-    elif (word := params.get("warmup_type", AUTO)) not in (AUTO, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-        rule = f"must be {WARMUP_LOG_RATE} or {WARMUP_LINEAR_RATE}"
-        problems.append(f"scheduler.params.warmup_type is {word!r}, but {rule}. Correct it")
-
-
-def _own_types(section: str) -> list[str]:
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-
-    return list(DEEPSPEED_OPTIMIZERS if section == "optimizer" else VALID_LR_SCHEDULES)
-
-
-def _type_exists(section: str, kind: str) -> bool:
-    """Whether ``kind`` is a type of DeepSpeed, in any case for optimizers, or a class of torch."""
-    if (kind.lower() if section == "optimizer" else kind) in _own_types(section):
-        return True
-    found = find_class(section, kind)
-    return inspect.isclass(found) and issubclass(found, Optimizer if section == "optimizer" else LRScheduler)
-
-
-def find_class(section: str, kind: str) -> Any:
-    """Find an optimizer of torch, or a schedule of DeepSpeed or torch, by its class name."""
+def schedule_class(kind: str) -> Any:
+    """Find a learning rate schedule of DeepSpeed or torch by its class name. None: neither has it."""
     from deepspeed.runtime import lr_schedules
 
-    modules = [torch.optim] if section == "optimizer" else [lr_schedules, torch.optim.lr_scheduler]
-    return next((found for module in modules if (found := getattr(module, kind, None)) is not None), None)
+    return getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind, None)
 
 
 def _parse_values(value: Any) -> Any:

@@ -86,7 +86,7 @@ class ZeroSettings:
     def communication_data_type(self) -> str | None:
         """The dtype in which gradients are reduced, "fp32", "bf16" or "fp16". None: the precision policy's."""
         dtype = value_at(self.merged, "communication_data_type")
-        return None if dtype in (None, AUTO) else dtype.lower()
+        return None if dtype == AUTO else dtype
 
     @property
     def loss_scaling(self) -> LossScaling | None:
@@ -104,7 +104,6 @@ def read_settings(fields: typed.DeepSpeedFields, *, aligned: bool, problems: lis
     settings = ZeroSettings(fields=fields, merged=canonical_config(_merge_fields(fields, problems), problems))
     if not problems:
         _check_stage(settings, problems)
-        _check_trainer_owned(settings.merged, problems)
         try:
             _ = settings.loss_scaling
         except ConfigurationError as error:
@@ -117,7 +116,8 @@ def read_settings(fields: typed.DeepSpeedFields, *, aligned: bool, problems: lis
 def _merge_fields(fields: typed.DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
     """See `ZeroSettings.merged`."""
     merged = canonical_config(read_config(fields.config), problems)
-    read_sections(merged, problems)
+    if not problems:
+        read_sections(merged, problems)
     for name, path in KEYS.items():
         unset = getattr(fields, name.partition(".")[0]) is None
         value = None if unset else attrgetter(name)(fields)
@@ -139,16 +139,13 @@ def _merge_fields(fields: typed.DeepSpeedFields, problems: list[str]) -> dict[st
 
 def check_optimizers(settings: ZeroSettings, optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that DeepSpeed can't step (ConfigurationError)."""
+    returned = f"configure_optimizers returns {len(optimizers) or 'no'} optimizers"
     if len(optimizers) > 1 and settings.optimizer_device == "nvme":
-        raise ConfigurationError(
-            f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one with the "
-            "optimizer offloaded to NVMe. Use device: cpu, or shard_ddp."
-        )
+        raise ConfigurationError(f"{returned}, but with offload to NVMe DeepSpeed steps one. Use device: cpu.")
     if len(optimizers) > 1 and "scheduler" in settings.merged:
         raise ConfigurationError(
-            f"configure_optimizers returns {len(optimizers)} optimizers, but the DeepSpeed configuration has a "
-            "scheduler section, which does not say whose learning rate it sets. Return schedules from "
-            "configure_optimizers, and remove the section."
+            f"{returned}, but the DeepSpeed configuration has a scheduler section, which does not say whose learning "
+            "rate it sets. Return schedules from configure_optimizers, and remove the section."
         )
     section = value_at(settings.merged, "optimizer.type") if not optimizers else None
     is_adagrad = len(optimizers) == 1 and isinstance(optimizers[0], Adagrad)
@@ -157,10 +154,10 @@ def check_optimizers(settings: ZeroSettings, optimizers: Sequence[Optimizer]) ->
             "The optimizer is torch's Adagrad, in whose place DeepSpeed puts one of its own with default "
             "hyperparameters. Use shard_fsdp or shard_ddp, or DeepSpeedCPUAdagrad with offload_optimizer."
         )
-    if not optimizers and "optimizer" not in settings.merged:
+    if not optimizers and section is None:
         raise ConfigurationError(
-            "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
-            "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
+            f"{returned}, and the DeepSpeed configuration has no optimizer section. Return an optimizer, or write the "
+            "section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
         )
 
 
@@ -171,18 +168,12 @@ def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
     given = {key: value for key, value in fp16.items() if value != AUTO}
     if given.get("enabled") is False:
         return None
-    if given.get("consecutive_hysteresis"):
-        raise ConfigurationError(
-            "fp16.consecutive_hysteresis is true, but the loss scale's hysteresis is refilled only when the scale "
-            "grows. Remove it."
-        )
-    static = given.get("loss_scale", 0)
-    if static != 0:
-        power = max(0, round(math.log2(static))) if static > 0 else 16
-        raise ConfigurationError(
-            f"fp16.loss_scale is {static:g}, a static scale, but the scale is dynamic on every engine here. Set "
-            f"fp16.loss_scale to 0 and fp16.initial_scale_power to {power}, to begin at {2.0**power:g}."
-        )
+    for key in ("consecutive_hysteresis", "loss_scale"):
+        if given.get(key):
+            raise ConfigurationError(
+                f"fp16.{key} is {given[key]}, but on every engine here the loss scale is dynamic, and its hysteresis is"
+                " refilled when it grows. Remove it, or begin at a scale by fp16.initial_scale_power."
+            )
     if not any(key in given for key in SCALE_KEYS):
         return None
     try:
@@ -198,59 +189,33 @@ def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
 
 
 def _check_stage(asked: ZeroSettings, problems: list[str]) -> None:
-    """Check combinations that DeepSpeed refuses late or never."""
+    """Check combinations that DeepSpeed would ignore, or fail on late."""
     stage, zero = asked.stage, asked.merged[ZERO]
-    if asked.parameter_device != "none" and stage < 3:
-        problems.append(
-            f"offload_parameters is {asked.parameter_device!r} with stage {stage}, but only stage 3 shards, and so can "
-            "offload, parameters. Set stage: 3, or remove it"
-        )
     for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
         section = zero.get(key, {})
-        if section.get("device") != "nvme":
-            continue
-        if stage < 3:
-            problems.append(f"{name} is 'nvme' with stage {stage}, but NVMe needs stage 3. Set stage: 3 or device: cpu")
-        if section.get("nvme_path") in (None, AUTO):
+        device = section.get("device", "none")
+        if stage < 3 and (device == "nvme" or (device == "cpu" and key == "offload_param")):
+            problems.append(f"{name} is {device!r} with stage {stage}, but needs stage 3. Set stage: 3, or remove it")
+        if device == "nvme" and section.get("nvme_path") in (None, AUTO):
             problems.append(f"{name} is 'nvme' without nvme_path. Set {name}.nvme_path to a directory")
         for pipeline in ("pipeline_read", "pipeline_write"):
-            if section.get(pipeline) is True:
+            if device == "nvme" and section.get(pipeline) is True:
                 # DeepSpeed's other swapper writes while the next sub-group is stepped. State is read between steps.
                 problems.append(f"{ZERO}.{key}.{pipeline} is true, but state in files is used between steps. Remove it")
-    for key, plain in (("gradient_predivide_factor", 1.0), ("prescale_gradients", False)):
-        # DeepSpeed asserts it after stage 3 has sharded the parameters.
-        value, sums = asked.merged.get(key, plain), asked.merged.get("gradient_allreduce_op") == "sum"
-        if value not in (AUTO, plain) and stage > 1 + sums and zero.get("reduce_scatter") is not False:
-            problems.append(
-                f"{key} is {value} with stage {stage}, which divides gradients before their sum only if it does not "
-                "reduce-scatter them. Remove it, or set buckets.reduce_scatter: false"
-            )
     autocast = asked.merged.get("torch_autocast", {})
     if stage == 3 and autocast.get("enabled") is True and autocast.get("dtype", AUTO) == AUTO:
         problems.append(
             "torch_autocast.enabled is true with stage 3, which gathers in torch_autocast.dtype. Set it too"
         )
-    for name in [field.name for field in dataclasses.fields(typed.ZeroPlusPlus)]:
-        value = zero.get(f"zero_{name}", AUTO)
-        if stage < 3 and (value is True or (value != AUTO and value > 1)):
-            problems.append(f"{ZERO}.zero_{name} is {value} with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")
-    if asked.parameter_device == "nvme" and (size := zero.get("zero_hpz_partition_size", AUTO)) not in (AUTO, 0, 1):
-        problems.append(
-            f"{ZERO}.zero_hpz_partition_size is {size} with offload_parameters 'nvme', but DeepSpeed keeps no second "
-            "copy of parameters in files. Set device: cpu, or remove one of the two"
-        )
-
-
-def _check_trainer_owned(merged: Mapping[str, Any], problems: list[str]) -> None:
-    """Check settings that belong to the Trainer or the strategy here."""
+    for path in (f"zero_{field.name}" for field in dataclasses.fields(typed.ZeroPlusPlus)):
+        value = zero.get(path, AUTO)
+        if stage < 3 and value != AUTO and (value is True or value > 1):
+            problems.append(f"{ZERO}.{path} is {value} with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")
     for path, (refused, reason) in TRAINER_OWNED.items():
-        if value_at(merged, path) is refused:
+        if value_at(asked.merged, path) is refused:
             problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
-    if value_at(merged, "fp16.enabled") is True and value_at(merged, "bf16.enabled") is True:
+    if value_at(asked.merged, "fp16.enabled") is True and value_at(asked.merged, "bf16.enabled") is True:
         problems.append("fp16.enabled and bf16.enabled are both true, but a run computes in one of them")
-    bucket = value_at(merged, f"{ZERO}.allgather_bucket_size")
-    if isinstance(bucket, int) and bucket % 2:
-        problems.append(f"{ZERO}.allgather_bucket_size is {bucket}, but DeepSpeed's must be even")
 
 
 TRAINER_OWNED = {
@@ -258,7 +223,6 @@ TRAINER_OWNED = {
     "dataloader_drop_last": (True, "the Trainer has its own dataloader: set drop_last there"),
     "compile.deepcompile": (True, "DeepCompile needs DeepSpeed's own compile call"),
     "checkpoint.load_universal": (True, "checkpoints are this package's own, which load at any world size"),
-    f"{ZERO}.legacy_stage1": (True, "DeepSpeed has it no more"),
     f"{ZERO}.zero_quantized_nontrainable_weights": (
         True,
         "DeepSpeed 0.19 copies frozen parameters into int8 without scaling them, by which most become 0",

@@ -54,9 +54,7 @@ def test_an_nvme_file_with_old_names() -> None:
     assert (asked.stage, asked.optimizer_device, asked.parameter_device) == (3, "nvme", "nvme")
     config = configured(fields, run_facts())
     assert config["aio"]["intra_op_parallelism"] == 1
-    assert "thread_count" not in config["aio"]
     assert config[ZERO]["stage3_gather_16bit_weights_on_model_save"] is True
-    assert "stage3_gather_fp16_weights_on_model_save" not in config[ZERO]
 
 
 def test_a_file_whose_values_are_strings() -> None:

@@ -50,7 +50,7 @@ def test_the_table_of_keys_is_deepspeeds() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["activation_checkpointing", "aio", "flops_profiler", "data_types", "torch_autocast", "checkpoint", "optimizer"],
+    ["activation_checkpointing", "aio", "flops_profiler", "data_types", "torch_autocast", "optimizer"],
 )
 def test_the_tables_of_sections_are_deepspeeds(name: str) -> None:
     base = {"optimizer": {"type": "x"}, "torch_autocast": {"dtype": "bf16"}}.get(name, {})

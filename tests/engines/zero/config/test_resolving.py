@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from deepspeed.runtime import config as library
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +17,6 @@ from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
     OptimizerOffload,
     ParameterOffload,
-    Stage3Options,
     ZeroBuckets,
 )
 from tests.engines.zero.config.support import ADAMW, FILES, ZERO, configured, contradiction, run_facts, settings_of
@@ -33,25 +31,27 @@ def test_every_contradiction_is_in_one_error() -> None:
         "fp16": {"enabled": True},
         "optimizer": {"type": "SGD", "params": {"lr": 0.5, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_max_lr": 0.2}},
-        ZERO: {"stage": 3, "zero_hpz_partition_size": 3},
     }
     facts = run_facts(world_size=2, optimizer={**ADAMW, "type": "AdamW"})
     text = contradiction(config, facts)
-    for line in (
-        "train_batch_size is 64, but the run's, 2 per process x 1 accumulated x 2 processes, is 4",
-        "train_micro_batch_size_per_gpu is 8, but the dataloader's batch size is 2",
-        "gradient_accumulation_steps is 4, but the Trainer's accumulate_grad_batches is 1",
-        "gradient_clipping is 1, but the Trainer's gradient_clip_val is not set: set Trainer(gradient_clip_val=1)",
-        "fp16.enabled is true, but the Trainer's precision computes in bf16",
-        "optimizer.type is 'SGD', but configure_optimizers returns AdamW",
-        "optimizer.params.lr is 0.5, but the optimizer's is 0.001",
-        "optimizer.params.weight_decay is 0.01, but the optimizer's is 0.05",
-        "scheduler.params.total_num_steps is 10, but the Trainer's number of optimizer steps is 500",
-        "scheduler.params.warmup_max_lr is 0.2, but the optimizer's learning rate is 0.001",
-        f"{ZERO}.zero_hpz_partition_size is 3, but must divide the 2 processes of the run",
+    lines = text.split("\n  - ")[1:]
+    for start, line in zip(
+        (
+            "train_micro_batch_size_per_gpu is 8, but the dataloader's batch size is 2",
+            "gradient_accumulation_steps is 4, but the Trainer's accumulate_grad_batches is 1",
+            "train_batch_size is 64, but the run's, 2 per process x 1 accumulated x 2 processes, is 4",
+            "gradient_clipping is 1.0, but the Trainer's clipping is 0.0",
+            "fp16.enabled is True, but with the Trainer's precision, compute bf16",
+            "optimizer.type is 'SGD', but configure_optimizers returns AdamW",
+            "optimizer.params.lr is 0.5, but the optimizer's is 0.001",
+            "optimizer.params.weight_decay is 0.01, but the optimizer's is 0.05",
+            "scheduler.params.total_num_steps is 10, but the Trainer's number of optimizer steps is 500",
+            "scheduler.params.warmup_max_lr is 0.2, but the optimizer's learning rate is 0.001",
+        ),
+        lines,
+        strict=True,
     ):
-        assert f"\n  - {line}" in text
-    assert ", in 11 places:" in text
+        assert line.startswith(start)
 
 
 def test_values_that_agree_with_the_run_pass() -> None:
@@ -72,10 +72,8 @@ def test_values_that_agree_with_the_run_pass() -> None:
 @pytest.mark.parametrize(
     ("clip", "value", "algorithm", "text"),
     [
-        (1.0, 0.5, "norm", "gradient_clipping is 1, but the Trainer's gradient_clip_val is 0.5: make them equal"),
-        (0, 0.5, "norm", "gradient_clipping is 0, but the Trainer's gradient_clip_val is 0.5: make them equal"),
-        (1.0, None, "norm", "is not set: set Trainer(gradient_clip_val=1)"),
-        (0.5, 0.5, "value", "gradient_clipping is 0.5, which is by norm, but the Trainer's gradient_clip_algorithm is"),
+        (0, 0.5, "norm", "gradient_clipping is 0.0, but the Trainer's clipping is 0.5"),
+        (0.5, 0.5, "value", "gradient_clipping is by norm, but the Trainer's gradient_clip_algorithm is 'value'"),
         ("auto", 0.5, "value", None),
         (0.0, None, "norm", None),
         (0.5, 0.5, "norm", None),
@@ -130,13 +128,6 @@ def test_auto_values_that_nobody_knows(config: dict[str, Any], facts: dict[str, 
     assert text in contradiction(config, run_facts(**facts))
 
 
-def test_warm_up_steps() -> None:
-    # DeepSpeed takes no warm-up of 0 steps.
-    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
-    result = configured(DeepSpeedFields(config=config), run_facts())
-    assert result["scheduler"]["params"] == {"warmup_num_steps": 1}
-
-
 def test_hyperparameters_may_be_text() -> None:
     params = {"lr": "1e-4", "betas": ["0.9", "0.95"], "adam_w_mode": "False"}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "1e2", "warmup_type": "linear"}}
@@ -187,7 +178,6 @@ def test_buffers_are_no_larger_than_the_model() -> None:
     zero = configured(fields, run_facts(number_of_parameters=10**12))[ZERO]
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == BUCKET
     assert zero["offload_param"]["buffer_size"] == NVME_BUFFER
-    assert configured(fields, run_facts(number_of_parameters=None))[ZERO] == zero
     own = library.DeepSpeedConfig({"train_batch_size": 1, ZERO: {"offload_param": {"device": "cpu"}}}).zero_config
     assert own.reduce_bucket_size == own.allgather_bucket_size == BUCKET
     assert own.offload_param.buffer_size == NVME_BUFFER
@@ -213,14 +203,6 @@ def test_stages_1_and_2_overlap_on_devices(
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == (BUCKET if stage == 3 else OVERLAPPED)
 
 
-def test_auto_buckets_without_a_hidden_size_are_the_defaults() -> None:
-    stage3 = Stage3Options(prefetch_bucket_size="auto", param_persistence_threshold="auto")
-    fields = DeepSpeedFields(stage=3, buckets=ZeroBuckets(reduce="auto"), stage3=stage3)
-    zero = configured(fields, run_facts(hidden_size=None))[ZERO]
-    assert zero["reduce_bucket_size"] == 10_000
-    assert not {"stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"} & set(zero)
-
-
 def test_pinned_memory_is_left_out_on_a_cpu() -> None:
     fields = DeepSpeedFields(stage=3, offload_optimizer=OptimizerOffload(), offload_parameters=ParameterOffload())
     for device, expected in (("cpu", False), ("cuda", None)):
@@ -237,21 +219,16 @@ def test_the_result_is_the_same_in_every_call_and_any_order() -> None:
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_a_dumped_configuration_can_be_given_again(stage: Any, aligned: bool, tmp_path: Path) -> None:
-    facts = run_facts("32-true" if stage == 0 else "bf16-mixed", aligned=aligned)
+    facts = run_facts(aligned=aligned)
     config = configured(DeepSpeedFields(stage=stage), facts)
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config, sort_keys=True))
     again = DeepSpeedFields(config=str(path))
     settings_of(again, aligned=aligned)
     assert configured(again, facts) == config
-
-
-def test_a_value_that_json_does_not_have() -> None:
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "maximize": torch.float32}}}
-    assert "it holds a value that JSON does not have" in contradiction(config, run_facts(optimizer=None))
 
 
 def test_deepspeeds_throughput_timer_runs_where_it_is_asked_for() -> None:
