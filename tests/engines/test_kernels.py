@@ -108,19 +108,15 @@ def test_each_missing_tool_is_named_with_its_package(tmp_path: Path, monkeypatch
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
     monkeypatch.setenv("PATH", path_with(tmp_path / "none"))
     problems = kernels.missing_build_tools(("cpu_adam",), "cpu")
-    assert len(problems) == 2
-    assert "DeepSpeed compiles cpu_adam, but there is no C++ compiler 'c++': apt-get install g++" in problems[0]
-    assert "no ninja on PATH: apt-get install ninja-build, or" in problems[1]
-    assert str(Path(sys.executable).parent) in problems[1]
-
+    assert problems == [
+        f"DeepSpeed compiles cpu_adam, but this machine lacks {tool}"
+        for tool in ("a C++ compiler (apt-get install g++)", "ninja on PATH (pip install ninja)")
+    ]
     monkeypatch.setenv("PATH", path_with(tmp_path / "ninja", "ninja", "c++"))
     assert kernels.missing_build_tools(("cpu_adam",), "cpu") == []
-    for found in (True, False):
-        monkeypatch.setattr(OpBuilder, "has_function", lambda *args, is_there=found: is_there)
-        problems = kernels.missing_build_tools(("async_io", "pin_memory"), "cpu")
-        assert len(problems) == (not found)
-    assert problems[0].endswith("async_io, but its builder says that it can't be here: apt-get install libaio-dev")
-
+    monkeypatch.setattr(OpBuilder, "has_function", lambda *args: False)
+    [problem] = kernels.missing_build_tools(("async_io", "pin_memory"), "cpu")
+    assert problem.endswith("for async_io libaio-dev)")
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {"async_io": 1, "pin_memory": 1})
     assert kernels.missing_build_tools(("async_io", "pin_memory"), "cpu") == []
 
@@ -135,9 +131,8 @@ def test_kernels_of_gpus_need_a_toolkit(tmp_path: Path, monkeypatch: pytest.Monk
     for home in (None, str(tmp_path)):  # a runtime alone has no nvcc
         monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
         [problem] = kernels.missing_build_tools(("cpu_adam", "fused_adam"), "cuda")
-        assert problem.startswith("DeepSpeed compiles fused_adam, but there is no CUDA toolkit with nvcc here")
-        assert "torch_adam: true" in problem
-    # What is compiled for the host needs none.
+        assert problem.startswith("DeepSpeed compiles fused_adam, but this machine lacks a CUDA toolkit with nvcc")
+    # Kernels of the host need none.
     assert kernels.missing_build_tools(("cpu_adam", "pin_memory"), "cuda") == []
     (tmp_path / "bin" / "nvcc").symlink_to("/bin/true")
     assert kernels.missing_build_tools(("fused_adam",), "cuda") == []
@@ -210,21 +205,17 @@ def test_a_build_that_goes_on_is_no_stale_lock(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
     folder = tmp_path / "cpu_adam"
-    assert kernels.stale_lock_problem("cpu_adam", wait=True) is None
+    assert kernels.stale_lock_problem("cpu_adam") is None
     with builder(folder) as process:
         age(folder)
         # However long it takes.
-        assert kernels.stale_lock_problem("cpu_adam", wait=True) is None
+        assert kernels.stale_lock_problem("cpu_adam") is None
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert f"{folder / 'lock'} is the lock of a build" in str(kernels.stale_lock_problem("cpu_adam", wait=True))
-    # Another machine compiles into a shared folder, whose end is waited for.
+        assert f"{folder / 'lock'} is the lock of a build" in str(kernels.stale_lock_problem("cpu_adam"))
+    # Another machine compiles into a shared folder.
     (folder / "cpu_adam.o").touch()
-    assert kernels.stale_lock_problem("cpu_adam", wait=False) is None
-    other = subprocess.Popen(["sh", "-c", f"sleep 1.5; rm {folder / 'lock'}"])
-    assert kernels.stale_lock_problem("cpu_adam", wait=True) is None
-    assert not (folder / "lock").exists()
-    assert other.wait() == 0
+    assert kernels.stale_lock_problem("cpu_adam") is None
 
 
 def test_the_lock_is_where_torch_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +254,7 @@ def test_a_lock_that_only_some_optimizers_wait_for_is_a_warning(tmp_path: Path) 
 
 def test_what_is_missing_on_one_rank_is_an_error_on_all() -> None:
     for error in run_distributed(fit_without_tools, 2, 1):
-        assert "DeepSpeed compiles async_io, pin_memory, but there is no C++ compiler 'no-such-compiler'" in error
+        assert "DeepSpeed compiles async_io, but this machine lacks a C++ compiler" in error
 
 
 def test_a_fit_reports_a_stale_lock_and_does_not_wait_for_it(tmp_path: Path) -> None:

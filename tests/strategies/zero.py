@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from tests.harness import run_distributed
-from tests.models import Final, TinyLM, loader, quiet_trainer
+from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, differences
 
 STAGES = ["zero_1", "zero_2", "zero_3"]
@@ -41,6 +41,13 @@ class Keeps(Manual):
         optimizer: Any = super().optimizers(use_pl_optimizer)
         vars(optimizer)["zero_grad"] = lambda: None
         return optimizer
+
+
+class Start(pl.Callback):
+    """Keeps the full masters at the start of a fit."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.parameters = all_parameters(trainer)
 
 
 class WithoutOptimizer(TinyLM):
