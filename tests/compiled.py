@@ -24,15 +24,14 @@ def need(request: pytest.FixtureRequest, *names: str) -> None:
 
 def _is_compiled(name: str) -> bool:
     import deepspeed
+    from torch.utils.cpp_extension import _get_build_directory
 
-    lock = kernels.lock_path(name)
-    if lock is None:
-        return True
-    commands = lock.parent / "build.ninja"
+    folder = Path(_get_build_directory(name, verbose=False))
+    commands = folder / "build.ninja"
     # Another environment's DeepSpeed has its sources elsewhere, so that all would be compiled again.
     here = str(Path(deepspeed.__file__).parent)
-    if lock.exists() or not commands.exists() or here not in commands.read_text():
+    if (folder / "lock").exists() or not commands.exists() or here not in commands.read_text():
         return False
     # And so they would be with newer headers, of the system or of torch.
-    told = subprocess.run(["ninja", "-n", "-C", str(lock.parent)], capture_output=True, text=True, check=False)
+    told = subprocess.run(["ninja", "-n", "-C", str(folder)], capture_output=True, text=True, check=False)
     return "no work to do" in told.stdout

@@ -75,7 +75,7 @@ USES = {
         "_composable_state _module_state_mapping _parameters",
     ),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
-    "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
+    "engines/zero/kernels.py": ("kernels that are loaded", "_loaded_ops"),
     "engines/zero/flat_layout.py": (
         "gradients of micro-batches so far",
         "_use_compact_grad_partition_buffer",

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.cpp_extension import _get_build_directory
-from torch.utils.file_baton import FileBaton
 
 from lightning_shard.engines.zero import kernels
 from lightning_shard.engines.zero.config.fields import OptimizerOffload
@@ -170,98 +164,6 @@ def fit_without_tools(rank_without: int) -> str:
     return fit_with_nvme()
 
 
-# Locks
-
-
-@contextmanager
-def builder(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds torch's lock in ``folder``, as one that compiles does."""
-    program = (
-        "import importlib.util, sys, time; "
-        "spec = importlib.util.spec_from_file_location('file_baton', sys.argv[1]); "
-        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module); "
-        "assert module.FileBaton(sys.argv[2]).try_acquire(); print('held', flush=True); time.sleep(600)"
-    )
-    source = sys.modules[FileBaton.__module__].__file__
-    command = [sys.executable, "-c", program, str(source), str(folder / "lock")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def age(folder: Path) -> None:
-    for path in folder.iterdir():
-        os.utime(path, (0, 0))
-
-
-def test_a_build_that_goes_on_is_no_stale_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
-    folder = tmp_path / "cpu_adam"
-    assert kernels.stale_lock_problem("cpu_adam") is None
-    with builder(folder) as process:
-        age(folder)
-        # However long it takes.
-        assert kernels.stale_lock_problem("cpu_adam") is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert f"{folder / 'lock'} is the lock of a build" in str(kernels.stale_lock_problem("cpu_adam"))
-    # Another machine compiles into a shared folder.
-    (folder / "cpu_adam.o").touch()
-    assert kernels.stale_lock_problem("cpu_adam") is None
-
-
-def test_the_lock_is_where_torch_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {"async_io": object()})
-    assert (
-        kernels.lock_path("cpu_adam")
-        == tmp_path / "cpu_adam" / "lock"
-        == Path(_get_build_directory("cpu_adam", False), "lock")
-    )
-    assert kernels.lock_path("async_io") is None
-
-
-def fit_beside_a_lock(folder: str) -> str:
-    os.environ["TORCH_EXTENSIONS_DIR"] = folder
-    return fit_with_nvme()
-
-
-def warnings_beside_a_lock(folder: str) -> list[str]:
-    os.environ["TORCH_EXTENSIONS_DIR"] = folder
-    with nothing_loaded(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quiet_trainer(strategy=ShardDeepSpeedStrategy(stage=2), max_steps=1).fit(TinyLM(), loader())
-    return [str(w.message) for w in caught if "killed" in str(w.message)]
-
-
-def test_a_lock_that_only_some_optimizers_wait_for_is_a_warning(tmp_path: Path) -> None:
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    age(lock.parent)
-    [warning], none = run_distributed(warnings_beside_a_lock, 2, str(tmp_path))
-    assert f"makes a DeepSpeedCPUAdam, it will not return: {lock}" in warning
-    assert none == []
-
-
 def test_what_is_missing_on_one_rank_is_an_error_on_all() -> None:
     for error in run_distributed(fit_without_tools, 2, 1):
         assert "DeepSpeed compiles async_io, but this machine lacks a C++ compiler" in error
-
-
-def test_a_fit_reports_a_stale_lock_and_does_not_wait_for_it(tmp_path: Path) -> None:
-    lock = tmp_path / "async_io" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    age(lock.parent)
-    for error in run_distributed(fit_beside_a_lock, 2, str(tmp_path)):
-        assert f"{lock} is the lock of a build that was killed" in error
-    assert lock.exists()

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ def refuse_older_version() -> None:
     lowest = TESTED["deepspeed"][0]
     if version_numbers(deepspeed.__version__) < version_numbers(lowest):
         raise ImportError(
-            f"DeepSpeed {deepspeed.__version__} is installed, but lightning_shard works on the engine's own objects "
-            f"and needs DeepSpeed {lowest} or newer: pip install 'deepspeed>={lowest}'"
+            f"DeepSpeed {deepspeed.__version__} is installed, but lightning_shard needs {lowest} or newer: "
+            f"pip install 'deepspeed>={lowest}'"
         )
 
 
@@ -51,10 +52,8 @@ def connect_deepspeed(
     device: torch.device, *, backend: str, local_rank: int, local_size: int, timeout: timedelta
 ) -> Connection:
     """Let DeepSpeed use the existing process group of ``backend``, and drop its globals of an earlier one. All ranks
-    call it.
-
-    ``device`` decides DeepSpeed's accelerator. ``local_rank`` is the rank on the node. ``local_size`` is the number of
-    devices that DeepSpeed sees on a CPU. ``timeout`` is for groups that DeepSpeed makes.
+    call it. ``device`` decides DeepSpeed's accelerator. ``local_size`` is the number of devices that it sees on a CPU,
+    ``timeout`` for groups that it makes.
     """
     import deepspeed
     from deepspeed.comm import comm
@@ -117,8 +116,8 @@ def synced_generation(config: Mapping[str, Any]) -> Generator[None, None, None]:
     if known is None or known.is_deepspeed_zero3_enabled():
         yield
         return
-    # transformers holds it weakly.
-    shown = _Stage3Config(config)
+    # Stands for ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate. transformers holds it weakly.
+    shown = SimpleNamespace(config=config, is_zero3=lambda: True)
     known.set_hf_deepspeed_config(shown)
     try:
         yield
@@ -126,18 +125,7 @@ def synced_generation(config: Mapping[str, Any]) -> Generator[None, None, None]:
         known.unset_hf_deepspeed_config()
 
 
-class _Stage3Config:
-    """Stands for ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-
-    def is_zero3(self) -> bool:
-        return True
-
-
 _VARIABLES = ("LOCAL_SIZE", "LOCAL_RANK")
-
 
 _connected: dict[str, object] = {}  # The process group that DeepSpeed's globals belong to.
 

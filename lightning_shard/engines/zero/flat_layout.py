@@ -4,7 +4,6 @@ Stages 1 and 2 concatenate a group's parameters and divide the result into equal
 parameter and concatenates a rank's shards in sub-groups. No other file knows this.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,9 +31,6 @@ def optimizer_kind(zero: Any) -> str:
     return type(zero).__name__
 
 
-# Masters
-
-
 def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
     """List the flat tensors that DeepSpeed's optimizer steps on this rank, with the parameters in each. ``names``:
     parameter to FQN.
@@ -57,9 +53,10 @@ def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
 def _overlap(fqn: str, parameter: Tensor, offset: int, begin: int, size: int) -> FlatMember:
     """The part of a parameter at ``offset`` of its group in the partition ``[begin, begin + size)``."""
     low, high = max(offset, begin), min(offset + parameter.numel(), begin + size)
+    shape = tuple(parameter.shape)
     if low >= high:
-        return FlatMember(fqn=fqn, shape=tuple(parameter.shape))
-    return FlatMember(fqn=fqn, shape=tuple(parameter.shape), offset=low - begin, start=low - offset, length=high - low)
+        return FlatMember(fqn=fqn, shape=shape)
+    return FlatMember(fqn=fqn, shape=shape, offset=low - begin, start=low - offset, length=high - low)
 
 
 def _stage_3_groups(zero: Any, names: Mapping[Tensor, str]) -> Iterator[FlatGroup]:
@@ -126,9 +123,6 @@ def stepped_shards(zero: Any, groups: Sequence[FlatGroup]) -> list[Shard]:
     ]
 
 
-# Parameters of stage 3
-
-
 def full_shape(parameter: Any) -> tuple[int, ...]:
     """The shape of the full parameter, even if stage 3 has sharded it."""
     return tuple(parameter.ds_shape if is_partitioned(parameter) else parameter.shape)
@@ -179,30 +173,24 @@ def watch_releases(parameters: Iterable[Any], note: Callable[[Tensor], None]) ->
 
 def names_in_leaf_modules(module: nn.Module) -> set[str]:
     """FQNs of the parameters in leaf modules, which stage 3 gathers and reduces in full whatever part of them runs."""
-    from deepspeed.utils import z3_leaf_module
-
-    leaves = [(fqn, m) for fqn, m in unwrapped_modules(module) if z3_leaf_module(m)]
+    _, is_leaf = _parameter_queries()
+    leaves = [(fqn, m) for fqn, m in unwrapped_modules(module) if is_leaf(m)]
     return {f"{fqn}.{name}".lstrip(".") for fqn, leaf in leaves for name in named_parameters(leaf)}
 
 
 def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """FQN and module of each shard unit of stage 3: leaf modules, and others with parameters of their own."""
-    from deepspeed.utils import z3_leaf_module
-
-    inside = names_in_leaf_modules(module)
-    found = []
+    inside, (_, is_leaf), found = names_in_leaf_modules(module), _parameter_queries(), []
     for fqn, part in unwrapped_modules(module):
         own = {f"{fqn}.{name}".lstrip(".") for name, _ in part.named_parameters(recurse=False)}
-        if z3_leaf_module(part) or own - inside:
+        if is_leaf(part) or own - inside:
             found.append((fqn, part))
     return found
 
 
 def parameters_of_unit(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters that stage 3 gathers for one of `gathered_modules`."""
-    from deepspeed.utils import z3_leaf_module
-
-    return module.parameters(recurse=z3_leaf_module(module))
+    return module.parameters(recurse=_parameter_queries()[1](module))
 
 
 def is_gathered_for(module: nn.Module) -> bool:
@@ -229,9 +217,6 @@ def trace_gathered_modules(offload: Any) -> None:
         (own if is_gathered_for(module) else FWD_MODULE_STACK.append)(module)
 
     wrap(offload, "pre_sub_module_forward_function", fetch)
-
-
-# Gradients
 
 
 def gradient_parts(zero: Any, index: int) -> list[Tensor]:
@@ -281,8 +266,8 @@ def _slices(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatSlice]:
 def accumulated_gradients(
     zero: Any, groups: Sequence[FlatGroup], names: Mapping[Tensor, str]
 ) -> Iterator[tuple[str, LiveTensor]]:
-    """FQN and gradient of each parameter in ``names`` that waits for further micro-batches. By stage it is this rank's
-    own in full, or a reduced shard.
+    """FQN and gradient of each parameter in ``names`` that waits for further micro-batches: by stage this rank's own in
+    full, a reduced shard, or a full one with a reduced part.
     """
     if optimizer_kind(zero) == BF16:
         for parameters, waiting in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
@@ -297,43 +282,28 @@ def accumulated_gradients(
                 yield fqn, gradient
         return
     for index, group in enumerate(groups):
-        stepped = {member.fqn: member for member in group.members if member.stepped}
-        for fqn, slices in _accumulated_slices(zero, index, stepped, names):
-            dtype = slices[0].data.dtype if slices else zero.gradient_accumulation_dtype
-            yield fqn, FlatTensor(stepped[fqn].shape, dtype, slices)
-
-
-def _accumulated_slices(
-    zero: Any, index: int, members: Mapping[str, FlatMember], names: Mapping[Tensor, str]
-) -> Iterator[tuple[str, list[FlatSlice]]]:
-    """FQN and this rank's slices of the sums of stages 2 and 3 in one group. ``members``: its stepped ones, by FQN."""
-    if optimizer_kind(zero) == STAGE_3:
-        flat: Any = swapping.host_gradient(zero, index)
-    elif zero._use_compact_grad_partition_buffer(index):
-        # DeepSpeed accumulates in another dtype than it computes in.
-        held = zero.averaged_gradients.get(index)
-        flat = None if held is None else held.flat_partition
-    else:
-        for fqn, gradient in _full_sums(zero, index, names):
-            member = members[fqn]
-            # On the host there may be this rank's slice alone.
-            at = member.start if gradient.numel() == math.prod(member.shape) else 0
-            yield fqn, [FlatSlice(gradient.detach().view(-1).narrow(0, at, member.length), member.start)]
-        yield from ((fqn, []) for fqn, member in members.items() if not member.length)
-        return
-    if flat is not None:
-        yield from ((fqn, list(_slices([flat], member))) for fqn, member in members.items())
+        if optimizer_kind(zero) == STAGE_3:
+            flat: Any = swapping.host_gradient(zero, index)
+        elif zero._use_compact_grad_partition_buffer(index):
+            # DeepSpeed accumulates in another dtype than it computes in.
+            flat = getattr(zero.averaged_gradients.get(index), "flat_partition", None)
+        else:
+            yield from _full_sums(zero, index, names)
+            continue
+        for member in group.members if flat is not None else ():
+            if member.stepped:
+                yield member.fqn, FlatTensor(member.shape, flat.dtype, list(_slices([flat], member)))
 
 
 def _full_sums(zero: Any, index: int, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
-    """FQN and full gradient of each parameter that this rank steps a part of. Only that part is reduced in it."""
-    parameters = {names[parameter]: parameter for parameter in zero.params_in_partition[index]}
+    """FQN and gradient of each parameter that this rank steps a part of. Only that part is reduced."""
+    parameters = zero.params_in_partition[index]
     if not zero.cpu_offload:
-        yield from zip(parameters, zero.all_grad_tensors.get(index) or [], strict=False)
+        yield from zip(map(names.__getitem__, parameters), zero.all_grad_tensors.get(index) or [], strict=False)
         return
-    held = zero.accumulated_grads_in_cpu
-    numbers = {fqn: zero.get_param_id(parameter) for fqn, parameter in parameters.items()}
-    yield from ((fqn, held[number]) for fqn, number in numbers.items() if number in held)
+    for parameter in parameters:
+        if (held := zero.accumulated_grads_in_cpu.get(zero.get_param_id(parameter))) is not None:
+            yield names[parameter], held
 
 
 def reduction_dtypes(engine: Any) -> set[torch.dtype]:

@@ -44,8 +44,7 @@ def require_internals() -> None:
     stages_1_2 = DeepSpeedZeroOptimizer
     require(stages_1_2, "_use_compact_grad_partition_buffer all_grad_tensors")
     require(stages_1_2, "accumulated_grads_in_cpu averaged_gradients bit16_groups clear_backward_seen_flag cpu_offload")
-    require(stages_1_2, "device dp_process_group finalize_gradient_accumulation_boundary ipg_buckets")
-    require(stages_1_2, "get_param_id grad_accum gradient_accumulation_dtype")
+    require(stages_1_2, "device dp_process_group finalize_gradient_accumulation_boundary get_param_id grad_accum")
     require(stages_1_2, "loss_scaler optimizer params_in_partition partition_gradients real_dp_process_group")
     require(stages_1_2, "get_gradient_for_reduction ipg_buckets overlap_comm params_already_reduced")
     require(stages_1_2, "overlapping_partition_gradients_reduce_epilogue reduce_ready_partitions_and_remove_grads")
@@ -59,11 +58,9 @@ def require_internals() -> None:
 
     stage_3 = DeepSpeedZeroOptimizer_Stage3
     require(stage_3, "_reassign_or_swap_out_partitioned_parameters averaged_gradients clear_backward_seen_flag")
-    require(
-        stage_3, "finalize_gradient_accumulation_boundary ipg_buckets fp16_groups fp16_partitioned_groups_flat_numel"
-    )
-    require(stage_3, "fp32_partitioned_groups_flat get_param_id grad_partitions_flat_buffer grad_position loss_scaler")
-    require(stage_3, "offload_optimizer offload_param optimizer optimizer_swapper parameter_offload")
+    require(stage_3, "finalize_gradient_accumulation_boundary fp16_groups fp16_partitioned_groups_flat_numel")
+    require(stage_3, "fp32_partitioned_groups_flat get_param_id grad_partitions_flat_buffer grad_position ipg_buckets")
+    require(stage_3, "loss_scaler offload_optimizer offload_param optimizer optimizer_swapper parameter_offload")
     require(stage_3, "persistent_parameters sub_group_to_group_id")
     require(stage_3, assigned="_offload_grad_partition_at_boundary _prepare_sub_group check_overflow")
     require(stage_3, assigned="complete_grad_norm_calculation_for_cpu_offload get_grad_norm_direct")

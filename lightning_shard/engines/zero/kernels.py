@@ -1,18 +1,12 @@
-"""The kernels that DeepSpeed compiles on first use: which a run needs, missing build tools, and stale locks.
-
-Without these checks a missing compiler is an assertion inside a constructor, and a stale lock an endless wait.
-"""
+"""The kernels that DeepSpeed compiles on first use: those that a run needs, and missing build tools."""
 
 import os
 import shlex
 import shutil
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch.optim import Optimizer
 
 BY_OPTIMIZER = {
@@ -29,9 +23,6 @@ BUILDERS = {
     **{kernel: f"{name.removeprefix('DeepSpeed')}Builder" for name, kernel in BY_OPTIMIZER.items()},
 }
 """Kernel to DeepSpeed's builder of it."""
-
-QUIET = 120.0
-"""Seconds in which a live build writes at least one of its files."""
 
 
 def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> tuple[str, ...]:
@@ -65,16 +56,13 @@ def missing_build_tools(needed: tuple[str, ...], device_type: str) -> list[str]:
             problems.append(f"DeepSpeed has no kernel {name} for {device_type}: use another option or optimizer")
             continue
         on_device, home = device_type == "cuda" and issubclass(builder, CUDAOpBuilder), cpp_extension.CUDA_HOME
-        lacking = [
-            tool
-            for tool, is_there in {
-                "a C++ compiler (apt-get install g++)": shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0]),
-                "ninja on PATH (pip install ninja)": cpp_extension.is_ninja_available(),
-                "a CUDA toolkit with nvcc (install it, set CUDA_HOME, or use torch_adam: true in the section's params)": not on_device
-                or (home and os.access(Path(home, "bin", "nvcc"), os.X_OK)),
-            }.items()
-            if not is_there
-        ]
+        has_toolkit = home is not None and os.access(Path(home, "bin", "nvcc"), os.X_OK)
+        tools = {
+            "a C++ compiler (apt-get install g++)": shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0]),
+            "ninja on PATH (pip install ninja)": cpp_extension.is_ninja_available(),
+            "a CUDA toolkit with nvcc (set CUDA_HOME, or torch_adam: true in params)": not on_device or has_toolkit,
+        }
+        lacking = [tool for tool, is_there in tools.items() if not is_there]
         # Without a CUDA toolkit a builder fails with a TypeError.
         if not lacking and not builder().is_compatible(verbose=False):
             lacking = ["a library that its builder looks for (ds_report names it, for async_io libaio-dev)"]
@@ -88,28 +76,3 @@ def _is_loaded(name: str) -> bool:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return name in OpBuilder._loaded_ops or bool(installed_ops.get(name, False))
-
-
-def lock_path(name: str) -> Path | None:
-    """The lock of torch's build of a kernel (``torch.utils.file_baton.FileBaton``). None: nothing is built."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return None if _is_loaded(name) else Path(_get_build_directory(name, verbose=False)) / "lock"
-
-
-def stale_lock_problem(name: str) -> str | None:
-    """Report a lock that a killed build has left, on which DeepSpeed would wait forever: no process on this machine has
-    it open, and its folder was quiet for `QUIET` seconds. A build on another machine writes meanwhile.
-    """
-    path = lock_path(name)
-    with suppress(FileNotFoundError):  # The builder may end meanwhile.
-        if path is None or time.time() - max(f.stat().st_mtime for f in (path, *path.parent.iterdir())) < QUIET:
-            return None
-        processes = psutil.process_iter(["open_files"])  # None for processes that this user may not inspect.
-        if str(path.resolve()) not in (file.path for each in processes for file in each.info["open_files"] or ()):
-            return (
-                f"{path} is the lock of a build that was killed: no process on this machine has it open, and nothing "
-                f"was written in its folder for {QUIET:g} s, but DeepSpeed would wait for its end forever. If no other "
-                "machine is building there, delete it"
-            )
-    return None

@@ -17,14 +17,14 @@ from lightning_shard.engines.zero import kernels
 from lightning_shard.engines.zero.config.reading import schedule_class
 from lightning_shard.errors import ConfigurationError, PrecisionError, raise_problems
 from lightning_shard.precision.policy import PrecisionPolicy, short
-from lightning_shard.ranks import Ranks, warn_on_first_rank
+from lightning_shard.ranks import Ranks
 
 
 def prepare_run_config(
     config: Mapping[str, Any], optimizer: Optimizer | None, *, policy: PrecisionPolicy, device: torch.device
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check kernels, and make this run's folders on NVMe. Returns the configuration with these folders,
-    and the folders for `remove_run_folders`. All ranks call it, before the module is touched.
+    """Check kernels, and make this run's folders on NVMe. Returns the configuration with these folders, and the folders
+    for `remove_run_folders`. All ranks call it, before the module is touched.
 
     ConfigurationError, the same on every rank, lists the problems of all ranks. PrecisionError: see `check_low_memory`.
     """
@@ -32,8 +32,7 @@ def prepare_run_config(
     if optimizer is not None and policy.is_low_memory:
         check_low_memory(optimizer, policy, offload.get("device", "none"))
     ranks, needed = Ranks.of(), kernels.required_kernels(config, optimizer)
-    stale = [kernels.stale_lock_problem(name) for name in needed]
-    _raise_on_all(ranks, [*kernels.missing_build_tools(needed, device.type), *filter(None, stale)])
+    _raise_on_all(ranks, kernels.missing_build_tools(needed, device.type))
     run = ranks.broadcast(uuid.uuid4().hex[:12])
     own, folders, problems = copy.deepcopy(dict(config)), list[Path](), list[str]()
     for name in ("offload_optimizer", "offload_param"):
@@ -66,12 +65,6 @@ def make_schedule(section: Mapping[str, Any], optimizer: Optimizer) -> Any:
         for name, changed in notes.items():
             group.setdefault(name, group.get(changed))
     return schedule_class(section["type"])(optimizer, **section["params"])
-
-
-def warn_of_stale_lock() -> None:
-    """Warn that a DeepSpeedCPUAdam would wait for a stale lock. Nobody knows yet whether one will be made."""
-    if message := kernels.stale_lock_problem("cpu_adam"):
-        warn_on_first_rank(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
 
 
 def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str) -> None:

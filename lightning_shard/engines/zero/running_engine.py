@@ -1,6 +1,4 @@
-"""DeepSpeed's engine over a module. The caller unscales and clips gradients in place. DeepSpeed's own clipping, loss
-scale and norms do nothing.
-"""
+"""DeepSpeed's engine over a module, without its own clipping, loss scale and norms."""
 
 import math
 from argparse import Namespace
@@ -175,9 +173,8 @@ def start_engine(
 ) -> RunningEngine:
     """Build DeepSpeed's engine around ``module``, after `connect_deepspeed`. All ranks call it.
 
-    Parameters, with FQNs in ``names``, are plain and equal on all ranks, or sharded by ``deepspeed.zero.Init``. The
-    groups of ``optimizer`` hold flat partitions afterwards. Without one the section of the complete ``config`` makes
-    it. Without a section the engine is for evaluation.
+    Parameters, with FQNs in ``names``, are plain and equal on all ranks, or sharded by ``deepspeed.zero.Init``. Without
+    ``optimizer`` the section of ``config`` makes it. Without a section the engine is for evaluation.
     """
     import deepspeed
 

@@ -1,9 +1,8 @@
 """Keep gathered parameters of stage 3 out of autograd's graphs.
 
-A matrix product's backward needs the weight, so that autograd would keep the gathered tensor although DeepSpeed frees
-the parameter after forward. Here autograd saves the position of a parameter, or of a view of one, in its place. In
-backward the view is made of the data that DeepSpeed has gathered again, with the same values. DeepSpeed's own way,
-``memory_efficient_linear``, replaces ``torch.nn.functional.linear`` for the whole process, by other kernels.
+Autograd would keep a gathered weight for backward although DeepSpeed frees the parameter after forward. Here it saves
+the position of a parameter, or of a view of one. In backward the view is made of data that are gathered again.
+DeepSpeed's own ``memory_efficient_linear`` replaces ``torch.nn.functional.linear`` by other kernels.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping

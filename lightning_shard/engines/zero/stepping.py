@@ -1,8 +1,8 @@
 """Step the masters of a DeepSpeed engine with one optimizer or with several, and list the live tensors of a fit.
 
-DeepSpeed steps one optimizer on flat partitions. One that needs full parameters steps ahead of DeepSpeed. For several
+DeepSpeed steps one optimizer on flat partitions, after one that needs full parameters has stepped. For several
 optimizers DeepSpeed has a carrier over all parameters that steps nothing. At an accumulation boundary the reduced
-gradients are taken out of DeepSpeed. The user's optimizers step full parameters at their owners (`OwnerSteps`), and
+gradients are taken out of DeepSpeed, the user's optimizers step full parameters at their owners (`OwnerSteps`), and
 DeepSpeed casts and gathers the new values.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_shard.engines.memory_breakdown import Resident, buffers, memory_of, optimizer_tensors, tensors_in
-from lightning_shard.engines.owner_steps import OwnerSteps
+from lightning_shard.engines.owner_steps import OwnerSteps, Shard
 from lightning_shard.engines.zero import flat_layout, swapping
 from lightning_shard.engines.zero.running_engine import RunningEngine
 from lightning_shard.engines.zero.unused_parameters import UnusedParameters
@@ -34,13 +34,13 @@ class ParameterCarrier(SGD):
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         """ConfigurationError: a parameter is in two of ``optimizers``."""
         groups = [{"params": list(group["params"])} for optimizer in optimizers for group in optimizer.param_groups]
-        given = [id(parameter) for group in groups for parameter in group["params"]]
-        if len(set(given)) < len(given):
+        try:
+            super().__init__(groups, lr=0.0)
+        except ValueError as error:
             raise ConfigurationError(
                 "configure_optimizers returns optimizers that share parameters, whose gradients and state ZeRO keeps "
-                "once. Give each parameter to one optimizer, or use shard_fsdp."
-            )
-        super().__init__(groups, lr=0.0)
+                f"once ({error}). Give each parameter to one optimizer, or use shard_fsdp."
+            ) from error
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: the new values are written before DeepSpeed casts and gathers them."""
@@ -58,16 +58,22 @@ class FlatTensors:
         values: ParameterValues,
         unused: UnusedParameters,
         *,
+        group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
+        """Ranks of ``group`` own full parameters."""
         self.running, self.values, self.unused = running, values, unused
-        self._module, self._device = module, device
+        self._module, self._group, self._device = module, group, device
         self._owner_steps: dict[Optimizer, OwnerSteps] = {}  # Of each optimizer that steps full parameters.
         self._stepped: set[Optimizer] = set()  # Optimizers that have stepped since their last ``zero_grad``.
         # Listed before any forward. A parameter that is read off a module in the middle of its forward is gathered by
         # stage 3, which then takes it for a parameter of that module.
         self._parameters: list[Tensor] = list(module.parameters())
         self.closing = ExitStack()
+
+    def _step_by_owners(self, optimizer: Optimizer, shards: Iterable[Shard], step: Callable[..., Any]) -> None:
+        group, device = self._group, self._device
+        self._owner_steps[optimizer] = OwnerSteps(optimizer, [*shards], step=step, group=group, device=device)
 
     def _replace_zero_grad(self, optimizer: Optimizer, drop: Callable[[], None]) -> None:
         """Let the optimizer's ``zero_grad`` drop its gradients. Their memory on the host stays in use."""
@@ -83,10 +89,9 @@ class FlatTensors:
         """Refuse a step or a backward pass that would use gradients of the optimizer's last step again."""
         if optimizer in self._stepped:
             raise ConfigurationError(
-                f"zero_grad of {type(optimizer).__name__} was not called since its last step: torch would add to that "
-                "step's gradients, or step on them again, but DeepSpeed has dropped them, and sees neither "
-                "module.zero_grad() nor parameter.grad = None. Call optimizer.zero_grad() after each step, or use "
-                "shard_ddp or shard_fsdp."
+                f"zero_grad of {type(optimizer).__name__} was not called since its last step: torch would use that "
+                "step's gradients again, but DeepSpeed has dropped them, and sees neither module.zero_grad() nor "
+                "parameter.grad = None. Call optimizer.zero_grad() after each step, or use shard_ddp or shard_fsdp."
             )
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
@@ -135,27 +140,14 @@ class FlatTensors:
 class OneOptimizerSteps(FlatTensors):
     """Steps one optimizer, by DeepSpeed on flat partitions, or on full parameters."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        running: RunningEngine,
-        values: ParameterValues,
-        unused: UnusedParameters,
-        *,
-        whole_step: Callable[..., Any] | None,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        """``whole_step``: the optimizer's own step, for full parameters owned by ranks of ``group``. None: DeepSpeed
-        steps.
-        """
-        super().__init__(module, running, values, unused, device=device)
-        assert running.optimizer is not None
-        self._optimizer = running.optimizer
+    def __init__(self, *parts: Any, whole_step: Callable[..., Any] | None, **places: Any) -> None:
+        """``whole_step``: the optimizer's own step, on full parameters. None: DeepSpeed steps."""
+        super().__init__(*parts, **places)
+        assert self.running.optimizer is not None
+        self._optimizer = self.running.optimizer
         if whole_step is not None:
-            shards = [unused.with_gradient(s) for s in flat_layout.stepped_shards(running.zero, running.groups)]
-            owner_steps = OwnerSteps(self._optimizer, shards, step=whole_step, group=group, device=device)
-            self._owner_steps[self._optimizer] = owner_steps
+            shards = flat_layout.stepped_shards(self.running.zero, self.running.groups)
+            self._step_by_owners(self._optimizer, map(self.unused.with_gradient, shards), whole_step)
         self._replace_zero_grad(self._optimizer, self._refuse_drop)
 
     def _refuse_drop(self) -> None:
@@ -196,26 +188,14 @@ class OneOptimizerSteps(FlatTensors):
 class SeveralOptimizerSteps(FlatTensors):
     """Steps several optimizers, each on full parameters."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        running: RunningEngine,
-        values: ParameterValues,
-        unused: UnusedParameters,
-        *,
-        optimizers: Sequence[Optimizer],
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        """Give each of the user's ``optimizers`` its shards. Ranks of ``group`` own full parameters. ``running`` was
-        started with a `ParameterCarrier`.
-        """
-        super().__init__(module, running, values, unused, device=device)
-        names = parameter_names(module)
+    def __init__(self, *parts: Any, optimizers: Sequence[Optimizer], **places: Any) -> None:
+        """Give each of the user's ``optimizers`` its shards. The engine was started with a `ParameterCarrier`."""
+        super().__init__(*parts, **places)
+        groups, names = self.running.groups, parameter_names(self._module)
+        # FQN to this rank's shard of a reduced gradient, until its optimizer's ``zero_grad``.
         self._held: dict[str, Tensor] = {}
-        """FQN to this rank's shard of a reduced gradient, until its optimizer's ``zero_grad``."""
-        self._members = {m.fqn: m for flat in running.groups for m in flat.members if m.stepped}
-        shards = {shard.fqn: shard for shard in flat_layout.stepped_shards(running.zero, running.groups)}
+        self._members = {m.fqn: m for flat in groups for m in flat.members if m.stepped}
+        shards = {shard.fqn: shard for shard in flat_layout.stepped_shards(self.running.zero, groups)}
         self._own: dict[Optimizer, list[str]] = {}
         for optimizer in optimizers:
             own = [
@@ -225,7 +205,7 @@ class SeveralOptimizerSteps(FlatTensors):
                 if (fqn := names[parameter]) in shards
             ]
             self._own[optimizer] = [shard.fqn for shard in own]
-            self._owner_steps[optimizer] = OwnerSteps(optimizer, own, step=optimizer.step, group=group, device=device)
+            self._step_by_owners(optimizer, own, optimizer.step)
             self._replace_zero_grad(optimizer, partial(self._drop, self._own[optimizer]))
 
     def check_backward(self) -> None:

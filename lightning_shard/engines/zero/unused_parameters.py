@@ -53,12 +53,11 @@ class UnusedParameters:
         if partly:
             raise _differ(partly)
         if orders:
-            rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
-            first, there = next(pair for pair in zip(orders[0], orders[rank], strict=True) if pair[0] != pair[1])
+            rank, order = next((rank, order) for rank, order in enumerate(orders) if order != orders[0])
+            first, there = next(pair for pair in zip(orders[0], order, strict=True) if pair[0] != pair[1])
             raise ConfigurationError(
-                f"Gradients come in different orders: rank 0 has {first} at a place, and rank {rank} "
-                f"{there}. Stages 2 and 3, and stage 1 with overlap_comm, reduce them as they come. Run the modules in "
-                "one order on every rank, or use shard_ddp."
+                f"Gradients come in different orders: rank 0 has {first} at a place, and rank {rank} {there}, but "
+                "DeepSpeed reduces them as they come. Run the modules in one order on every rank, or use shard_ddp."
             )
 
     def after_backward(self) -> None:

@@ -1,11 +1,8 @@
 """Unrounded values of parameters under DeepSpeed, from the start of a run to its end, and sharding for stage 3.
 
 DeepSpeed clones its masters from the cast parameters, so that they begin rounded. Here the loaded values outlive the
-cast, and are written into the masters.
-
-For stage 3 a module is sharded one submodule at a time, so that no rank ever holds the full model in any dtype.
-DeepSpeed would cast a full module, or build it under ``zero.Init`` in the compute dtype. Here a parameter is full for a
-moment in its loaded dtype. The rank copies its shard, casts the parameter and lets DeepSpeed shard it.
+cast, and are written into the masters. For stage 3 one parameter at a time is full, in its loaded dtype. The rank
+copies its shard, casts the parameter and lets DeepSpeed shard it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +24,6 @@ from lightning_shard.tensors.full import gather_full
 from lightning_shard.tensors.names import named_parameters, parameter_names
 
 LoadedSlices = dict[str, FlatSlice]  # FQN to a slice of the parameter, in its loaded dtype.
-
 _MASTERS = "_shard_zero_masters"  # Attribute of a module sharded by stage 3: this rank's masters between runs.
 
 

@@ -45,9 +45,7 @@ from lightning_shard.tensors.tracing import version
 
 
 class ZeroEngine(Engine):
-    """See `Engine`. A fit begins with a plain module. `attach_optimizers` hands its parameters to DeepSpeed together
-    with the optimizer. Evaluation needs DeepSpeed in stage 3 alone.
-    """
+    """See `Engine`. `attach_optimizers` hands a fit's parameters to DeepSpeed. Evaluation needs it in stage 3 alone."""
 
     name = "deepspeed"
     strategy = "ShardDeepSpeedStrategy"
@@ -79,16 +77,14 @@ class ZeroEngine(Engine):
         self.upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
         self._called = f"{self.strategy}(stage={self._stage})"
-        self._failed = False
-        self._closing = ExitStack()
+        self._failed, self._closing = False, ExitStack()
 
     def check(self, run: PlannedRun) -> None:
         replicas, _ = resolve_mesh(self._mesh, world_size=run.ranks, processes_per_node=run.per_node)
         if replicas > 1:
             raise ConfigurationError(
-                f"mesh asks for {replicas} replicas, but DeepSpeed shards over all processes: its MiCS, which "
-                "replicated over nodes, was removed, and hpZ (zero_plus_plus.hpz_partition_size) replicates parameters "
-                "alone. Use shard_fsdp_hybrid, or remove replicate."
+                f"mesh asks for {replicas} replicas, but DeepSpeed shards over all processes. Use shard_fsdp_hybrid, "
+                "or remove replicate."
             )
         check_policy(self._settings, run)
 
@@ -123,8 +119,6 @@ class ZeroEngine(Engine):
             module_checks.refuse_lists(module, self._called)
             self._closing.callback(unsharding.guard_module, module)
         self._closing.callback(self._to_host)
-        if run.fitting:
-            offload.warn_of_stale_lock()
         if run.fitting and self._settings.optimizer_device != "none":
             devices.step_on_all_cores(run.device, run.planned.per_node, os.environ, says=run.mesh.get_rank() == 0)
         transforms, policy = find_transforms(module, self.units(module), self._forward_options), run.policy
@@ -137,18 +131,14 @@ class ZeroEngine(Engine):
         self._closing.callback(self._values.restore_rounded)
         if not run.fitting:
             if self._stage == 3:
-                self._start_evaluation()
+                config = deepspeed_config(self._settings, run_facts(module, run, []))
+                self._prepare_config({k: v for k, v in config.items() if k not in ("optimizer", "scheduler")}, None)
+                self._partition_module([])
+                self._start_engine(None)
             else:
                 self._values.round_parameters(policy.compute)
             self._closing.callback(masters.register_masters(self._module, self))
         return module
-
-    def _start_evaluation(self) -> None:
-        config = deepspeed_config(self._settings, run_facts(self._module, self._run, []))
-        # Evaluation has no optimizer.
-        self._prepare_config({k: v for k, v in config.items() if k not in ("optimizer", "scheduler")}, None)
-        self._partition_module([])
-        self._start_engine(None)
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         optimizer_remap.remap_optimizers(optimizers, self._module)
@@ -177,17 +167,26 @@ class ZeroEngine(Engine):
             self._partition_module(optimizers if optimizer is None else [*optimizers, optimizer])
         else:
             self._values.cast_parameters(self._run.policy.compute)
-        whole_step = self._replace_step(optimizer) if full and optimizer is not None else None
+        whole_step = None
+        if full and optimizer is not None:
+            if self._settings.optimizer_device == "nvme":
+                raise ConfigurationError(
+                    f"{type(optimizer).__qualname__} needs full parameters, but with the optimizer offloaded to NVMe "
+                    "DeepSpeed swaps state of flat shards alone. Use device: cpu, or an elementwise optimizer."
+                )
+            # DeepSpeed's call of it does nothing: the new values are written before DeepSpeed casts and gathers them.
+            whole_step = optimizer.step
+            self._closing.enter_context(replaced_step(optimizer))
         running = self._start_engine(optimizer)
         unused = self._watch_use(running, several=several, rests=rests)
-        group, device = self._run.mesh[SHARD].get_group(), self._run.device
+        places: dict[str, Any] = {"group": self._run.mesh[SHARD].get_group(), "device": self._run.device}
         parts = self._module, running, self._values, unused
         if several:
-            self._stepping = SeveralOptimizerSteps(*parts, optimizers=optimizers, group=group, device=device)
+            self._stepping = SeveralOptimizerSteps(*parts, optimizers=optimizers, **places)
         else:
             assert running.optimizer is not None
             self._optimizers = [running.optimizer]
-            self._stepping = OneOptimizerSteps(*parts, whole_step=whole_step, group=group, device=device)
+            self._stepping = OneOptimizerSteps(*parts, whole_step=whole_step, **places)
         self._closing.callback(self._stepping.closing.close)
         self._writes = self._values.start_write_check(running, self._called)
         self._closing.callback(self._writes.end_check)
@@ -215,19 +214,6 @@ class ZeroEngine(Engine):
         unused = UnusedParameters(self._use, running, rests=rests, apart=apart, automatic=automatic)
         self._closing.callback(unused.closing.close)
         return unused
-
-    def _replace_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Let DeepSpeed's call of the optimizer's step do nothing. Returns the optimizer's own step."""
-        if self._settings.optimizer_device == "nvme":
-            raise ConfigurationError(
-                f"{type(optimizer).__qualname__} needs full parameters, but with the optimizer offloaded to NVMe "
-                "DeepSpeed swaps state of flat shards alone. Use offload_optimizer with device: cpu, or an elementwise "
-                "optimizer."
-            )
-        step = optimizer.step
-        # The new values are written before DeepSpeed casts and gathers them.
-        self._closing.enter_context(replaced_step(optimizer))
-        return step
 
     def _prepare_config(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
         run = self._run
