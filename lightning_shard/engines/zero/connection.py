@@ -95,9 +95,7 @@ def connect_deepspeed(
 
 
 def existing_hpz_group(size: int) -> dist.ProcessGroup | None:
-    """The group of ``size`` ranks that an earlier run made for hpZ. DeepSpeed asserts that it makes this group once. A
-    group of another size is dropped, so that DeepSpeed can make one.
-    """
+    """The group of ``size`` ranks that an earlier run made for hpZ: DeepSpeed asserts that it makes one."""
     from deepspeed.utils import groups
 
     group: dist.ProcessGroup | None = groups._get_zero_param_intra_parallel_group()

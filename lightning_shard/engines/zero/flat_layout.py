@@ -32,9 +32,7 @@ def optimizer_kind(zero: Any) -> str:
 
 
 def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
-    """List the flat tensors that DeepSpeed's optimizer steps on this rank, with the parameters in each. ``names``:
-    parameter to FQN.
-    """
+    """List the flat tensors that DeepSpeed steps on this rank, with their parameters. ``names``: parameter to FQN."""
     if optimizer_kind(zero) == STAGE_3:
         return list(_stage_3_groups(zero, names))
     if optimizer_kind(zero) == BF16:
@@ -312,9 +310,7 @@ def reduction_dtypes(engine: Any) -> set[torch.dtype]:
 
 
 def complete_accumulated(zero: Any) -> None:
-    """Complete the sums of stages 2 and 3, also of parameters that were frozen in the last pass alone
-    (``toggle_optimizer``). DeepSpeed would leave these out.
-    """
+    """Complete the sums of stages 2 and 3, with parameters that ``toggle_optimizer`` froze in the last pass."""
     groups = zero.bit16_groups if optimizer_kind(zero) == STAGES_1_2 else []
     frozen = [parameter for group in groups for parameter in group if not parameter.requires_grad]
     for parameter in frozen:
@@ -327,9 +323,7 @@ def complete_accumulated(zero: Any) -> None:
 
 
 def zero_host_sums(zero: Any) -> None:
-    """Zero the sums on the host of stages 1 and 2. Later micro-batches of a step add to them even if the first one did
-    not use the parameter.
-    """
+    """Zero the sums on the host of stages 1 and 2, to which micro-batches add even if the first one had no gradient."""
     for held in getattr(zero, "accumulated_grads_in_cpu", {}).values():
         held.zero_()
 

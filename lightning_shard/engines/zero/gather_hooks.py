@@ -44,8 +44,8 @@ def _remove_repeated(handles: list[Any]) -> None:
 
 
 class _BackwardGather:
-    """Gathers a module's parameters for each of its backward passes, and releases them afterwards. DeepSpeed does so
-    once per call of forward, but a gradient penalty goes through a module twice.
+    """Gathers a module's parameters for each of its backward passes. DeepSpeed does so once per call of forward, but a
+    gradient penalty goes through a module twice.
     """
 
     def __init__(self, offload: Any, device: torch.device) -> None:

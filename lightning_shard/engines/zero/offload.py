@@ -57,9 +57,7 @@ def prepare_run_config(
 
 
 def make_schedule(section: Mapping[str, Any], optimizer: Optimizer) -> Any:
-    """Make the learning rate schedule. Its initial values go into the groups as torch's schedules write them, so that a
-    resume can tell which were changed.
-    """
+    """Make the learning rate schedule. Groups get its initial values as torch's schedules write them."""
     notes = {"initial_lr": "lr"} | ({"base_momentum": "betas"} if section["type"] == "OneCycle" else {})
     for group in optimizer.param_groups:
         for name, changed in notes.items():
@@ -88,9 +86,7 @@ def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str)
 
 
 def remove_run_folders(folders: list[Path]) -> None:
-    """Unlink this rank's files after the engine let them go, and the folders once they are empty. Mapped files stay in
-    use.
-    """
+    """Unlink this rank's files, and the folders once they are empty. Mapped files stay in use."""
     while folders:
         folder = folders.pop()
         with suppress(FileNotFoundError):  # Another rank was faster, and removes all of them.

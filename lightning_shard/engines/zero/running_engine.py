@@ -99,9 +99,7 @@ class RunningEngine:
             self.scalars.reduce_gradients(self.zero)
 
     def step_masters(self, *, skip: bool) -> None:
-        """Step, or drop the gradients, which are zero afterwards. Forward sees the new parameters. Without a backward
-        pass since the last step this does nothing.
-        """
+        """Step, or drop the gradients, if a backward pass ran since the last step. Gradients are zero afterwards."""
         if not self.pending:
             return
         self.overflow = skip

@@ -1,8 +1,4 @@
-"""0-d parameters under ZeRO in 16 bits.
-
-DeepSpeed casts all parameters. On every engine a module's code reads 0-d ones in the dtype of their masters, because
-rounding would move a temperature or a gate.
-"""
+"""0-d parameters under ZeRO in 16 bits, which code reads in their masters' dtype on every engine."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,9 +17,7 @@ from lightning_shard.tensors.names import parameter_names
 
 
 class ScalarLeaves:
-    """Replaces 0-d parameters by leaves with the values of their masters: ``owner.<name>`` returns the leaf. All ranks
-    make it and call its methods, in one order.
-    """
+    """Replaces 0-d parameters by leaves with their masters' values. All ranks call its methods, in one order."""
 
     def __init__(
         self,
@@ -90,9 +84,7 @@ class ScalarLeaves:
 
     @torch.no_grad()
     def reduce_gradients(self, zero: Any) -> None:
-        """Average the gradients since the last call, at the accumulation boundary, and copy them into the gradients of
-        DeepSpeed's ``zero``.
-        """
+        """Average the gradients since the last call, and copy them into those of DeepSpeed's ``zero``."""
         for fqn, leaf in self.leaves.items():
             leaf.grad = self._sums.pop(fqn, None)
         trained = {fqn: leaf for fqn, leaf in self.leaves.items() if leaf.requires_grad}

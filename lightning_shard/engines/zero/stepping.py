@@ -1,9 +1,7 @@
 """Step the masters of a DeepSpeed engine with one optimizer or with several, and list the live tensors of a fit.
 
-DeepSpeed steps one optimizer on flat partitions, after one that needs full parameters has stepped. For several
-optimizers DeepSpeed has a carrier over all parameters that steps nothing. At an accumulation boundary the reduced
-gradients are taken out of DeepSpeed, the user's optimizers step full parameters at their owners (`OwnerSteps`), and
-DeepSpeed casts and gathers the new values.
+For several optimizers DeepSpeed has a carrier over all parameters that steps nothing. The reduced gradients are taken
+out of it, and the user's optimizers step full parameters at their owners (`OwnerSteps`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,9 +45,7 @@ class ParameterCarrier(SGD):
 
 
 class FlatTensors:
-    """The live tensors of a fit in stages 1 to 3, see `Engine`. Subclasses step the optimizers. All ranks call its
-    methods, in one order.
-    """
+    """The live tensors of a fit, see `Engine`. Subclasses step. All ranks call its methods, in one order."""
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
 """Masters, optimizer slots and parameters that ZeRO-Infinity offloads to NVMe, as tensors mapped from their files.
 
 DeepSpeed swaps one sub-group after the other into buffers for its step. Between steps its empty tensors are mapped from
-their files here (``torch.from_file``), so that all code reads and writes them in place, through the page cache.
-Sub-groups and parameters of less than 1 MiB per rank stay in memory (``MIN_AIO_BYTES``). Gradients are not swapped:
-DeepSpeed accumulates them in host memory, and the step takes them from there, unscaled and clipped.
-No other file uses DeepSpeed's swappers.
+their files (``torch.from_file``), so that all code reads and writes them in place. Sub-groups and parameters of less
+than 1 MiB per rank stay in memory (``MIN_AIO_BYTES``). Gradients are accumulated in host memory, and the step takes
+them from there, unscaled and clipped.
 """
 
 import os

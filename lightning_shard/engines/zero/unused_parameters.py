@@ -17,9 +17,8 @@ from lightning_shard.text import listed
 
 
 class UnusedParameters:
-    """Keeps the values of parameters that no rank uses in a step, as torch's DDP does. DeepSpeed steps them with
-    gradients of zero. Parameters that only some ranks use are refused. All ranks make it and call its methods, in one
-    order.
+    """Keeps the values of parameters that no rank uses in a step, as torch's DDP does. Those that some ranks use are
+    refused. All ranks make it and call its methods, in one order.
     """
 
     def __init__(

@@ -48,9 +48,7 @@ class ParameterValues:
         self.parameters = named_parameters(module)
 
     def cast_parameters(self, compute: torch.dtype) -> None:
-        """Cast all parameters to ``compute``, as DeepSpeed does in 16 bits alone. Values to keep move to the host: the
-        device has room for the cast parameters and flat copies alone.
-        """
+        """Cast all parameters to ``compute``, as DeepSpeed does in 16 bits alone. Values to keep move to the host."""
         self.loaded = {}
         for fqn, parameter in self.parameters.items():
             if is_kept(parameter, parameter, compute):
@@ -92,9 +90,7 @@ class ParameterValues:
         return {fqn: FlatTensor(shapes[fqn], part.data.dtype, [part]) for fqn, part in self.kept.items()}
 
     def copies_in_module(self, running: RunningEngine, unit: nn.Module | None) -> Iterator[SeenParameter]:
-        """The module's tensors in which a user's writes would be lost: under stage 3 all, or those in the shard unit
-        ``unit``. In other stages stepped parameters, and frozen ones that were cast.
-        """
+        """The tensors in which a user's writes would be lost. ``unit``: those of a shard unit of stage 3 alone."""
         leaves: Mapping[str, Tensor] = running.scalars.leaves if running.scalars else {}
         for fqn, leaf in leaves.items():
             parts = running.scalars.parts(fqn) if running.scalars else []
@@ -148,9 +144,7 @@ class ParameterValues:
 
     @torch.no_grad()
     def give_back(self, running: RunningEngine, *, device: torch.device, communicate: bool) -> None:
-        """Give the module full values, or under stage 3 shards with their masters. Without ``communicate``, after a
-        failure, full parameters keep the compute dtype's values.
-        """
+        """Give the module full values, or shards with masters. Without ``communicate`` rounded ones stay."""
         if running.stage == 3:
             # Masters mapped from files stay so. Others are copied to the host: the engine's are still on the device.
             in_files = {m.fqn for group in running.groups if group.new_slot is not None for m in group.members}

@@ -261,9 +261,7 @@ class ZeroEngine(Engine):
         return output
 
     def _check_writes(self, *, together: bool) -> None:
-        """Refresh the module after an optimizer's writes to masters outside of its step, such as ScheduleFree's for
-        evaluation. Refuse the user's writes to parameters, ``together`` on all ranks.
-        """
+        """Follow an optimizer's writes outside of its step. Refuse a user's, ``together`` on all ranks."""
         # Stage 3 gathers and frees parameters in forward.
         if self._writes is None or (self.gathers_in_forward and self._started.inside):
             return

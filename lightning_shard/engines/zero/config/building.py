@@ -21,8 +21,6 @@ NVME_BUFFER = 100_000_000  # DeepSpeed's default for one buffer of parameters fr
 
 def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
     """Build the argument of ``deepspeed.initialize(config=...)``: plain JSON, the same on every rank and in every call.
-    DeepSpeed never clips (``gradient_clipping`` 0) nor scales the loss, which this package does by its own formulas.
-
     ConfigurationError lists all values that contradict the run. PrecisionError: see `check_policy`.
     """
     problems: list[str] = []
@@ -181,9 +179,7 @@ def _resolve_optimizer(config: dict[str, Any], known: dict[str, Any], problems: 
 
 
 def _choose_adam(section: dict[str, Any], facts: RunFacts) -> None:
-    """Choose between DeepSpeed's three Adams unless the section does. Under the contract it is torch's, as DeepSpeed's
-    kernels round otherwise. In low memory DeepSpeedCPUAdam has moments in the masters' dtype.
-    """
+    """Choose between DeepSpeed's three Adams unless the section does. Those that are not torch's round otherwise."""
     if section["type"].lower() not in ("adam", "adamw"):
         return
     params = section["params"]

@@ -1,7 +1,4 @@
-"""DeepSpeed's options in typed groups, and the values of a run that replace "auto".
-
-A field of None is not set: ``config`` may set it, and else DeepSpeed's own default holds.
-"""
+"""DeepSpeed's options in typed groups, where None leaves DeepSpeed its default, and the values of a run for "auto"."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,14 +20,13 @@ class OptimizerOffload:
     """"cpu": host memory, stages 1 to 3. "nvme": files, stage 3 only."""
 
     nvme_path: str | None = None
-    """Directory for "nvme", on each node. A run keeps its files in a folder of its own there, and removes it."""
+    """Directory for "nvme", on each node. A run removes its folder in it."""
 
     pin_memory: bool | None = None
-    """Page-locked host memory, for faster copies. None: true on CUDA, and false on CPU, as nothing is copied there."""
+    """Page-locked host memory, for faster copies. None: true on CUDA, false on CPU."""
 
     buffer_count: int | None = None
-    """Buffers for state from NVMe, each as large as a sub-group. More are made if the optimizer has more tensors.
-    DeepSpeed's: 4."""
+    """Buffers for state from NVMe, each as large as a sub-group. DeepSpeed's: 4, and more for more slots."""
 
     fast_init: bool | None = None
     """Faster set-up of state on NVMe. DeepSpeed's: false."""
@@ -45,10 +41,10 @@ class ParameterOffload:
     """"cpu": host memory. "nvme": files."""
 
     nvme_path: str | None = None
-    """Directory for "nvme", on each node. A run keeps its files in a folder of its own there, and removes it."""
+    """Directory for "nvme", on each node. A run removes its folder in it."""
 
     pin_memory: bool | None = None
-    """Page-locked host memory, for faster copies. None: true on CUDA, and false on CPU, as nothing is copied there."""
+    """Page-locked host memory, for faster copies. None: true on CUDA, false on CPU."""
 
     buffer_count: int | None = None
     """Buffers for reading parameters from NVMe. DeepSpeed's: 5."""
@@ -67,15 +63,13 @@ class ZeroBuckets:
 
     reduce: int | Literal["auto"] | None = None
     """Elements of gradients that are reduced at a time. "auto": the square of the model's hidden size. None: 2e8 in
-    stages 1 and 2 and 5e8 in stage 3, and no more than the model has, because the buffer is allocated whole."""
+    stages 1 and 2 and 5e8 in stage 3, and no more than the model has."""
 
     allgather: int | None = None
-    """Elements of updated parameters that are gathered at a time, stages 1 and 2. None: 2e8, and no more than the
-    model has."""
+    """Elements of updated parameters that are gathered at a time, stages 1 and 2. None: 2e8, or the model's."""
 
     overlap_comm: bool | None = None
-    """Reduce while backward runs, with two buckets in stages 1 and 2. None: true, on CPUs in stage 3 alone. DeepSpeed
-    can't in stage 1 in bf16 without offload."""
+    """Reduce while backward runs. None: true but for stage 1 in bf16 without offload, on CPUs in stage 3 alone."""
 
     contiguous_gradients: bool | None = None
     """Copy gradients into one buffer as they come. DeepSpeed's: true."""
@@ -114,8 +108,8 @@ class Stage3Options:
     """Modules with fewer elements per submodule are gathered as one. DeepSpeed's: 0, none."""
 
     leaf_modules: list[str] | None = None
-    """Class names of modules whose parameters are gathered together, such as mixture-of-experts blocks: each rank runs
-    other parts of one. DeepSpeed's: the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE in transformers."""
+    """Class names of modules whose parameters are gathered together, such as mixture-of-experts blocks. DeepSpeed's:
+    those of Mixtral, Qwen2-MoE and Qwen3-MoE in transformers."""
 
 
 @checked_fields("zero_plus_plus")
@@ -124,8 +118,7 @@ class ZeroPlusPlus:
     """ZeRO++: less traffic for stage 3, at the cost of memory or of digits."""
 
     hpz_partition_size: int | None = None
-    """hpZ: number of ranks, usually a node's, that shard a second copy of the parameters. Backward gathers from it.
-    Parameters, gradients and state stay sharded over all ranks. DeepSpeed's: 1, none."""
+    """hpZ: ranks, usually a node's, that shard a second copy of the parameters, for backward. DeepSpeed's: 1, none."""
 
     quantized_weights: bool | None = None
     """qwZ: gather parameters in int8. DeepSpeed's: false."""
@@ -162,9 +155,7 @@ class RunFacts(PlannedRun):
 
 
 def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_steps: bool = False) -> RunFacts:
-    """Collect the facts of a run whose optimizers are made. All ranks call it. ``count_steps``: count the fit's steps,
-    which sets up the training data.
-    """
+    """Collect the facts of a run with its optimizers. All ranks call it. ``count_steps`` sets up the training data."""
     trainer, first = run.trainer, next(iter(optimizers), None)
     known = {} if first is None else {k: first.defaults.get(k) for k in ("lr", "betas", "eps", "weight_decay")}
     # Without foresight only the user's code knows. Above 1 DeepSpeed keeps the memory for sums of offloaded gradients.
@@ -188,11 +179,8 @@ def planned_facts(module: nn.Module, run: PlannedRun, **others: Any) -> RunFacts
 
 def hidden_size(root: nn.Module) -> int | None:
     """Find the largest hidden size in the Hugging Face style ``config`` of any module in ``root``, or None."""
-    found: list[int] = []
-    for module in root.modules():
-        config = getattr(module, "config", None)
-        for part in (config, getattr(config, "text_config", None)):
-            several = getattr(part, "hidden_sizes", None)
-            sizes = [getattr(part, "hidden_size", None), *(several if isinstance(several, list | tuple) else [])]
-            found += [size for size in sizes if isinstance(size, int)]
-    return max(found, default=None)
+    configs = [getattr(module, "config", None) for module in root.modules()]
+    parts = [part for config in configs for part in (config, getattr(config, "text_config", None))]
+    found = [getattr(part, "hidden_size", None) for part in parts]
+    found += [size for part in parts for size in getattr(part, "hidden_sizes", None) or ()]
+    return max((size for size in found if isinstance(size, int)), default=None)

@@ -1,6 +1,4 @@
-"""The keys that DeepSpeed 0.19 reads: its pydantic models, and tables of the keys that it reads with ``dict.get``. A
-typo in these would pass. Tests compare the tables with the installed library.
-"""
+"""The keys that DeepSpeed 0.19 reads: its pydantic models, and tables of those that it reads with ``dict.get``."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,4 @@
-"""Read a user's DeepSpeed configuration into one form: known keys in one spelling, values of their type.
-
-Each error becomes a problem, a line with the key's path. The caller raises all problems at once.
-"""
+"""Read a user's DeepSpeed configuration into one form. Each error becomes a problem, a line with the key's path."""
 
 import copy
 import json
@@ -62,9 +59,8 @@ def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -
 
 
 def read_file(path: Path, name: str = "") -> dict[str, Any]:
-    """Read a YAML file, or a JSON file as DeepSpeed does: comments and trailing commas are allowed, a repeated key is
-    not. Keys ``_comment*`` are dropped. ConfigurationError calls the file ``name``: it is missing, can't be parsed, or
-    holds no mapping.
+    """Read a YAML file, or a JSON file as DeepSpeed does, with comments. ConfigurationError names the file ``name``: it
+    is missing, can't be parsed, repeats a key, or holds no mapping.
     """
     name = name or str(path)
     if not path.is_file():
@@ -100,9 +96,7 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def canonical_config(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Copy ``config`` as DeepSpeed's models read it: without aliases, deprecated keys and nulls. `AUTO` stays. Appends
-    to ``problems``.
-    """
+    """Copy ``config`` as DeepSpeed's models read it, in one spelling, without nulls. `AUTO` stays."""
     from pydantic import ValidationError
 
     content: dict[str, Any] = _tidy(config)
@@ -183,9 +177,7 @@ def pop_unavailable(zero: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def parse_number(text: str) -> Any:
-    """Parse a number that is written as text, to an int if it is whole. Other text is returned as it is. In YAML 1.1
-    1e8 is text.
-    """
+    """Parse a number that is written as text, to an int if it is whole. Other text is returned as it is."""
     with suppress(ValueError, OverflowError):
         if text.strip().lstrip("+-").isdigit():
             return int(text)
