@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,7 +43,7 @@ class Chosen(TinyLM):
 
 
 def refusal(name: str, precision: str, optimizer: str) -> str | None:
-    """What the error of a combination says; None: it runs."""
+    """The text of a combination's error. None: it runs."""
     if name.endswith("_aligned") or precision not in ("bf16-true", "16-true"):
         return None
     if "offload" not in name:
@@ -57,23 +56,18 @@ def refusal(name: str, precision: str, optimizer: str) -> str | None:
     return None
 
 
-def fit(
-    name: str, precision: str, optimizer: str, *, save: str | None = None, resume: str | None = None, **kwargs: Any
-) -> dict[str, Any]:
+def fit(name: str, precision: str, optimizer: str, *, resume: str | None = None, **trainer: Any) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module, final = Chosen(optimizer), Final()
-    callbacks: list[pl.Callback] = [final]
-    if save is not None:
-        callbacks.append(ModelCheckpoint(dirpath=save, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1))
-    trainer = quiet_trainer(
+    save = ModelCheckpoint(dirpath="saved", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    quiet_trainer(
         strategy=name,
         plugins=[ShardPrecision(precision)],
         max_steps=STEPS,
-        callbacks=callbacks,
-        enable_checkpointing=save is not None,
-        **kwargs,
-    )
-    trainer.fit(module, loader(), ckpt_path=resume)
+        callbacks=[final, save] if trainer else [final],
+        enable_checkpointing=bool(trainer),
+        **trainer,
+    ).fit(module, loader(), ckpt_path=resume)
     return {"parameters": final.parameters, "optimizer": final.optimizer, "losses": module.losses}
 
 
@@ -117,10 +111,10 @@ def test_the_table(request: pytest.FixtureRequest, name: str) -> None:
     run_distributed(rows, 2, cases, timeout=600)
 
 
-def beside_torch(folder: str) -> None:
+def beside_torch() -> None:
     name = "shard_deepspeed_stage_2_offload_aligned"
-    straight = fit(name, "bf16-mixed", "CPUAdam", save=folder, gradient_clip_val=0.05)
-    resumed = fit(name, "bf16-mixed", "CPUAdam", resume=f"{folder}/step={SAVED}.ckpt", gradient_clip_val=0.05)
+    straight = fit(name, "bf16-mixed", "CPUAdam", gradient_clip_val=0.05)
+    resumed = fit(name, "bf16-mixed", "CPUAdam", resume=f"saved/step={SAVED}.ckpt", gradient_clip_val=0.05)
     assert resumed["losses"] == straight["losses"][SAVED:]
     for part in ("parameters", "optimizer"):
         assert differences(straight[part], resumed[part]) == {}
@@ -130,6 +124,6 @@ def beside_torch(folder: str) -> None:
     assert 0 < relative(torchs["parameters"], ours["parameters"]) < 1e-5
 
 
-def test_cpu_adam_resumes_bitwise_and_steps_as_torchs_adamw(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_cpu_adam_resumes_bitwise_and_steps_as_torchs_adamw(request: pytest.FixtureRequest) -> None:
     need(request, "cpu_adam")
-    run_distributed(beside_torch, 2, str(tmp_path))
+    run_distributed(beside_torch, 2)

@@ -37,32 +37,20 @@ VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
 DEEP = {"width": 160, "depth": 4}
 # Two matrices of 526000 elements per rank: more than 1 MiB in bf16.
 WIDE = {"width": 592, "depth": 1}
-SWAPS = {"full": 0, "state": 1, "few_buffers": 1, "all": 1}
-"""Engine to its swapped sub-groups."""
 
 
 def strategy_of(engine: str, folder: str = "swap") -> ShardStrategy:
     if engine == "full":
         return ShardFSDPStrategy(aligned=True)
     files: dict[str, Any] = {"device": "nvme", "nvme_path": folder}
-    if engine in ("state", "few_buffers"):  # Masters and two slots are more than two.
-        files |= {"buffer_count": 2} if engine == "few_buffers" else {}
-        return ShardDeepSpeedStrategy(
-            aligned=True,
-            hooks_use_accessor=True,
-            stage=3,
-            offload_optimizer=OptimizerOffload(**files),
-            stage3=Stage3Options(sub_group_size=270_000),
-        )
-    return ShardDeepSpeedStrategy(
-        aligned=True,
-        hooks_use_accessor=True,
-        stage=3,
-        offload_optimizer=OptimizerOffload(**files),
-        offload_parameters=ParameterOffload(max_in_cpu=0, **files),
+    if engine == "all":
         # The copies that a save in the background writes from are in files too.
-        async_save=True,
-    )
+        more: dict[str, Any] = {"offload_parameters": ParameterOffload(max_in_cpu=0, **files), "async_save": True}
+    else:  # Masters and two slots are more than two buffers.
+        files |= {"buffer_count": 2} if engine == "few_buffers" else {}
+        more = {"stage3": Stage3Options(sub_group_size=270_000)}
+    offload = OptimizerOffload(**files)
+    return ShardDeepSpeedStrategy(aligned=True, hooks_use_accessor=True, stage=3, offload_optimizer=offload, **more)
 
 
 class Adapted(TinyLM):
@@ -74,13 +62,12 @@ class Adapted(TinyLM):
 
 
 class Watch(pl.Callback):
-    """Keeps the losses' norms, what is in files while a fit runs, and the largest gradient."""
+    """Keeps the norms and the largest gradients, and counts parts in files while a fit runs."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
         self.largest: list[float] = []
-        self.swapped = 0
-        self.parameters_in_files = 0
+        self.in_files = (0, 0)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         names = [name for name, p in module.named_parameters() if p.requires_grad]
@@ -90,9 +77,9 @@ class Watch(pl.Callback):
         if "grad_norm" in trainer.callback_metrics:
             self.norms.append(trainer.callback_metrics["grad_norm"].item())
         if isinstance(trainer.strategy, ShardDeepSpeedStrategy):
-            self.swapped = len(list(swapping.swapped_groups(trainer.strategy.engine._stepping.running.zero)))
-            pieces = [p.ds_tensor for p in module.parameters()]
-            self.parameters_in_files = sum(piece.final_location == swapping.IN_FILES for piece in pieces)
+            groups = list(swapping.swapped_groups(trainer.strategy.engine._stepping.running.zero))
+            shards = [p.ds_tensor for p in module.parameters()]
+            self.in_files = len(groups), sum(shard.final_location == swapping.IN_FILES for shard in shards)
 
 
 def fit(
@@ -105,12 +92,13 @@ def fit(
     resume: str | None = None,
     swap: str = "swap",
     kind: type[TinyLM] = TinyLM,
+    callback: pl.Callback | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """One run; parameters and optimizer state come back whole."""
+    """One run, with its full parameters and optimizer state."""
     pl.seed_everything(1, verbose=False)
     module, watch, final = kind(lr=1e-3, **model), Watch(), Final()
-    callbacks: list[pl.Callback] = [watch, final]
+    callbacks = [watch, final, *([callback] if callback else [])]
     if save is not None:
         callbacks.append(ModelCheckpoint(dirpath=save, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1))
     trainer = quiet_trainer(
@@ -129,8 +117,7 @@ def fit(
         "losses": module.losses,
         "norms": watch.norms,
         "largest": watch.largest,
-        "swapped": watch.swapped,
-        "parameters_in_files": watch.parameters_in_files,
+        "in_files": watch.in_files,
         "left": sorted(str(path) for path in Path(swap).rglob("*")) if engine != "full" else [],
     }
 
@@ -145,13 +132,9 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any], *, since: int = 0) 
 
 def compare(engine: str, model: dict[str, Any], **kwargs: Any) -> None:
     runs = {name: fit(name, model, **kwargs) for name in ("full", engine)}
-    assert runs[engine]["swapped"] == SWAPS[engine]
-    # The two matrices; everything else is smaller than 1 MiB.
-    assert runs[engine]["parameters_in_files"] == (2 if engine == "all" else 0)
+    # A sub-group, and the two matrices; everything else is smaller than 1 MiB.
+    assert runs[engine]["in_files"] == (1, 2 if engine == "all" else 0)
     assert runs[engine]["left"] == []
-    assert len(runs["full"]["losses"]) == kwargs.get("steps", STEPS) * kwargs.get("accumulate_grad_batches", 1)
-    # Batches differ; two losses far from each other may round to one fp32 value, as the 21st and 28th of a case do.
-    assert all(one != other for one, other in itertools.pairwise(runs["full"]["losses"]))
     if kwargs.get("gradient_clip_algorithm") == "value":
         assert min(runs["full"]["largest"]) > kwargs["gradient_clip_val"]
     elif "gradient_clip_val" in kwargs:
@@ -210,7 +193,7 @@ def frozen_in_files(folder: str) -> None:
         runs[engine] = fit(
             engine, WIDE, precision="bf16-mixed", kind=Adapted, steps=4, save=f"{folder}/{engine}", **NORM
         )
-    assert runs["all"]["parameters_in_files"] == 2
+    assert runs["all"]["in_files"] == (1, 2)
     assert_equal(runs["full"], runs["all"])
     assert not any(key.startswith("blocks.0.up.weight") for key in runs["all"]["optimizer"])
     for writer, reader in (("full", "all"), ("all", "full"), ("all", "all")):
@@ -231,35 +214,17 @@ def test_frozen_parameters_in_files(tmp_path: Path) -> None:
 class Change(pl.Callback):
     """Sets a parameter, a slot and a gradient that are in files."""
 
-    NAME = "blocks.0.up.weight"
-
-    def __init__(self) -> None:
-        self.read: dict[str, torch.Tensor] = {}
-
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         if trainer.global_step == 1:
             for kind, factor in (("gradient", 0.5), ("exp_avg", 2.0), ("parameter", -1.0)):
-                value = full_tensor(trainer, self.NAME, kind)
-                set_full_tensor(trainer, self.NAME, factor * value, kind)
-                self.read[kind] = full_tensor(trainer, self.NAME, kind)
-                assert torch.equal(self.read[kind], factor * value)
-
-
-def changed(engine: str) -> dict[str, Any]:
-    pl.seed_everything(1, verbose=False)
-    module, change, final = TinyLM(lr=1e-3, **WIDE), Change(), Final()
-    trainer = quiet_trainer(
-        strategy=strategy_of(engine), precision="bf16-mixed", max_steps=3, callbacks=[change, final]
-    )
-    trainer.fit(module, loader())
-    return {"parameters": final.parameters, "optimizer": final.optimizer, "losses": module.losses, "read": change.read}
+                value = full_tensor(trainer, "blocks.0.up.weight", kind)
+                set_full_tensor(trainer, "blocks.0.up.weight", factor * value, kind)
+                assert torch.equal(full_tensor(trainer, "blocks.0.up.weight", kind), factor * value)
 
 
 def change_in_both() -> None:
-    runs = [changed(engine) for engine in ("full", "all")]
-    for part in ("parameters", "optimizer", "read"):
-        assert differences(runs[0][part], runs[1][part]) == {}
-    assert runs[0]["losses"] == runs[1]["losses"]
+    runs = [fit(engine, WIDE, precision="bf16-mixed", steps=3, callback=Change()) for engine in ("full", "all")]
+    assert_equal(*runs)
 
 
 def test_full_tensors_in_files_are_read_and_changed() -> None:
@@ -326,12 +291,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks() -> None:
     assert "a_file', but files can't be written there" in first
 
 
-def averaged() -> str:
+def averaged() -> None:
     trainer = quiet_trainer(strategy=strategy_of("state"), max_steps=1, callbacks=[EMACallback()])
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match="EMACallback averages the masters in every step"):
         trainer.fit(TinyLM(**DEEP), loader())
-    return str(caught.value)
 
 
-def test_averages_of_what_lies_in_files_are_refused() -> None:
-    assert all("EMACallback averages the masters in every step" in told for told in run_distributed(averaged, 2))
+def test_averages_of_state_in_files_are_refused() -> None:
+    run_distributed(averaged, 2)
