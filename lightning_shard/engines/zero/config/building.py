@@ -38,7 +38,7 @@ def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
         # Written out, to depend on no default of DeepSpeed.
         for path, (allowed, _) in CONTRACT.items():
             section = path.rpartition(".")[0]
-            if allowed and (section in ("", ZERO) or value_at(config, section) is not None) and path not in _BY_POLICY:
+            if allowed and (section in ("", ZERO) or value_at(config, section) is not None):
                 set_value(config, path, allowed[0])
     config["managed_gradient_accumulation"] = True
     config.pop("checkpoint", None)  # Checkpoints are this package's own. This writer needs DeepSpeed's launcher.
@@ -136,10 +136,6 @@ def _set_zero_options(config: dict[str, Any], facts: RunFacts) -> None:
     for key in ("offload_optimizer", "offload_param"):
         if facts.device_type == "cpu" and key in zero and zero[key].get("pin_memory", AUTO) == AUTO:
             zero[key]["pin_memory"] = False
-
-
-_BY_POLICY = ("communication_data_type", "data_types.grad_accum_dtype")
-"""Set by the policy already, in fp32 under aligned."""
 
 
 def _check_equal(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:

@@ -124,14 +124,21 @@ def canonical_config(config: Mapping[str, Any], problems: list[str]) -> dict[str
     return _with_autos(found, content)
 
 
-def _tidy(value: Any) -> Any:
-    """Drop nulls, rename `ALIASES`, and parse numbers such as 1e8, which are text in YAML 1.1."""
+def _tidy(value: Any, *, params: bool = False) -> Any:
+    """Drop nulls, rename `ALIASES`, and parse numbers such as 1e8, which are text in YAML 1.1. ``params``: parse the
+    numbers and flags of hyperparameters, which have no model.
+    """
     if isinstance(value, Mapping):
-        return {ALIASES.get(key, str(key)): _tidy(item) for key, item in value.items() if item is not None}
+        kept = {key: item for key, item in value.items() if item is not None}
+        return {ALIASES.get(key, str(key)): _tidy(item, params=params or key == "params") for key, item in kept.items()}
+    if isinstance(value, list):
+        return [_tidy(item, params=params) for item in value]
     if not isinstance(value, str):
         return copy.deepcopy(value)
     word = value.strip().lower()
-    return AUTO if word == AUTO else parse_number(value) if "e" in word else value
+    if params and word in ("true", "false"):
+        return word == "true"
+    return AUTO if word == AUTO else parse_number(value) if params or "e" in word else value
 
 
 def _with_autos(found: dict[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +204,7 @@ MUON = (
 
 
 def read_sections(config: dict[str, Any], problems: list[str]) -> None:
-    """Check that the types of both sections exist, and parse numbers that are written as text, in place."""
+    """Check that the types of both sections exist. Empty sections are removed."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     for name in ("optimizer", "scheduler"):
@@ -205,17 +212,15 @@ def read_sections(config: dict[str, Any], problems: list[str]) -> None:
         if not section:
             config.pop(name, None)
             continue
-        kind, params = section.get("type", AUTO), section.get("params", {})
+        kind, params = section.get("type", AUTO), section.setdefault("params", {})
         is_own = name == "optimizer" and kind.lower() in DEEPSPEED_OPTIMIZERS
         if not is_own and not (hasattr(torch.optim, kind) if name == "optimizer" else schedule_class(kind)):
             problems.append(
                 f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has. Correct it, or remove the section "
                 "and leave it to configure_optimizers"
             )
-        else:
-            section["params"] = {key: _parse_values(value) for key, value in params.items()}
-            if kind.lower() == "muon" and (others := params.keys() - set(MUON)):
-                problems.append(f"Muon has no {', '.join(sorted(others))}: known are {', '.join(MUON)}")
+        elif kind.lower() == "muon" and (others := params.keys() - set(MUON)):
+            problems.append(f"Muon has no {', '.join(sorted(others))}: known are {', '.join(MUON)}")
 
 
 def schedule_class(kind: str) -> Any:
@@ -223,12 +228,3 @@ def schedule_class(kind: str) -> Any:
     from deepspeed.runtime import lr_schedules
 
     return getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind, None)
-
-
-def _parse_values(value: Any) -> Any:
-    """Parse a hyperparameter whose numbers and flags may be text, in lists too. Other words stay."""
-    if isinstance(value, list):
-        return [_parse_values(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    return {"true": True, "false": False}.get(value.strip().lower(), parse_number(value))

@@ -32,31 +32,32 @@ DEFAULT_STAGE = 2  # As in stock Lightning.
 
 ZERO = "zero_optimization"
 
-_NAMES: dict[type, tuple[str, str, dict[str, str]]] = {
-    typed.OptimizerOffload: ("offload_optimizer", "offload_optimizer.", {}),
-    typed.ParameterOffload: ("offload_parameters", "offload_param.", {}),
-    typed.ZeroBuckets: ("buckets", "", {"reduce": "reduce_bucket_size", "allgather": "allgather_bucket_size"}),
-    typed.Stage3Options: (
-        "stage3",
-        "stage3_",
-        {"sub_group_size": "sub_group_size", "leaf_modules": "leaf_module.classes"},
-    ),
-    typed.ZeroPlusPlus: ("zero_plus_plus", "zero_", {}),
+_GROUPS: tuple[tuple[type, str, str], ...] = (
+    (typed.OptimizerOffload, "offload_optimizer", "offload_optimizer."),
+    (typed.ParameterOffload, "offload_parameters", "offload_param."),
+    (typed.ZeroBuckets, "buckets", ""),
+    (typed.Stage3Options, "stage3", "stage3_"),
+    (typed.ZeroPlusPlus, "zero_plus_plus", "zero_"),
+)
+"""Class of a typed group, its name, and the prefix of its keys in DeepSpeed."""
+
+_OTHERS = {
+    "buckets.reduce": "reduce_bucket_size",
+    "buckets.allgather": "allgather_bucket_size",
+    "stage3.sub_group_size": "sub_group_size",
+    "stage3.leaf_modules": "leaf_module.classes",
 }
-"""Class of a typed group to its name, the prefix of its keys in DeepSpeed, and the keys with other names."""
 
 KEYS = {
     "stage": f"{ZERO}.stage",
     **{
-        f"{group}.{f.name}": f"{ZERO}.{others.get(f.name, prefix + f.name)}"
-        for options, (group, prefix, others) in _NAMES.items()
+        f"{group}.{f.name}": f"{ZERO}.{_OTHERS.get(f'{group}.{f.name}', prefix + f.name)}"
+        for options, group, prefix in _GROUPS
         for f in dataclasses.fields(options)
     },
     "communication_data_type": "communication_data_type",
 }
 """Typed field to DeepSpeed's key, both with dots."""
-
-OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +74,9 @@ class ZeroSettings:
         return stage
 
     @property
-    def optimizer_device(self) -> OffloadDevice:
+    def optimizer_device(self) -> Literal["none", "cpu", "nvme"]:
         """The memory of optimizer state. "none": the device that computes."""
         return value_at(self.merged, f"{ZERO}.offload_optimizer.device") or "none"
-
-    @property
-    def parameter_device(self) -> OffloadDevice:
-        """The memory of parameter shards. "none": the device that computes."""
-        return value_at(self.merged, f"{ZERO}.offload_param.device") or "none"
 
     @property
     def communication_data_type(self) -> str | None:

@@ -133,7 +133,7 @@ def test_fields_that_do_not_fit_each_other(typed: dict[str, Any], text: str) -> 
 
 def test_what_the_engine_is_built_by() -> None:
     asked = settings_of(DeepSpeedFields())
-    assert (asked.stage, asked.optimizer_device, asked.parameter_device) == (2, "none", "none")
+    assert (asked.stage, asked.optimizer_device) == (2, "none")
     assert (asked.communication_data_type, asked.counts_steps) == (None, False)
     config = {
         ZERO: {"stage": "3", "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "none"}},
@@ -141,7 +141,7 @@ def test_what_the_engine_is_built_by() -> None:
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     }
     asked = settings_of(DeepSpeedFields(config=config))
-    assert (asked.stage, asked.optimizer_device, asked.parameter_device) == (3, "none", "cpu")
+    assert (asked.stage, asked.optimizer_device) == (3, "none")
     assert (asked.communication_data_type, asked.counts_steps) == ("fp32", True)
 
 
