@@ -1,4 +1,4 @@
-"""Which kernels a run needs, what is missing to build them, and locks that a killed build has left."""
+"""Which kernels a run needs, and what is missing to build them."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_mistakes_in_one_message(refused: Callable[..., str]) -> None:
         (fsdp(1, fsdp_reshard_after_forward=True), "go with fsdp_version 2"),
         (fsdp(3), "fsdp_version is '3', but must be 1 or 2"),
         (zero(zero_stage=7), "zero_stage is '7', but must be one of 0, 1, 2, 3"),
-        (zero(zero_stage=2, offload_param_device="cpu"), "only stage 3 shards, and so can offload, parameters"),
+        (zero(zero_stage=2, offload_param_device="cpu"), "with stage 2, but needs stage 3"),
         (zero(zero_stage=3, offload_param_device="nvme"), "without nvme_path"),
         (zero(deepspeed_config_file="nope.json"), "'nope.json', but there is no such file"),
     ],

@@ -43,7 +43,7 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Cal
     [
         ("a.yaml", "a: [1\nb: 2", "can't be read"),
         ("a.yaml", "- 1", "holds a list"),
-        ("a.json", '{"a":' * 3000 + "1" + "}" * 3000, "a.json is nested too deeply"),
+        ("a.json", '{"a":' * 3000 + "1" + "}" * 3000, "a.json can't be read as JSON"),
         ("a.yaml", f"trainer: {{strategy: ddp, devices: {10**30}}}", f"devices is {10**30}, but a node has at most"),
         ("a.json", '{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' is there twice"),
         ("a.yaml", "learning_rate: 1", "none of the known formats"),
