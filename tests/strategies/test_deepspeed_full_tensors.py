@@ -15,8 +15,6 @@ from tests.models import VOCAB, Final, TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, differences
 from tests.strategies.zero import OFFLOADED, STAGES
 
-# Whole tensors by name
-
 
 def read_and_write(engine: str, precision: str) -> dict[str, Any]:
     """Sizes that do not divide by 3 ranks; every rank gives the same values."""
@@ -37,8 +35,6 @@ def read_and_write(engine: str, precision: str) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
             if trainer.global_step == 1:
                 assert full_tensor(trainer, "frozen", "exp_avg") is None
-                with pytest.raises(ConfigurationError, match=r"no parameter 'head.wieght'. Did you mean head.weight"):
-                    full_tensor(trainer, "head.wieght")
                 with pytest.raises(ConfigurationError, match=r"has shape \(2,\), but must have \(12,\)"):
                     set_full_tensor(trainer, "shift", torch.ones(2))
                 with pytest.raises(ConfigurationError, match="frozen has no exp_avg now: look with full_tensor"):
@@ -56,18 +52,13 @@ def read_and_write_all(engines: list[str], precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("ranks", "precision"), [(2, "32-true"), pytest.param(3, "bf16-mixed", marks=pytest.mark.matrix)]
-)
-def test_whole_tensors_are_read_and_written_alike(ranks: int, precision: str) -> None:
+@pytest.mark.parametrize(("ranks", "precision"), [(2, "32-true"), (3, "bf16-mixed")])
+def test_full_tensors_are_read_and_written_alike(ranks: int, precision: str) -> None:
     engines = ["ddp", "full", *STAGES, *OFFLOADED]
     first, *others = run_distributed(read_and_write_all, ranks, engines, precision, timeout=300)
     for engine, run in first.items():
         assert torch.equal(run["doubled"], run["gradient"] * 2)
-        assert torch.equal(run["parameters"]["frozen"], first["full"]["parameters"]["frozen"])
-        for other in others:
-            for part in ("parameters", "optimizer"):
-                assert differences(run[part], other[engine][part]) == {}
-        # At three ranks the order of a sum depends on the engine.
-        for part in ("parameters", "optimizer") if ranks == 2 else ():
-            assert differences(run[part], first["full"][part]) == {}, engine
+        for part in ("parameters", "optimizer"):
+            assert all(differences(run[part], other[engine][part]) == {} for other in others)
+            # At three ranks the order of a sum depends on the engine.
+            assert ranks == 3 or differences(run[part], first["full"][part]) == {}, engine

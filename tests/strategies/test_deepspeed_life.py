@@ -28,15 +28,11 @@ def live(engine: str, precision: str) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module, first, start, second = TinyLM(), Final(), Start(), Final()
     data = loader(count=36, shuffle=False)
-    # The Trainer's own flag becomes bf16-mixed on CPU.
-    given = {"plugins": [ShardPrecision(precision)]} if precision.startswith("16") else {"precision": precision}
-    loop = quiet_trainer(
-        strategy=ENGINES[engine](aligned=True),
-        **given,
-        max_steps=4,
-        val_check_interval=4,
-        callbacks=[first],
-    )
+
+    def trainer(**flags: Any) -> pl.Trainer:
+        return quiet_trainer(strategy=ENGINES[engine](aligned=True), plugins=[ShardPrecision(precision)], **flags)
+
+    loop = trainer(max_steps=4, val_check_interval=4, callbacks=[first])
     loop.fit(module, loader(), data)
     result = {
         "fitted": loop.callback_metrics["val_loss"].item(),
@@ -44,8 +40,7 @@ def live(engine: str, precision: str) -> dict[str, Any]:
         "tested": loop.test(module, data, verbose=False)[0]["test_loss"],
         "predicted": [part.tolist() for part in loop.predict(module, data)],
     }
-    again = quiet_trainer(strategy=ENGINES[engine](aligned=True), **given, max_steps=3, callbacks=[start, second])
-    again.fit(module, loader())
+    trainer(max_steps=3, callbacks=[start, second]).fit(module, loader())
     assert differences(first.parameters, start.parameters) == {}
     return {**result, "parameters": second.parameters, "losses": module.losses}
 

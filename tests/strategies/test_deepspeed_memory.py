@@ -43,54 +43,45 @@ class Attentive(TinyLM):
         return self.head(x)
 
 
-def whole_near_the_end_of_backward() -> list[list[str]]:
-    """The parameters that are whole when backward is at the first module, by step."""
-    found: list[list[str]] = []
+def _gathered_near_the_end_of_backward() -> None:
+    found: list[set[str]] = []
 
     class Watching(Attentive):
         def backward_reaches_embedding(self) -> None:
-            # Not when it has ended: DeepSpeed cuts all that is left then.
-            found.append([n for n, p in self.named_parameters() if p.ds_status.name == "AVAILABLE"])
+            # Not when it has ended: DeepSpeed shards all that is left then.
+            found.append({n for n, p in self.named_parameters() if p.ds_status.name == "AVAILABLE"})
 
     strategy = ShardDeepSpeedStrategy(stage=3, stage3=Stage3Options(param_persistence_threshold=0))
-    trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=4)
-    trainer.fit(Watching(), loader())
-    return found
+    quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=4).fit(Watching(), loader())
+    assert len(found) == 4
+    # Its input has no gradient that would tell DeepSpeed of the end of its backward.
+    assert set().union(*found) <= {"embed.weight"}
 
 
-def test_stage_3_cuts_again_what_backward_has_passed() -> None:
-    for found in run_distributed(whole_near_the_end_of_backward, 2):
-        assert len(found) == 4
-        for names in found:
-            # Its input has no gradient that would tell DeepSpeed of the end of its backward.
-            assert set(names) <= {"embed.weight"}, names
+def test_stage_3_shards_again_behind_backward() -> None:
+    run_distributed(_gathered_near_the_end_of_backward, 2)
 
 
-def held_in(engines: list[str], precision: str, **strategy: Any) -> dict[str, torch.dtype]:
-    """Engine -> the one dtype in which gradients waited for the next micro-batch's; each was seen on some rank."""
+def held_in(engines: list[str], precision: str, **strategy: Any) -> dict[str, set[torch.dtype]]:
+    """Engine to the dtypes in which gradients waited for the next micro-batch's. Some rank saw each parameter's."""
     trainer = {"accumulate_grad_batches": 2, "max_steps": 1}
     ranks = run_distributed(fit_all, 2, engines, TinyLM, precision, strategy, trainer, timeout=240)
-    found: dict[str, torch.dtype] = {}
+    found: dict[str, set[torch.dtype]] = {}
     for engine in engines:
-        columns: dict[str, set[torch.dtype]] = {}
-        for rank in ranks:
-            for name, entry in rank[engine]["ledger"].items():
-                if entry.kind == "trainable":
-                    columns.setdefault(name, set()).update(entry.column("accumulated"))
-        assert all(columns.values()), (engine, columns)
-        (found[engine],) = set().union(*columns.values())
+        ledgers = [rank[engine]["ledger"] for rank in ranks]
+        trained = [name for name, entry in ledgers[0].items() if entry.kind == "trainable"]
+        columns = [set().union(*(ledger[name].column("accumulated") for ledger in ledgers)) for name in trained]
+        assert all(columns), (engine, columns)
+        found[engine] = set().union(*columns)
     return found
 
 
 @pytest.mark.matrix
 def test_the_ledger_shows_gradients_held_between_micro_batches() -> None:
     engines = ["zero_1", "zero_2_offload", "zero_3"]
-    assert held_in(engines, "bf16-mixed") == dict.fromkeys(engines, torch.float32)
-    assert held_in(["zero_2"], "32-true") == {"zero_2": torch.float32}
-    assert held_in(["zero_3"], "bf16-true", aligned=False) == {"zero_3": torch.bfloat16}
-
-
-# Bytes
+    assert held_in(engines, "bf16-mixed") == {engine: {torch.float32} for engine in engines}
+    assert held_in(["zero_2"], "32-true") == {"zero_2": {torch.float32}}
+    assert held_in(["zero_3"], "bf16-true", aligned=False) == {"zero_3": {torch.bfloat16}}
 
 
 def count_bytes(stage: int, offload: bool) -> dict[str, int]:
@@ -151,36 +142,30 @@ def test_bytes_are_those_of_the_zero_paper(ranks: int) -> None:
     run_distributed(check_bytes, ranks)
 
 
-def second_copies() -> tuple[list[tuple[int, int, int]], list[list[int]]]:
+def _look_at_second_copies() -> None:
     found: list[tuple[int, int, int]] = []
-    accounts: list[list[int]] = []
 
     class Look(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
-            for p in module.parameters():
-                if p.ds_secondary_tensor is not None:
-                    found.append((p.ds_numel, p.ds_tensor.numel(), p.ds_secondary_tensor.numel()))
+            copied = [p for p in module.parameters() if p.ds_secondary_tensor is not None]
+            found.extend((p.ds_numel, p.ds_tensor.numel(), p.ds_secondary_tensor.numel()) for p in copied)
 
+    # On the device, and under offload on the host.
     for place, offload in (("device", None), ("host", ParameterOffload())):
         strategy = ShardDeepSpeedStrategy(
             stage=3,
             zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2),
-            # Small parameters would stay whole, and need no copy.
+            # Small parameters would stay gathered, and need no copy.
             stage3=Stage3Options(param_persistence_threshold=0),
             offload_parameters=offload,
         )
         memory = MemoryCallback()
         quiet_trainer(strategy=strategy, max_steps=1, callbacks=[Look(), memory]).fit(TinyLM(), loader())
-        accounts.append([getattr(account, place).parameters for account in (memory.predicted, memory.measured)])
-    return found, accounts
+        assert getattr(memory.predicted, place).parameters == getattr(memory.measured, place).parameters > 0
+    assert found
+    assert all(shard == -(-full // 4) and second == 2 * shard for full, shard, second in found)
 
 
 @pytest.mark.matrix
 def test_hpz_keeps_a_second_copy_of_the_parameters_that_fewer_ranks_share() -> None:
-    for found, accounts in run_distributed(second_copies, 4):
-        assert found
-        for whole, piece, second in found:
-            assert piece == -(-whole // 4)
-            assert second == 2 * piece
-        # On the device, and under offload on the host.
-        assert all(predicted == measured > 0 for predicted, measured in accounts)
+    run_distributed(_look_at_second_copies, 4)

@@ -1,4 +1,4 @@
-"""The facts of a run that the tests of DeepSpeed's configuration share, and what is accepted and refused."""
+"""The facts of a run that the tests of DeepSpeed's configuration share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from lightning_shard.precision.policy import policy_from
 FILES = Path(__file__).parent / "files"
 ZERO = "zero_optimization"
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-7, "weight_decay": 0.05}
-_TRAINER = ("micro_batch_size", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 
 
 def run_facts(precision: str = "bf16-mixed", *, aligned: bool = False, **others: Any) -> RunFacts:
@@ -47,7 +46,7 @@ def run_facts(precision: str = "bf16-mixed", *, aligned: bool = False, **others:
 
 
 def accepted(config: dict[str, Any]) -> library.DeepSpeedConfig:
-    """What DeepSpeed makes of it, in one process without a group: it raises on anything it does not take."""
+    """DeepSpeed's own reading, in one process without a group."""
     return library.DeepSpeedConfig(json.loads(json.dumps(config, sort_keys=True)))
 
 
@@ -59,7 +58,7 @@ def settings_of(fields: DeepSpeedFields, *, aligned: bool = False) -> ZeroSettin
 
 
 def configured(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]:
-    """What DeepSpeed is given, whether the strategy would refuse the fields or not."""
+    """The configuration for DeepSpeed, even if the strategy would refuse the fields."""
     return deepspeed_config(read_settings(fields, aligned=False, problems=[]), facts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from hypothesis import strategies as st
 from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER, OVERLAPPED
 from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
-    OptimizerOffload,
     ParameterOffload,
     ZeroBuckets,
 )
-from tests.engines.zero.config.support import ADAMW, FILES, ZERO, configured, contradiction, run_facts, settings_of
+from tests.engines.zero.config.support import ADAMW, ZERO, configured, contradiction, run_facts, settings_of
 
 
 def test_every_contradiction_is_in_one_error() -> None:
@@ -34,39 +32,19 @@ def test_every_contradiction_is_in_one_error() -> None:
     }
     facts = run_facts(world_size=2, optimizer={**ADAMW, "type": "AdamW"})
     text = contradiction(config, facts)
-    lines = text.split("\n  - ")[1:]
-    for start, line in zip(
-        (
-            "train_micro_batch_size_per_gpu is 8, but the dataloader's batch size is 2",
-            "gradient_accumulation_steps is 4, but the Trainer's accumulate_grad_batches is 1",
-            "train_batch_size is 64, but the run's, 2 per process x 1 accumulated x 2 processes, is 4",
-            "gradient_clipping is 1.0, but the Trainer's clipping is 0.0",
-            "fp16.enabled is True, but with the Trainer's precision, compute bf16",
-            "optimizer.type is 'SGD', but configure_optimizers returns AdamW",
-            "optimizer.params.lr is 0.5, but the optimizer's is 0.001",
-            "optimizer.params.weight_decay is 0.01, but the optimizer's is 0.05",
-            "scheduler.params.total_num_steps is 10, but the Trainer's number of optimizer steps is 500",
-            "scheduler.params.warmup_max_lr is 0.2, but the optimizer's learning rate is 0.001",
-        ),
-        lines,
-        strict=True,
-    ):
-        assert line.startswith(start)
-
-
-def test_values_that_agree_with_the_run_pass() -> None:
-    config = {
-        "train_batch_size": 12,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "gradient_clipping": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.99]}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50}},
-    }
-    facts = run_facts(
-        world_size=2, accumulate_grad_batches=3, gradient_clip_val=1.0, optimizer={**ADAMW, "type": "DeepSpeedCPUAdam"}
+    starts = (
+        "train_micro_batch_size_per_gpu is 8, but the dataloader's batch size is 2",
+        "gradient_accumulation_steps is 4, but the Trainer's accumulate_grad_batches is 1",
+        "train_batch_size is 64, but the run's, 2 per process x 1 accumulated x 2 processes, is 4",
+        "gradient_clipping is 1.0, but the Trainer's clipping is 0.0",
+        "fp16.enabled is True, but with the Trainer's precision, compute bf16",
+        "optimizer.type is 'SGD', but configure_optimizers returns AdamW",
+        "optimizer.params.lr is 0.5, but the optimizer's is 0.001",
+        "optimizer.params.weight_decay is 0.01, but the optimizer's is 0.05",
+        "scheduler.params.total_num_steps is 10, but the Trainer's number of optimizer steps is 500",
+        "scheduler.params.warmup_max_lr is 0.2, but the optimizer's learning rate is 0.001",
     )
-    assert configured(DeepSpeedFields(config=config), facts)["train_batch_size"] == 12
+    assert [line[: len(start)] for line, start in zip(text.split("\n  - ")[1:], starts, strict=True)] == [*starts]
 
 
 @pytest.mark.parametrize(
@@ -128,25 +106,17 @@ def test_auto_values_that_nobody_knows(config: dict[str, Any], facts: dict[str, 
     assert text in contradiction(config, run_facts(**facts))
 
 
-def test_hyperparameters_may_be_text() -> None:
-    params = {"lr": "1e-4", "betas": ["0.9", "0.95"], "adam_w_mode": "False"}
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": "1e2", "warmup_type": "linear"}}
-    config = {"optimizer": {"type": "Adam", "params": params}, "scheduler": schedule}
-    result = configured(DeepSpeedFields(config=config), run_facts(optimizer=None))
-    assert result["optimizer"]["params"] == {"lr": 1e-4, "betas": [0.9, 0.95], "adam_w_mode": False}
-    assert result["scheduler"]["params"] == {"warmup_num_steps": 100, "warmup_type": "linear"}
-    assert type(result["scheduler"]["params"]["warmup_num_steps"]) is int
-
-
-def test_hyperparameters_fall_back_to_each_other() -> None:
+def test_hyperparameters_are_text_or_fall_back_to_each_other() -> None:
+    params = {"lr": "2.5e-1", "betas": ["0.9", "0.95"], "eps": "auto", "adam_w_mode": "False"}
+    schedule = {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
     config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": "auto", "eps": "auto"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "optimizer": {"type": "Adam", "params": params},
+        "scheduler": {"type": "WarmupLR", "params": schedule},
     }
     result = configured(DeepSpeedFields(config=config), run_facts(optimizer=None))
-    # What no one knows is the optimizer's own default.
-    assert result["optimizer"]["params"] == {"lr": 0.25}
-    assert result["scheduler"]["params"] == {"warmup_max_lr": 0.25, "warmup_num_steps": 1}
+    # An unknown value is the optimizer's own default. DeepSpeed takes no warm-up of 0 steps.
+    assert result["optimizer"]["params"] == {"lr": 0.25, "betas": [0.9, 0.95], "adam_w_mode": False}
+    assert result["scheduler"]["params"] == {"warmup_max_lr": 0.25, "warmup_num_steps": 1, "warmup_type": "linear"}
 
 
 @pytest.mark.parametrize(
@@ -203,22 +173,6 @@ def test_stages_1_and_2_overlap_on_devices(
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == (BUCKET if stage == 3 else OVERLAPPED)
 
 
-def test_pinned_memory_is_left_out_on_a_cpu() -> None:
-    fields = DeepSpeedFields(stage=3, offload_optimizer=OptimizerOffload(), offload_parameters=ParameterOffload())
-    for device, expected in (("cpu", False), ("cuda", None)):
-        zero = configured(fields, run_facts(device_type=device))[ZERO]
-        assert zero["offload_optimizer"].get("pin_memory") is zero["offload_param"].get("pin_memory") is expected
-
-
-def test_the_result_is_the_same_in_every_call_and_any_order() -> None:
-    content = json.loads((FILES / "zero3_offload.json").read_text())
-    texts = set()
-    for order in itertools.islice(itertools.permutations(content), 20):
-        config = {key: content[key] for key in order}
-        texts.add(json.dumps(configured(DeepSpeedFields(config=config), run_facts())))
-    assert len(texts) == 1
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_a_dumped_configuration_can_be_given_again(stage: Any, aligned: bool, tmp_path: Path) -> None:
@@ -231,11 +185,7 @@ def test_a_dumped_configuration_can_be_given_again(stage: Any, aligned: bool, tm
     assert configured(again, facts) == config
 
 
-def test_deepspeeds_throughput_timer_runs_where_it_is_asked_for() -> None:
-    from deepspeed.utils.config import get_timers_config
-
-    def enabled(config: dict[str, Any]) -> bool:
-        return bool(get_timers_config(configured(DeepSpeedFields(config=config), run_facts())).enabled)
-
-    assert not enabled({ZERO: {"stage": 2}})
-    assert enabled({ZERO: {"stage": 2}, "timers": {"throughput": {"enabled": True}}})
+def test_deepspeeds_throughput_timer_runs_if_it_is_asked_for() -> None:
+    assert configured(DeepSpeedFields(), run_facts())["timers"] == {"throughput": {"enabled": False}}
+    asked = {"timers": {"throughput": {"enabled": True}}}
+    assert configured(DeepSpeedFields(config=asked), run_facts())["timers"] == asked["timers"]
