@@ -149,11 +149,6 @@ def is_gathered(parameter: Any) -> bool:
     return bool(parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape)
 
 
-def is_released(parameter: Any) -> bool:
-    """Whether a parameter under stage 3 is empty."""
-    return is_partitioned(parameter) and parameter.ds_status.name == "NOT_AVAILABLE"
-
-
 def watch_releases(parameters: Iterable[Any], note: Callable[[Tensor], None]) -> Callable[[], None]:
     """Call ``note`` with each of ``parameters`` that stage 3 releases. Returns the function that ends this."""
 
@@ -186,9 +181,10 @@ def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def parameters_of_unit(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that stage 3 gathers for one of `gathered_modules`."""
-    return module.parameters(recurse=_parameter_queries()[1](module))
+def gathered_parameters(module: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
+    """Each of `gathered_modules` to the parameters that stage 3 gathers for it."""
+    _, is_leaf = _parameter_queries()
+    return {unit: [*unit.parameters(recurse=is_leaf(unit))] for _, unit in gathered_modules(module)}
 
 
 def is_gathered_for(module: nn.Module) -> bool:
@@ -320,12 +316,6 @@ def complete_accumulated(zero: Any) -> None:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def zero_host_sums(zero: Any) -> None:
-    """Zero the sums on the host of stages 1 and 2, to which micro-batches add even if the first one had no gradient."""
-    for held in getattr(zero, "accumulated_grads_in_cpu", {}).values():
-        held.zero_()
 
 
 def drop_gradients(zero: Any) -> None:

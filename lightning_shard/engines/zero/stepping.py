@@ -221,7 +221,9 @@ class SeveralOptimizerSteps(FlatTensors):
                 gradient = gradient.to(shard.value().dtype, copy=held is None)
                 self._held[shard.fqn] = gradient if held is None else held.add_(gradient)
         self.running.step_masters(skip=True)
-        flat_layout.zero_host_sums(self.running.zero)
+        # Sums on the host of stages 1 and 2, to which micro-batches add even if the first one had no gradient.
+        for held_sum in getattr(self.running.zero, "accumulated_grads_in_cpu", {}).values():
+            held_sum.zero_()
 
     def _drop(self, fqns: Iterable[str]) -> None:
         self.collect_gradients()

@@ -107,7 +107,9 @@ class ParameterValues:
                     own = parameter.detach().reshape(-1)[start : start + length]
                     yield SeenParameter(fqn, parameter, own, swapping.live_shard(parameter)[:length])
                 else:
-                    yield SeenParameter(fqn, parameter, released=flat_layout.is_released(parameter))
+                    state: Any = parameter  # With DeepSpeed's attributes.
+                    is_released = flat_layout.is_partitioned(state) and state.ds_status.name == "NOT_AVAILABLE"
+                    yield SeenParameter(fqn, parameter, released=is_released)
             return
         lasting = [(m.fqn, m.start, part) for m, part in flat_layout.master_slices(running.groups) if m.stepped]
         for fqn, start, part in (*lasting, *((fqn, part.start, part.data) for fqn, part in self.kept.items())):
@@ -118,9 +120,9 @@ class ParameterValues:
 
     def start_write_check(self, running: RunningEngine, strategy: str) -> ExternalWriteCheck:
         """Start the check of a fit under ``strategy``. All ranks call it."""
-        gathered = flat_layout.gathered_modules(self._module) if running.stage == 3 else []
         names = {parameter: fqn for fqn, parameter in self.parameters.items()}
-        self._inside = {m: [(names[p], p) for p in flat_layout.parameters_of_unit(m)] for _, m in gathered}
+        units = flat_layout.gathered_parameters(self._module) if running.stage == 3 else {}
+        self._inside = {unit: [(names[p], p) for p in parameters] for unit, parameters in units.items()}
         check = ExternalWriteCheck(strategy, partial(self.copies_in_module, running), self._inside)
         check.undo_stack.callback(flat_layout.watch_releases(names, check.accept_own_release))
         check.accept_own_writes()

@@ -11,7 +11,7 @@ from deepspeed.runtime import config as library
 
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, OptimizerOffload
 from lightning_shard.engines.zero.config.reading import set_value, value_at
-from lightning_shard.engines.zero.config.zero_settings import CONTRACT, check_policy
+from lightning_shard.engines.zero.config.zero_settings import CONTRACT
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import short
@@ -94,13 +94,6 @@ def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bo
     taken = accepted(configured(replace(fields, config=explicit), facts))
     assert taken.zero_force_ds_cpu_optimizer is True
     assert taken.zero_config.ignore_unused_parameters is False
-
-
-def test_a_precision_is_refused_before_the_run_is_known() -> None:
-    asked = settings_of(DeepSpeedFields(stage=2))
-    with pytest.raises(PrecisionError, match=r"masters are fp16 with DeepSpeed stage 2, .* Use shard_deepspeed"):
-        check_policy(asked, run_facts("16-true", aligned=False))
-    check_policy(asked, run_facts("16-true", aligned=True))
 
 
 @pytest.mark.parametrize(
