@@ -72,11 +72,9 @@ def _set_batch_sizes(config: dict[str, Any], facts: RunFacts, problems: list[str
 
 
 def _check_clipping(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
-    trainer = facts.trainer
-    _check_equal(
-        config, "gradient_clipping", trainer.gradient_clip_val or 0.0, "Trainer(gradient_clip_val=...)", problems
-    )
-    if config.get("gradient_clipping") not in (None, AUTO, 0) and trainer.gradient_clip_algorithm == "value":
+    value, algorithm = facts.trainer.gradient_clip_val or 0.0, facts.trainer.gradient_clip_algorithm
+    _check_equal(config, "gradient_clipping", value, "the Trainer's clipping", problems)
+    if config.get("gradient_clipping") not in (None, AUTO, 0) and algorithm == "value":
         problems.append("gradient_clipping is by norm, but the Trainer's gradient_clip_algorithm is 'value'")
     config["gradient_clipping"] = 0.0
 
