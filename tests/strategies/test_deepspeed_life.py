@@ -64,19 +64,6 @@ def test_a_whole_life_is_that_of_fsdp(precision: str) -> None:
             assert run == {key: value for key, value in expected.items() if key != "parameters"}, engine
 
 
-@pytest.mark.matrix
-def test_a_whole_life_at_four_processes() -> None:
-    # Four gradients are summed in another order: after seven steps of 1e-2 a parameter may round to its neighbour in
-    # bf16.
-    for rank in run_distributed(live_all, 4, ["full", *STAGES, *OFFLOADED], "bf16-mixed", timeout=500):
-        expected = rank.pop("full")
-        for engine, run in rank.items():
-            for name, value in expected["parameters"].items():
-                torch.testing.assert_close(run["parameters"][name], value, rtol=0, atol=2e-2, check_dtype=False)
-            for key in ("losses", "validated"):
-                assert run[key] == pytest.approx(expected[key], abs=2e-2), engine
-
-
 def _plain_then_aligned() -> None:
     """DeepSpeed replaces ``torch.nn.functional.linear`` and keeps its autocast on, if it is told so."""
     linear = functional.linear

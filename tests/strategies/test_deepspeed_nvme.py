@@ -152,23 +152,20 @@ def parity(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
         compare(engine, model, **kwargs)
 
 
-def test_files_give_the_numbers_of_fsdp() -> None:
-    cases = [
-        ("state", DEEP, {"precision": "32-true", "steps": 4, **NORM}),
-        ("all", WIDE, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "steps": 4, **NORM}),
-        ("few_buffers", DEEP, {"steps": 4}),
-    ]
-    run_distributed(parity, 2, cases)
+SHORT = [
+    ("state", DEEP, {"steps": 4, **NORM}),
+    ("all", WIDE, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "steps": 4, **NORM}),
+    ("few_buffers", DEEP, {"steps": 4}),
+]
+LONG = [
+    (engine, model, {"precision": precision, "steps": 20, "accumulate_grad_batches": twice, **clip})
+    for engine, model in (("state", DEEP), ("all", WIDE))
+    for precision, clip, twice in (("32-true", {}, 2), ("bf16-mixed", NORM, 1), ("16-mixed", VALUE, 2))
+]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("precision", "clip"), [("32-true", {}), ("bf16-mixed", NORM), ("16-mixed", VALUE)])
-def test_files_give_the_numbers_of_fsdp_over_many_steps(precision: str, clip: dict[str, Any]) -> None:
-    cases = [
-        (engine, model, {"precision": precision, "steps": 20, **clip, **twice})
-        for engine, model in (("state", DEEP), ("all", WIDE))
-        for twice in ({}, {"accumulate_grad_batches": 2})
-    ]
+@pytest.mark.parametrize("cases", sampled([SHORT, LONG], 0), ids=["short", "long"])
+def test_files_give_the_numbers_of_fsdp(cases: list[Any]) -> None:
     run_distributed(parity, 2, cases, timeout=600)
 
 
