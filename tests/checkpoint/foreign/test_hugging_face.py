@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.foreign import hugging_face_folders
@@ -25,6 +24,7 @@ from lightning_shard.checkpoint.save import prepare_save, training_state
 from lightning_shard.checkpoint.save_plan import SavePlanner, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
+from lightning_shard.registry import build
 from tests.checkpoint.compare import stored
 from tests.groups import sampled
 from tests.harness import run_distributed
@@ -34,6 +34,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 ENGINES = ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2", "shard_deepspeed_stage_3"]
+TEMPLATES = {"default": "D {{ messages }}", "tool_use": "T {{ messages }}"}
+"""Transformers keeps all but the first in a folder."""
 TOKENS = torch.randint(0, VOCAB, (64, 8), generator=torch.Generator().manual_seed(5))
 
 
@@ -46,7 +48,9 @@ def tokenizer(folder: Path) -> Any:
     empty = {"truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None}
     text = {"version": "1.0", **empty, "pre_tokenizer": {"type": "Whitespace"}, "decoder": None, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(text))
-    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="[UNK]")
+    words = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="[UNK]")
+    words.chat_template = TEMPLATES
+    return words
 
 
 class Llama(pl.LightningModule):
@@ -81,7 +85,7 @@ def save(strategy: Any, folder: str) -> None:
 
 
 def check(folder: Path) -> None:
-    """What was saved opens as what it is, with the values of the portable directory."""
+    """The folders open with the values of the portable directory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert sorted(p.name for p in folder.glob("*.ckpt")) == ["portable.ckpt", "same.hf.ckpt", "step=4.hf.ckpt"]
@@ -93,8 +97,12 @@ def check(folder: Path) -> None:
         for key, value in found.state_dict().items():
             assert value.dtype == torch.float32  # The master weights are.
             assert torch.equal(value, expected[key if key in expected else "model.embed_tokens.weight"]), key
-        assert AutoTokenizer.from_pretrained(folder / name)("b a")["input_ids"] == [2, 1]
-        assert {"config.json", "model.safetensors", "generation_config.json"} < set(verify(folder / name))
+        words = AutoTokenizer.from_pretrained(folder / name)
+        assert words("b a")["input_ids"] == [2, 1]
+        assert words.chat_template == TEMPLATES
+        files = verify(folder / name)
+        assert {"config.json", "model.safetensors", "generation_config.json"} < set(files)
+        assert [file for file in files if "/" in file] == ["additional_chat_templates/tool_use.jinja"]
 
 
 @pytest.mark.parametrize("strategy", sampled(ENGINES, 1))
@@ -149,26 +157,6 @@ def test_files_of_a_save_are_told_from_others(tmp_path: Path) -> None:
         verify(path)
 
 
-def test_files_in_folders_are_listed_and_checked(tmp_path: Path) -> None:
-    """Transformers keeps all chat templates but the first in a folder."""
-    from transformers import AutoTokenizer
-
-    words, path = tokenizer(tmp_path), tmp_path / "a.hf.ckpt"
-    words.chat_template = {"default": "D {{ messages }}", "tool_use": "T {{ messages }}"}
-    begin_and_finish(Llama(words), path)
-    assert AutoTokenizer.from_pretrained(path).chat_template == words.chat_template
-    (template,) = (path / name for name in verify(path) if "/" in name)
-    template.write_text("other")
-    with pytest.raises(CheckpointError, match=r"tool_use\.jinja has 5 bytes"):
-        verify(path)
-    template.unlink()
-    template.parent.rmdir()
-    template.parent.symlink_to(tmp_path)
-    (tmp_path / template.name).write_text("T {{ messages }}")
-    with pytest.raises(CheckpointError, match="can't be read"):
-        verify(path)
-
-
 def test_auto_passes_over_a_newer_folder_that_nothing_resumes_from(tmp_path: Path) -> None:
     for step, name in enumerate(["1.ckpt", "2.hf.ckpt"]):
         begin_and_finish(Llama(), tmp_path / name, {"name": "mine", "step": step, "time": 0.0})
@@ -220,6 +208,9 @@ class Adapters(Llama):
         torch.manual_seed(4)
         self.model = peft.get_peft_model(base(seed), config, autocast_adapter_dtype=False)
 
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
 
 def base(seed: int = 3) -> Any:
     torch.manual_seed(seed)
@@ -242,20 +233,12 @@ def adapt(folder: str, names: list[str]) -> None:
         trainer.fit(Adapters(), data, ckpt_path=f"{folder}/{before}/step=2.ckpt")
         with pytest.raises(CheckpointError, match=r"here are others of .*: load the same ones first"):
             quiet_trainer(strategy=strategy(name), precision="bf16-mixed").validate(
-                Validated(5), data, ckpt_path=f"{folder}/{before}/step=2.ckpt", verbose=False
+                Adapters(5), data, ckpt_path=f"{folder}/{before}/step=2.ckpt", verbose=False
             )
 
 
-class Validated(Adapters):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        pass
-
-
 def strategy(name: str) -> Any:
-    common: dict[str, Any] = {"aligned": True, "save_frozen": False}
-    if "deepspeed" in name:
-        return ShardDeepSpeedStrategy(stage=int(name[-1]), **common)
-    return ShardDDPStrategy(**common) if name == "shard_ddp" else ShardFSDPStrategy(async_save=True, **common)
+    return build(f"{name}_aligned", save_frozen=False, async_save="fsdp" in name)
 
 
 def check_adapters(folder: Path, names: list[str]) -> None:
