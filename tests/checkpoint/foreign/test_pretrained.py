@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_shard import (
     CheckpointCorruptError,
-    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     load_pretrained,
@@ -153,24 +152,6 @@ def test_files_that_are_none(tmp_path: Path, weights: Path) -> None:
         index.write_text(text)
         with pytest.raises(CheckpointCorruptError, match=said):
             load_pretrained(Net(1), index)
-
-
-def refused(path: str) -> str:
-    net, _ = build("fsdp-2", 1)
-    if dist.get_rank() == 1:
-        path = path + ".elsewhere"
-    try:
-        load_pretrained(net, path)
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "loaded"
-
-
-def test_a_rank_without_the_file_fails_on_all(weights: Path) -> None:
-    first, second = run_distributed(refused, 2, str(weights))
-    assert first == second
-    assert first.startswith("CheckpointNotFoundError: ")
-    assert "rank 1: " in first
 
 
 class Noting(SafetensorsReader):
