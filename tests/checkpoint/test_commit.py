@@ -250,7 +250,7 @@ def test_a_failing_rank_fails_all_and_the_old_one_stays(tmp_path):
     assert "rank 1: OSError: [Errno 27] File too large" in first[3]
     wanted = r"CheckpointError: the trainer's state .*: callbacks/MyCallback/folder: pathlib\.PosixPath\. "
     assert re.match(wanted, first[4]), first[4]
-    assert "rank 0: NotADirectoryError" in first[5]
+    assert "rank 0: FileExistsError" in first[5]
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert number_in(tmp_path / "a.ckpt") == 1.0
 

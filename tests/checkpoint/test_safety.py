@@ -110,7 +110,7 @@ def test_the_hostile_pickles_would_run():
 def test_hostile_metadata_is_refused(path, payload, said):
     before = dict(vars(Metadata))
     forge(path, ".metadata", payload)
-    refused(path, rf"a\.ckpt/\.metadata: .*{re.escape(said)}")
+    refused(path, rf"a\.ckpt/\.metadata.*{re.escape(said)}")
     assert dict(vars(Metadata)) == before
 
 
