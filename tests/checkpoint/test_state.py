@@ -26,7 +26,7 @@ def names_under(how: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
     return list(names.tensors), dict(names.aliases), extra_state(net, names)
 
 
-WRAPPERS = ["plain", "compile", "inner", "ddp", "fsdp", "fsdp inner", "fsdp inner compile", "ddp inner"]
+WRAPPERS = ["plain", "ddp inner", "fsdp", "fsdp inner compile"]
 
 
 def names_under_all() -> list[Any]:
