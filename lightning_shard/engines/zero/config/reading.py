@@ -51,10 +51,7 @@ def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     if not isinstance(config, str):
-        raise ConfigurationError(
-            f"{field} is {config!r}, of type {type(config).__name__}. Give the path of a DeepSpeed JSON file, or its "
-            "content as a mapping."
-        )
+        raise ConfigurationError(f"{field} is {config!r}, but must be the path of a file, or its content as a mapping.")
     return read_file(Path(config), f"{field} {config!r}")
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from docstring_parser import parse_from_object
-from jsonargparse import ArgumentParser
 
 from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
@@ -151,28 +149,3 @@ def test_every_field_has_a_text_for_help(group: type) -> None:
     texts = {p.arg_name: p.description for p in parse_from_object(group).params}
     assert set(texts) == {field.name for field in fields_of(group)}
     assert all(text and len(text.split()) >= 4 for text in texts.values())
-
-
-def test_fields_come_from_yaml() -> None:
-    class Holder:
-        def __init__(self, fields: DeepSpeedFields) -> None:
-            self.fields = fields
-
-    given = {
-        "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 6},
-        "buckets": {"reduce": "auto", "allgather": 1000},
-        "stage3": {"leaf_modules": ["MoE"]},
-        "config": {"fp16": {"enabled": "auto"}},
-    }
-    parser = ArgumentParser()
-    parser.add_class_arguments(Holder, "h")
-    assert parser.instantiate(
-        parser.parse_string(yaml.safe_dump({"h": {"fields": given}}))
-    ).h.fields == DeepSpeedFields(
-        stage=3,
-        offload_optimizer=OptimizerOffload(device="nvme", nvme_path="/nvme", buffer_count=6),
-        buckets=ZeroBuckets(reduce="auto", allgather=1000),
-        stage3=Stage3Options(leaf_modules=["MoE"]),
-        config={"fp16": {"enabled": "auto"}},
-    )

@@ -117,4 +117,4 @@ def test_files_that_can_not_be_read(tmp_path: Path) -> None:
         path = tmp_path / "ds.json"
         path.write_text(content)
         assert text in refusal(str(path))
-    assert "config is 3, of type int. Give the path" in refusal(3)  # type: ignore[arg-type]
+    assert "config is 3, but must be the path of a file" in refusal(3)  # type: ignore[arg-type]
