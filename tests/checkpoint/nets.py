@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -93,20 +92,3 @@ def odd_tensors(seed: int, *, cut: bool) -> dict[str, Tensor]:
 
 def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-class Rows:
-    """Some rows of a matrix in two boxes, and torch's checkpointable protocol: what an engine's own partitions are."""
-
-    def __init__(self, matrix: Tensor, first: int, last: int) -> None:
-        self.shape, self.dtype = matrix.shape, matrix.dtype
-        middle = (first + last) // 2
-        self.boxes = {start: matrix[start:stop].clone() for start, stop in ((first, middle), (middle, last))}
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size([start, 0]), sizes=box.size()) for start, box in self.boxes.items()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.boxes[index.offset[0]]
