@@ -28,8 +28,7 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 USES = {
     "_lightning/callbacks.py": (
         "what a run resumes from, links, saves that wait, the summary under ZeRO-3",
-        "_checkpoint_connector _current_fx_name _every_n_train_steps _last_time_checked _link_checkpoint _max_depth"
-        " _monitor_candidates _save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint _summary",
+        "_checkpoint_connector _every_n_train_steps _link_checkpoint _max_depth _summary",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers, a fit's way back to a checkpoint",
@@ -46,10 +45,7 @@ USES = {
         "launchers, the process group, the module's device",
         "_MultiProcessingLauncher _SubprocessScriptLauncher _device_mesh _update_properties",
     ),
-    "_lightning/results.py": (
-        "logged values across a resume, and which loggers draw a graph",
-        "_callback_metrics _first_loop_iter _log_graph _logger_connector _results",
-    ),
+    "_lightning/results.py": ("logged values across a resume", "_results"),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/boxes.py": ("records of torch's checkpoints", "_StorageInfo"),
     "cluster/traces.py": ("what a rank that hangs is in", "_C _current_frames _distributed_c10d"),
@@ -103,7 +99,6 @@ USES = {
         "whether a backward pass runs; a named tuple's documented method",
         "_C _current_graph_task_id _make",
     ),
-    "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
     "resume/metrics.py": (
         "torchmetrics' counters and caches",
         "_cache _is_synced _num_vals_seen _reduce_states _update_count",
@@ -127,7 +122,6 @@ NOT_REQUIRED = {
     "_exit": "documented",
     "_init_weights": "Hugging Face's models have it, others need not",
     "_is_fsdp_managed_module": "read by dynamo and others where it is there",
-    "_iterator": "DataLoader sets it in the object's class body",
     "_make": "documented; named tuples have it",
     "_no_split_modules": "Hugging Face's models have it, others need not",
     "_schema": "higher-order operators have none",

@@ -10,23 +10,19 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import callbacks as stock
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops import evaluation_loop, fit_loop, loop, training_epoch_loop
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors import checkpoint_connector, data_connector, signal_connector
-from lightning.pytorch.trainer.connectors.logger_connector import logger_connector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_shard.private_names import require
 
 _REQUIRED = (
-    (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
+    (Trainer, "_checkpoint_connector _data_connector _signal_connector"),
     (CombinedLoader, "_mode"),
     (LightningModule, "_current_fx_name _device_mesh"),
-    (stock.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _last_time_checked _monitor_candidates"),
-    (stock.ModelCheckpoint, "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint"),
+    (stock.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps"),
     (stock.ModelSummary, "_max_depth _summary"),
-    (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
     # Modules, for the private classes in them.
     (checkpoint_connector, "_loaded_checkpoint resume_start"),
@@ -34,7 +30,6 @@ _REQUIRED = (
     (evaluation_loop, "_data_source _has_run _results"),
     (fit_loop, "_combined_loader_states_to_load _data_fetcher _data_source"),
     (fit_loop, "_combined_loader _last_train_dl_reload_epoch _last_val_time"),
-    (logger_connector, "_callback_metrics _first_loop_iter"),
     (loop, "_restarting"),
     (signal_connector, "register_signal_handlers"),
     (training_epoch_loop, "_batches_that_stepped _broadcast_sigterm_tensor _results _skip_next_val"),
@@ -49,8 +44,9 @@ REPLACED = {
     "LightningModule.lr_scheduler_step": "schedules that monitor a value get rank 0's, skipped steps step no schedule",
     "Logger.log_graph": "the graph is drawn before the model is sharded",
     "ModelCheckpoint._link_checkpoint": "a link to a checkpoint that is still being written is made once it is full",
-    "ModelCheckpoint._should_skip_saving_checkpoint": "saves come after an optimizer step and the module's own hook",
     "ModelCheckpoint.file_exists": "the name of a checkpoint that is still being written is taken",
+    "ModelCheckpoint.on_train_batch_end": "saves come after an optimizer step and the module's own hook",
+    "ModelCheckpoint.on_validation_end": "likewise",
     "ModelSummary._summary": "Lightning counts parameters that ZeRO-3 has sharded under its own strategy alone",
     "Trainer.profiler": "the main thread's actions are noted, and a meter sums up the seconds of some",
     "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",

@@ -82,18 +82,16 @@ def let_checkpoints_wait(
 
 
 class HeldSaves:
-    """Holds each save of a ``ModelCheckpoint`` callback until the module's own hook has run and no gradients wait for a
-    step. A save that is due before that, or while another one is written, follows the first step that allows it, one
-    callback after the other, or the end of training.
+    """Holds the saving hooks of ``ModelCheckpoint`` callbacks until the module's own hook has run and no gradients wait
+    for a step. A save that is due before that, or while another one is written, follows the first step that allows it,
+    one callback after the other, or the end of training.
     """
 
     def __init__(self) -> None:
         self._callbacks: list[stock.ModelCheckpoint] = []
-        self._calls = False  # Whether a callback's hook is called here, not by Lightning.
-        self._asked: list[stock.ModelCheckpoint] = []  # Lightning has called their hooks.
-        self._validated: list[stock.ModelCheckpoint] = []  # They are due since a validation.
-        self._queue: list[stock.ModelCheckpoint] = []  # They are due by their number of steps.
-        self._checked: dict[stock.ModelCheckpoint, float | None] = {}  # Times of the last saves by the clock.
+        self._asked: dict[stock.ModelCheckpoint, Callable[[], None]] = {}  # Lightning has called their hooks.
+        self._validated: dict[stock.ModelCheckpoint, Callable[[], None]] = {}  # They are due since a validation.
+        self._late: dict[stock.ModelCheckpoint, None] = {}  # They are due by their number of steps, the oldest first.
 
     def hold_saves(self, replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
         """Hold the saves of a fit. ``busy``: whether the Trainer has to wait for another save (same on all ranks)."""
@@ -101,70 +99,53 @@ class HeldSaves:
         self._trainer, self._busy = trainer, busy
         self._callbacks = callbacks_of(trainer, stock.ModelCheckpoint)
         for callback in self._callbacks:
-            replacements.wrap(callback, "_should_skip_saving_checkpoint", partial(self._skip_save, callback))
+            replacements.wrap(callback, "on_train_batch_end", partial(self._hold_hook, callback))
+            replacements.wrap(callback, "on_validation_end", partial(self._hold_hook, callback))
 
-    def _skip_save(self, callback: stock.ModelCheckpoint, skip: Callable[[Trainer], bool], trainer: Trainer) -> bool:
-        hook = trainer.lightning_module._current_fx_name
-        if self._calls or trainer.sanity_checking or hook not in ("on_train_batch_end", "on_validation_end"):
-            return skip(trainer)
-        self._asked.append(callback)
-        self._checked.setdefault(callback, callback._last_time_checked)
-        return True
-
-    def _call_hook(self, hook: Callable[..., None], callback: stock.ModelCheckpoint, *batch: Any) -> None:
-        """Call the stock class's hook. Lightning has called an overridden one."""
-        self._calls = True
-        try:
-            hook(callback, self._trainer, self._trainer.lightning_module, *batch)
-        finally:
-            self._calls = False
+    def _hold_hook(self, callback: stock.ModelCheckpoint, hook: Callable[..., None], *given: Any) -> None:
+        self._asked[callback] = partial(hook, *given)
 
     def after_batch(self) -> None:
         """Make the saves that are due between a training batch and a validation. All ranks call it."""
-        asked, self._asked = self._asked, []
-        for callback in asked:  # The clock runs on until the callback saves.
-            callback._last_time_checked = self._checked[callback]
-        if should_accumulate(self._trainer) or not (asked or self._validated or self._queue):
+        asked, self._asked = self._asked, {}
+        if should_accumulate(self._trainer) or not (asked or self._validated or self._late):
             return
         with counted_in_batch(self._trainer):
-            for callback in self._callbacks:
-                self._save_after_step(callback, asked=callback in asked)
+            for callback in [*self._late, *(one for one in self._callbacks if one not in self._late)]:
+                self._save_after_step(callback, asked.get(callback))
 
-    def _save_after_step(self, callback: stock.ModelCheckpoint, *, asked: bool) -> None:
-        trainer, queue = self._trainer, self._queue
-        every, stops = callback._every_n_train_steps, trainer.should_stop
+    def _save_after_step(self, callback: stock.ModelCheckpoint, asked: Callable[[], None] | None) -> None:
+        every, stops = callback._every_n_train_steps, self._trainer.should_stop
         # Save before the validation that follows a stop: a resumed run would lack its random draws.
-        if not stops and (self._busy() or (queue and queue[0] is not callback)):
-            if asked and every > 0 and trainer.global_step % every == 0 and callback not in queue:
-                queue.append(callback)
+        if self._busy() and not stops:
+            if asked is not None and every > 0 and self._trainer.global_step % every == 0:
+                self._late.setdefault(callback)
             return
         self._save_due(callback)
-        if asked and (stops or not self._busy()):
-            self._call_hook(stock.ModelCheckpoint.on_train_batch_end, callback, None, None, 0)
-            self._checked[callback] = callback._last_time_checked
+        if asked is not None and (stops or not self._busy()):
+            asked()
 
     def _save_due(self, callback: stock.ModelCheckpoint) -> None:
-        trainer = self._trainer
-        if callback in self._validated:
-            self._validated.remove(callback)
-            self._call_hook(stock.ModelCheckpoint.on_validation_end, callback)
-        if callback not in self._queue:
-            return
-        candidates = callback._monitor_candidates(trainer)
-        if callback.monitor is None or callback.monitor in candidates:
-            self._queue.remove(callback)
-            if not callback._should_skip_saving_checkpoint(trainer):
-                callback._save_topk_checkpoint(trainer, candidates)
-                callback._save_last_checkpoint(trainer, candidates)
+        if (save := self._validated.pop(callback, None)) is not None:
+            save()
+        if callback in self._late:
+            del self._late[callback]
+            every, callback._every_n_train_steps = callback._every_n_train_steps, 1
+            try:
+                # An overridden hook is called at its own steps alone.
+                module = self._trainer.lightning_module
+                stock.ModelCheckpoint.on_train_batch_end(callback, self._trainer, module, None, None, 0)
+            finally:
+                callback._every_n_train_steps = every
 
     def after_validation(self) -> None:
         """Make the saves that are due at the end of a fit's validation. All ranks call it."""
-        asked, self._asked = self._asked, []
-        for callback in asked:
+        asked, self._asked = self._asked, {}
+        for callback, save in asked.items():
             if should_accumulate(self._trainer) or self._busy():
-                self._validated.append(callback)
+                self._validated[callback] = save
             else:
-                self._call_hook(stock.ModelCheckpoint.on_validation_end, callback)
+                save()
 
     def after_training(self) -> None:
         """Make the saves that are still due. All ranks call it."""

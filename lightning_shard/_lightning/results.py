@@ -2,7 +2,7 @@
 means of ``self.log(..., on_epoch=True)`` are in no checkpoint and begin again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -23,13 +23,9 @@ _RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
 
 
 def log_of_full_module(replacements: Replacements, trainer: Trainer) -> None:
-    """Log full values of sharded tensors from here on, and graphs now, before the module is sharded."""
-    _log_full_values(replacements, trainer.lightning_module)
-    _log_graphs(replacements, trainer)
+    """Log full values of sharded tensors from here on, and graphs now, before the module is sharded.
 
-
-def _log_full_values(replacements: Replacements, module: LightningModule) -> None:
-    """Let ``self.log`` gather sharded tensors, such as ``weight.norm()``, in a collective. ConfigurationError: with
+    ``self.log`` gathers sharded tensors, such as ``weight.norm()``, in a collective. ConfigurationError: with
     ``rank_zero_only=True``.
     """
 
@@ -44,21 +40,15 @@ def _log_full_values(replacements: Replacements, module: LightningModule) -> Non
             value = full_of(value)
         log(name, value, *args, **kwargs)
 
-    replacements.wrap(module, "log", log_full)
-
-
-def _log_graphs(replacements: Replacements, trainer: Trainer) -> None:
-    """Let loggers trace the module's graph on rank 0 now, while its parameters are neither sharded nor cast."""
     module = trainer.lightning_module
-    sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
+    replacements.wrap(module, "log", log_full)
+    sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())  # by an earlier run
     if (first := next(module.parameters(), None)) is not None:
         processes.set_device(module, first.device)  # loggers move the example input to it
     for logger in trainer.loggers if trainer.enable_autolog_hparams else []:
         try:
             if not sharded:
                 logger.log_graph(module)
-            elif getattr(logger, "_log_graph", False):
-                rank_zero_warn("The model's graph is not logged: an earlier run has sharded the model.")
         except Exception as error:
             rank_zero_warn(f"The model's graph is not logged: its forward can't be traced ({error}).")
         replacements.replace(logger, "log_graph", lambda model: None)
@@ -73,13 +63,13 @@ def training_results_state(trainer: Trainer, *, validates: bool) -> dict[str, An
     - ``evaluation_metrics``: metrics that Lightning is about to reset, as an evaluation has just ended.
     - ``callback_metrics``: with the epoch's values after its last batch.
     """
-    fit_loop = trainer.fit_loop
-    epochs: Any = fit_loop.epoch_progress.current
-    results = fit_loop.epoch_loop._results
-    begun = {key: entry for key, entry in _live(results) if entry.meta.on_epoch or not entry.is_tensor}
-    validated = _live(fit_loop.epoch_loop.val_loop._results)
-    evaluation = [e.meta.metric_attribute for _, e in validated if not e.is_tensor]
-    batches: Any = fit_loop.epoch_loop.batch_progress.current
+    loop = trainer.fit_loop.epoch_loop
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches: Any = loop.batch_progress.current
+    results = loop._results
+    begun = {key: e for key, e in results.items() if not e.has_reset and (e.meta.on_epoch or not e.is_tensor)}
+    validated = loop.val_loop._results.values()
+    evaluation = [e.meta.metric_attribute for e in validated if not e.has_reset and not e.is_tensor]
     due = None
     if epochs.processed > epochs.completed:
         due = "epoch"
@@ -87,20 +77,25 @@ def training_results_state(trainer: Trainer, *, validates: bool) -> dict[str, An
         due = "step"
     # Between batches of an epoch, reading them computes and synchronises nothing. At its end they are the values that
     # schedulers are about to step by, except for names logged after the hook that saves.
-    current = trainer._logger_connector._first_loop_iter is not None or due == "epoch"
-    seen = trainer.callback_metrics if current else _seen(trainer)
-    hook = [e.meta for e in results.values() if e.has_reset and e.meta.fx == "on_train_epoch_end"]
+    seen = trainer.callback_metrics
     if due != "epoch" and batches_are_done(trainer):
         for entry in begun.values():
             # The class's function, which caches no value: another may still be logged.
             value = type(entry).compute(entry)
             seen = {**seen, entry.meta.name: value, entry.meta.forked_name(on_step=False): value}
+    late = [e.meta.name for e in results.values() if e.has_reset and e.meta.fx == "on_train_epoch_end"]
     return {
         "epoch": epochs.ready - 1,
         "ended": epochs.processed >= epochs.ready,
         "due": due,
-        "late": [meta.name for meta in hook] if due == "epoch" else [],
-        "entries": {key: _entry_state(entry) for key, entry in begun.items()},
+        "late": late if due == "epoch" else [],
+        "entries": {
+            key: {
+                "meta": {"fx": e.meta.fx, "name": e.meta.name},
+                "attribute": None if e.is_tensor else e.meta.metric_attribute,
+            }
+            for key, e in begun.items()
+        },
         "evaluation_metrics": [name for name in evaluation if name is not None],
         "callback_metrics": {
             name: value.detach().to("cpu", copy=True) for name, value in seen.items() if isinstance(value, Tensor)
@@ -119,7 +114,7 @@ def restore_training_results(trainer: Trainer, by_rank: list[dict[str, Any]], *,
     saved = by_rank[rank % len(by_rank)]
     # For schedulers and callbacks that monitor a rarely logged value.
     for name, value in saved["callback_metrics"].items():
-        _seen(trainer).setdefault(name, value.to(trainer.strategy.root_device))
+        trainer.callback_metrics.setdefault(name, value.to(trainer.strategy.root_device))
     _reset_metrics(module, saved["evaluation_metrics"])
     _step_plateau_schedulers(trainer, saved["due"], saved.get("late", []))
     epochs: Any = fit_loop.epoch_progress.current
@@ -161,23 +156,6 @@ def _step_plateau_schedulers(trainer: Trainer, due: str | None, late: list[str])
         epochs.completed = epochs.processed - 1
     trainer.fit_loop.epoch_loop.update_lr_schedulers(due or "", update_plateau_schedulers=True)
     epochs.completed = completed
-
-
-def _seen(trainer: Trainer) -> Any:
-    """``trainer.callback_metrics`` as last computed. The property would compute them."""
-    return trainer._logger_connector._callback_metrics
-
-
-def _live(results: Any) -> Iterator[tuple[str, Any]]:
-    return ((key, entry) for key, entry in results.items() if not entry.has_reset)
-
-
-def _entry_state(entry: Any) -> dict[str, Any]:
-    meta = entry.meta
-    return {
-        "meta": {"fx": meta.fx, "name": meta.name},
-        "attribute": None if entry.is_tensor else meta.metric_attribute,
-    }
 
 
 def _names(entries: list[dict[str, Any]]) -> str:

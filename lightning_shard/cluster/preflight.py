@@ -50,7 +50,6 @@ def _parts(keys: Sequence[str]) -> list[list[str]]:
     return [list(keys[first : first + _KEYS]) for first in range(0, len(keys), _KEYS)]
 
 
-CLOCK_SECONDS = 30.0  # Tolerance between clocks, by which the newer of two checkpoints is found.
 _CONNECTIONS = 2  # of each rank to the store, for the process group and for `RankWatch`
 _OWN_FILES = 1000  # of rank 0 itself
 _FOLDER_SECONDS = 5.0  # for a network file system to show a new file on another node
@@ -75,13 +74,12 @@ def attempt_of(environ: Mapping[str, str], world_size: int) -> str | None:
 
 def connect_store(at: Rendezvous, seconds: float) -> Store:
     """The store that rank 0 (or torchrun) keeps. ConfigurationError: no such host, a taken port, or no answer."""
-    if not 0 < at.port < 65536:
-        raise ConfigurationError(f"MASTER_PORT is {at.port}, but must be from 1 to 65535.")
+    here = f"[rank {at.rank} on {socket.gethostname()}]"
     try:
         socket.getaddrinfo(at.address, at.port)
     except OSError as error:
         raise ConfigurationError(
-            f"[rank {at.rank} on {socket.gethostname()}] the main address {at.address!r} can't be resolved "
+            f"{here} the main address {at.address!r} can't be resolved "
             f"({error.strerror}). Set MASTER_ADDR to a name or an address of rank 0's node that all know."
         ) from error
     deadline = time.monotonic() + seconds
@@ -94,13 +92,9 @@ def connect_store(at: Rendezvous, seconds: float) -> Store:
         # torch tries twice. A thread that still tries when the interpreter ends would abort the process.
         timeout = timedelta(seconds=max(1.0, (deadline - time.monotonic()) / 3))
         try:
+            # Waiting for workers would end in an error that does not name the missing ranks.
             store = TCPStore(
-                at.address,
-                at.port,
-                at.world_size,
-                is_master=keeps,
-                timeout=timeout,
-                wait_for_workers=False,  # its error would not name the missing ranks
+                at.address, at.port, at.world_size, is_master=keeps, timeout=timeout, wait_for_workers=False
             )
         except RuntimeError as error:
             found.append(error)
@@ -116,12 +110,12 @@ def connect_store(at: Rendezvous, seconds: float) -> Store:
     store = found[0] if found else RuntimeError(f"no answer in {seconds:g} s")
     if isinstance(store, RuntimeError) and keeps:
         raise ConfigurationError(
-            f"[rank 0 on {socket.gethostname()}] port {at.port} can't be listened on, most likely since another "
+            f"{here} port {at.port} can't be listened on, most likely since another "
             f"process does. Set MASTER_PORT to a free one. ({str(store).splitlines()[0]})"
         ) from store
     if isinstance(store, RuntimeError):
         raise ConfigurationError(
-            f"[rank {at.rank} on {socket.gethostname()}] rank 0 did not answer at {at.address}:{at.port} in "
+            f"{here} rank 0 did not answer at {at.address}:{at.port} in "
             f"{seconds:g} s (init_timeout_seconds): it has not started or has failed (see its own log), or a firewall "
             "is between the nodes, or MASTER_ADDR is another host."
         ) from store
@@ -143,44 +137,37 @@ def _listens(at: Rendezvous, deadline: float) -> bool:
 
 
 def _allow_connections(ranks: int) -> None:
-    """Raise this process' limit of open files if needed. ConfigurationError: the hard limit is too low."""
+    """Raise this process' limit of open files if needed, as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _CONNECTIONS * ranks + _OWN_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigurationError(
-            f"rank 0 on {socket.gethostname()} keeps {_CONNECTIONS} connections of each of {ranks} ranks, but may "
-            f"have {hard} files open. Raise the limit to {needed} (ulimit -n, or LimitNOFILE of the service that "
-            "starts processes)."
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if resource.RLIM_INFINITY != soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def compare_ranks(
     store: Store, at: Rendezvous, facts: dict[str, Any], seconds: float, folder: Path | None = None
-) -> list[str]:
+) -> None:
     """Compare ``facts`` of all ranks, which all call it: the "node" and, in words, "versions" and "settings" that must
-    be equal. A rank may be ``seconds`` late. ``folder`` of checkpoints has to be visible on all nodes. Returns warnings
-    on rank 0. Every rank raises the same ConfigurationError, which names the first difference.
+    be equal. A rank may be ``seconds`` late. Rank 0's ``folder`` of checkpoints has to be visible on all nodes. Every
+    rank raises the same ConfigurationError, which names the first difference.
     """
-    store = PrefixStore("preflight", store)
+    store, probe = PrefixStore("preflight", store), None
+    if at.rank == 0:
+        probe = None if folder is None else _make_probe(folder)
+        store.set("probe", str(probe or ""))
+    sees = bool(wait_for(store, ["probe"], 2 * seconds)) or _sees(store.get("probe").decode())
     # One text for all nodes, so that equal ones are read once.
-    store.set(f"facts/{at.rank}", f"{facts['node']}\n{json.dumps({**facts, 'node': ''})}")
-    warnings: list[str] = []
+    store.set(f"facts/{at.rank}", f"{facts['node']}\n{int(sees)}\n{json.dumps({**facts, 'node': ''})}")
     if at.rank == 0:
         try:
-            verdict, warnings = _judge(store, at, seconds, folder)
+            verdict = _judge(store, at.world_size, seconds, folder)
         except BaseException as error:
             store.set("verdict", f"rank 0 failed in comparing the ranks: {type(error).__name__}: {error}")
             raise
         store.set("verdict", verdict)
-    else:
-        # Rank 0 waits this long for late ranks, and its answer takes a moment.
-        if not wait_for(store, ["question"], 2 * seconds + 2 * _FOLDER_SECONDS):
-            probe = json.loads(store.get("question")).get("probe")
-            answer = {"time": time.time(), "sees": probe is None or _sees(Path(probe))}
-            store.set(f"answer/{at.rank}", json.dumps(answer))
+        if probe is not None:
+            probe.unlink(missing_ok=True)
     verdict = store.get("verdict").decode()
     if verdict:
         store.set(f"read/{at.rank}", "")
@@ -188,50 +175,28 @@ def compare_ranks(
             # It keeps the store. The others have to read the verdict before it ends.
             wait_for(store, [f"read/{rank}" for rank in range(at.world_size)], 5.0)
         raise ConfigurationError(verdict)
-    return warnings
 
 
-def _judge(store: Store, at: Rendezvous, seconds: float, folder: Path | None) -> tuple[str, list[str]]:
-    """On rank 0: the error of all ranks, or "", and warnings."""
-    world = range(at.world_size)
-    missing = wait_for(store, [f"facts/{rank}" for rank in world], seconds)
-    question: dict[str, Any] = {}
-    if not missing and folder is not None:
-        question["probe"] = _make_probe(folder)
-    store.set("question", json.dumps(question))
-    if missing:
+def _judge(store: Store, size: int, seconds: float, folder: Path | None) -> str:
+    """On rank 0: the error of all ranks, or ""."""
+    keys = [f"facts/{rank}" for rank in range(size)]
+    if missing := wait_for(store, keys, seconds + (0.0 if folder is None else _FOLDER_SECONDS)):
+        numbers = listed([int(key.partition("/")[2]) for key in missing], most=8)
         return (
-            f"{len(missing)} of {at.world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): "
-            f"{_numbers(missing)}. They have not been started, or failed before (see their own logs). Slow imports "
-            "need a longer timeout."
-        ), []
-    told = [one.partition(b"\n") for one in multi_get(store, [f"facts/{rank}" for rank in world])]
+            f"{len(missing)} of {size} ranks did not connect in {seconds:g} s (init_timeout_seconds): {numbers}. They "
+            "have not been started, or failed before (see their own logs). Slow imports need a longer timeout."
+        )
+    told = [value.split(b"\n", 2) for value in multi_get(store, keys)]
     read = {text: json.loads(text) for text in {text for _, _, text in told}}
     facts = [{**read[text], "node": node.decode()} for node, _, text in told]
     if len(read) > 1 and (different := _difference(facts)):
-        return different, []
-    start, keys = time.time(), [f"answer/{rank}" for rank in world[1:]]
-    lost = wait_for(store, keys, _FOLDER_SECONDS + seconds)
-    if lost:
-        return (
-            f"{len(lost)} of {at.world_size} ranks were lost while they compared themselves: {_numbers(lost)}. Their "
-            "own logs say why."
-        ), []
-    took = time.time() - start
-    answers = dict(zip(world[1:], map(json.loads, multi_get(store, keys)), strict=True))
-    probe = question.get("probe")
-    if probe is not None:
-        Path(probe).unlink(missing_ok=True)
-    blind = [rank for rank, answer in answers.items() if not answer["sees"]]
-    if blind:
+        return different
+    if blind := [rank for rank, (_, sees, _) in enumerate(told) if sees == b"0"]:
         return (
             f"{folder} is not one folder for all nodes: a file of rank 0 on {facts[0]['node']} is not seen by "
             f"{_ranks(blind, facts)}. Set default_root_dir to a folder on a file system that all nodes share."
-        ), []
-    off = {rank: answer["time"] - start for rank, answer in answers.items()}
-    skewed = [rank for rank, seconds_off in off.items() if abs(seconds_off) > CLOCK_SECONDS + took]
-    warnings = [f"the clock of {_ranks(skewed, facts)} is {off[skewed[0]]:+.0f} s off that of rank 0"] if skewed else []
-    return "", warnings
+        )
+    return ""
 
 
 def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
@@ -250,16 +215,12 @@ def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def _numbers(keys: Sequence[str]) -> str:
-    return listed([int(key.partition("/")[2]) for key in keys], most=8)
-
-
 def _ranks(ranks: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
     named = (f"{rank} ({facts[rank]['node']})" for rank in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(named, most=4)}"
 
 
-def _make_probe(folder: Path) -> str | None:
+def _make_probe(folder: Path) -> Path | None:
     """Create a file in ``folder``, which is created too. None if rank 0 can't write."""
     path = folder / f".preflight-{secrets.token_hex(6)}"
     try:
@@ -267,15 +228,16 @@ def _make_probe(folder: Path) -> str | None:
         path.touch()
     except OSError:
         return None
-    return str(path.resolve())
+    return path.resolve()
 
 
-def _sees(path: Path) -> bool:
+def _sees(probe: str) -> bool:
     deadline = time.monotonic() + _FOLDER_SECONDS
-    while time.monotonic() < deadline:
+    while probe and time.monotonic() < deadline:
+        folder, name = os.path.split(probe)
         with suppress(OSError):
             # A client asks the server once for a new name. Listing the folder asks it again.
-            if path.exists() or path.name in os.listdir(path.parent):
+            if os.path.exists(probe) or name in os.listdir(folder):
                 return True
         time.sleep(0.2)
-    return False
+    return not probe

@@ -146,67 +146,33 @@ def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str
         raise ConfigurationError(f"MASTER_PORT is {port!r}, but must be a port, from 1 to 65535. Set another, or none.")
     if job is None:
         return
-    wanted = f"--nodes={launch.nodes} --ntasks-per-node={launch.devices}"
-    if launch.launcher not in ("slurm", "torchrun"):
-        _check_own_launcher(job, launch, wanted)
-        return
+    own_launcher = launch.launcher not in ("slurm", "torchrun")
+    shell = own_launcher and job.name in _SHELLS
+    advice = f" Name it otherwise than {job.name!r}, which Lightning takes for a shell." if shell else ""
     if not job.uses_srun:
         # A torchrun in the batch script or in a shell on each node has counted its processes.
-        if launch.launcher == "slurm" and launch.nodes * launch.devices > 1:
+        if (shell and launch.nodes > 1) or (launch.launcher == "slurm" and launch.nodes * launch.devices > 1):
             raise ConfigurationError(
-                f"SLURM job {job.label} runs this process without srun, so that it would wait for "
-                f"{launch.nodes * launch.devices - 1} others that nobody starts. Write `srun` before the command in "
-                f"the batch script, with #SBATCH {wanted}."
+                f"SLURM job {job.label} runs this process without srun, so that it would wait for others that nobody "
+                f"starts. Write `srun` before the command in the batch script, with #SBATCH --nodes={launch.nodes} "
+                f"--ntasks-per-node={launch.devices}.{advice}"
             )
         return
-    _check_numbers(job, launch, wanted)
+    # torchrun and Lightning start the processes of a node themselves.
+    tasks = 1 if launch.launcher != "slurm" else launch.devices
+    counts = set(job.tasks_per_node or ()) if not own_launcher else {job.tasks or 1}
+    other_nodes = shell and launch.nodes > 1 if own_launcher else job.nodes not in (None, launch.nodes)
+    if counts - {tasks} or other_nodes:
+        raise ConfigurationError(
+            f"SLURM runs {job.tasks} tasks of job {job.label} on {job.nodes} nodes ({job.node_list}), but num_nodes is "
+            f"{launch.nodes} and devices is {launch.devices}, of which {launch.launcher} needs {tasks} tasks on each "
+            f"node. Set #SBATCH --nodes={launch.nodes} --ntasks-per-node={tasks}, or num_nodes and devices.{advice}"
+        )
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    if launch.gpu and gpus.isdigit() and int(gpus) < launch.devices:
+    if launch.gpu and not own_launcher and gpus.isdigit() and int(gpus) < launch.devices:
         raise ConfigurationError(
             f"devices is {launch.devices}, but SLURM gave job {job.label} {gpus} GPUs on this node. Set "
             f"#SBATCH --gpus-per-node={launch.devices}, or devices: {gpus}."
-        )
-
-
-def _check_own_launcher(job: SlurmJob, launch: Launch, wanted: str) -> None:
-    tasks = job.tasks or 1
-    if job.uses_srun and tasks > 1:
-        reason = (
-            f"its name is {job.name!r}, which Lightning takes for a shell, and so each of its {tasks} tasks would "
-            "start processes of its own. Name it otherwise (#SBATCH --job-name=train)"
-            if job.name in _SHELLS
-            else f"each of its {tasks} tasks would start processes of its own. Start one task (srun --ntasks=1), or "
-            "let SLURM start all processes and remove the cluster environment from the Trainer's plugins"
-        )
-        raise ConfigurationError(f"SLURM job {job.label}: {reason}. It needs {wanted}.")
-    if launch.nodes > 1 and job.name in _SHELLS:
-        raise ConfigurationError(
-            f"num_nodes is {launch.nodes}, but SLURM job {job.label} is named {job.name!r}, which Lightning takes for "
-            f"a shell on one node. Name it otherwise, and start it with srun {wanted}."
-        )
-
-
-def _check_numbers(job: SlurmJob, launch: Launch, wanted: str) -> None:
-    if job.nodes is not None and job.nodes != launch.nodes:
-        raise ConfigurationError(
-            f"num_nodes is {launch.nodes}, but SLURM runs this step on {job.nodes} "
-            f"{'node' if job.nodes == 1 else 'nodes'} ({job.node_list}). Set #SBATCH --nodes={launch.nodes}, or "
-            f"num_nodes: {job.nodes}."
-        )
-    if job.tasks_per_node is None:
-        return
-    tasks = 1 if launch.launcher == "torchrun" else launch.devices
-    for node, count in enumerate(job.tasks_per_node):
-        if count == tasks:
-            continue
-        if launch.launcher == "torchrun":
-            raise ConfigurationError(
-                f"SLURM runs {count} tasks on node {node} of the step, each of them a torchrun that starts "
-                f"{launch.devices} processes. Set #SBATCH --ntasks-per-node=1 for torchrun."
-            )
-        raise ConfigurationError(
-            f"devices is {launch.devices}, but SLURM runs {count} {'task' if count == 1 else 'tasks'} on node {node} "
-            f"of the step. Set #SBATCH --ntasks-per-node={launch.devices} (one for each device), or devices: {count}."
         )
 
 

@@ -111,16 +111,14 @@ def has_overdue_collective(part: float) -> bool:
     )
 
 
-def collective_position(recorded: Sequence[bytes], count: int = 8) -> dict[str, Any]:
+def collective_position(recorded: Sequence[bytes]) -> dict[str, Any]:
     """Fields of `Report` from a rank's record, point-to-point operations left out. ``waits``: the first collective that
-    has not ended, or None. ``recent``: the last ``count``. Each is group, number in the group, operation and caller.
-    ``last``: the last number by group.
+    has not ended (group, number in the group, operation and caller), or None. ``last``: the last number by group.
     """
     entries = [entry for entry in _entries(recorded) if not entry["is_p2p"]]
     waits = next((entry for entry in entries if not entry["retired"]), None)
     return {
         "waits": None if waits is None else _called(waits),
-        "recent": [_called(entry) for entry in entries[-count:]],
         "last": {entry["process_group"][0]: entry["collective_seq_id"] for entry in entries},
     }
 
@@ -157,19 +155,16 @@ def _innermost(frames: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> 
 def write_traces(folder: Path, rank: int) -> Path:
     """Write stacks into ``folder``/``rank_<rank>.txt``, which is returned, and torch's record next to it. OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    collectives = recorded_collectives()[:1]
+    recorded = recorded_collectives()[:1]
     text = folder / f"rank_{rank}.txt"
     with text.open("w") as file:
-        for recorded in collectives:
-            print("The last collectives:", file=file)
-            for entry in _entries([recorded])[-20:]:
-                group, name = entry["process_group"][1] or entry["process_group"][0], entry["profiling_name"]
-                tensors, caller = f"{entry['input_sizes']} {entry['input_dtypes']}", _user_call(entry.get("frames", []))
-                print(f"{entry['collective_seq_id']} of {group}: {name} {tensors}, {entry['state']}{caller}", file=file)
-            print(file=file, flush=True)
+        for entry in _entries(recorded)[-20:]:
+            group, number, operation, caller = _called(entry)
+            print(f"{number} of {group}: {operation}, {entry['state']}{caller}", file=file)
+        print(file=file, flush=True)
         faulthandler.dump_traceback(file=file, all_threads=True)
-    for recorded in collectives:
-        (folder / f"{PREFIX}{rank}").write_bytes(recorded)
+    if recorded:
+        (folder / f"{PREFIX}{rank}").write_bytes(recorded[0])
     return text
 
 
@@ -186,8 +181,7 @@ class Report:
     phase: str  # data, forward, backward, step, save or validation, or the name of a hook.
     step: int  # Optimizer steps so far.
     line: str  # Of its main thread, in words that follow others.
-    waits: Sequence[Any] | None  # See `collective_position`, as for the next two.
-    recent: Sequence[Sequence[Any]]
+    waits: Sequence[Any] | None  # See `collective_position`, as for the next one.
     last: Mapping[str, int]
 
     def describe_place(self) -> str:
@@ -269,17 +263,13 @@ def ranks_to_blame(reports: Mapping[int, Report]) -> list[int]:
 def describe_hang(reports: Mapping[int, Report], culprits: Sequence[int]) -> str:
     first = reports[culprits[0]]
     more = f" (as {len(culprits) - 1} others)" if len(culprits) > 1 else ""
-    text = f"{first.name} has not moved for {first.seconds:.0f} s{more}: it is {first.describe_place()}"
     others = [report for rank, report in reports.items() if rank not in culprits]  # never empty, see `ranks_to_blame`
     # One that waits for this rank, rather than for one that itself waits.
     other = min(others, key=lambda report: report.waits is None or report.waits[0] not in first.last)
-    waits = [] if first.waits is None else list(first.waits)
-    called = [entry for entry in other.recent if list(entry[:2]) == waits[:2] and entry[2] != waits[2]]
-    if not called:
-        return f"{text}. {other.name} is {other.describe_place()}"
-    # On some backends it went on from there.
-    on = "" if list(called[0]) == list(other.waits or ()) else f" called {called[0][2]}{called[0][3]}; it"
-    return f"{text}. In its place {other.name}{on} is {other.describe_place()}"
+    return (
+        f"{first.name} has not moved for {first.seconds:.0f} s{more}: it is {first.describe_place()}. {other.name} is "
+        f"{other.describe_place()}"
+    )
 
 
 def is_certain(reports: Mapping[int, Report], culprits: Sequence[int]) -> bool:

@@ -83,8 +83,8 @@ def rendezvous_of(environ: Mapping[str, str]) -> tuple[Rendezvous, int]:
     return at, int(environ.get("LOCAL_RANK", "0"))
 
 
-def examine_processes(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> tuple[list[Rank], list[str]]:
-    """Compare and measure. Return every rank's results and rank 0's warnings. All ranks call it.
+def examine_processes(at: Rendezvous, local_rank: int, options: argparse.Namespace) -> list[Rank]:
+    """Compare and measure. Return every rank's results. All ranks call it.
 
     ConfigurationError: the ranks can't meet, or differ.
     """
@@ -93,9 +93,9 @@ def examine_processes(at: Rendezvous, local_rank: int, options: argparse.Namespa
     device = torch.device("cpu") if found is None else torch.device(found.type, local_rank % visible())
     own = Rank(node=socket.gethostname(), device=name_of(device), versions=library_versions())
     if at.world_size == 1:
-        return [replace(own, sums=True, reached=_measure_device(device))], []
+        return [replace(own, sums=True, reached=_measure_device(device))]
     store = connect_store(at, seconds)
-    warnings = compare_ranks(store, at, {"node": own.node, "versions": own.versions}, seconds, options.folder)
+    compare_ranks(store, at, {"node": own.node, "versions": own.versions}, seconds, options.folder)
     store.set_timeout(timedelta(seconds=seconds))
     prepare_gloo(at.address, os.environ, gpu=gpu)
     if gpu:
@@ -113,7 +113,7 @@ def examine_processes(at: Rendezvous, local_rank: int, options: argparse.Namespa
         own = replace(own, sums=_adds_up(device), link=_measure_link(device), reached=_measure_device(device))
         nodes = [rank.node for rank in _gather_over_gloo(own, seconds)]
         inside, between = _measure_gathers(device, options.megabytes or (256 if gpu else _PAIR_MEGABYTES), nodes)
-        return _gather_over_gloo(replace(own, inside=inside, between=between), seconds), warnings
+        return _gather_over_gloo(replace(own, inside=inside, between=between), seconds)
     finally:
         dist.destroy_process_group()
 
@@ -285,13 +285,13 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     at, local_rank = rendezvous_of(os.environ if environ is None else environ)
     try:
         refuse_to_replace(options.output if at.rank == 0 else None, options.force)
-        ranks, warnings = examine_processes(at, local_rank, options)
+        ranks = examine_processes(at, local_rank, options)
     except ConfigurationError as error:
         # Rank 0 prints an error of all ranks. An error of one rank begins with its number.
         if at.rank == 0 or str(error).startswith("["):
             print(f"error: {error}", file=sys.stderr)
         return 2
-    found = [*warnings, *find_oddities(ranks)]
+    found = list(find_oddities(ranks))
     if at.rank == 0:
         print(table(ranks))
         print("".join(f"{line}\n" for line in untested_versions()), end="")

@@ -203,7 +203,7 @@ class ResumableLoader(DelegatingLoader):
         other_epoch = begun is not None and None not in (begun["epoch"], epoch) and begun["epoch"] != epoch
         resumed = None if other_epoch else begun
         keeps_workers = inner.persistent_workers and inner.num_workers > 0
-        creates = not keeps_workers or inner._iterator is None
+        creates = not keeps_workers or self._iterator is None
         now = generators.snapshot()
         if resumed:
             generators.restore(resumed)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard._lightning import Replacements, loops, processes
@@ -78,8 +78,7 @@ class Processes:
             writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
             facts = {"node": socket.gethostname(), "versions": library_versions(), "settings": dict(settings)}
             folder = Path(str(root)) if writes else None
-            for warning in compare_ranks(store, at, facts, self._init_timeout_seconds, folder):
-                rank_zero_warn(warning)
+            compare_ranks(store, at, facts, self._init_timeout_seconds, folder)
             prepare_gloo(at.address, os.environ, gpu=device.type != "cpu")
             store.set_timeout(self.timeout)
             processes.init_process_group(environment, backend, store=store, **options)

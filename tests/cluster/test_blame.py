@@ -28,9 +28,7 @@ CULPRITS = {"gpu_error_1st": [12], "gpu_error_2nd": [9, 14], "lock_gil_1st": [9,
 @pytest.mark.parametrize("failure", CULPRITS)
 def test_the_ranks_that_were_made_to_fail_are_named(failure: str) -> None:
     reports = {
-        rank: Report(
-            name=f"rank {rank}", seconds=600.0, phase="forward", step=1, line="", waits=waits, recent=[], last=last
-        )
+        rank: Report(name=f"rank {rank}", seconds=600.0, phase="forward", step=1, line="", waits=waits, last=last)
         for rank, (waits, last) in enumerate(
             ([*waits, ""] if waits else None, last) for waits, last in RECORDED[failure]
         )
@@ -38,12 +36,9 @@ def test_the_ranks_that_were_made_to_fail_are_named(failure: str) -> None:
     assert ranks_to_blame(reports) == CULPRITS[failure]
 
 
-def _reports(*waits: Any, recent: Any = (), last: int = 5) -> dict[int, Report]:
+def _reports(*waits: Any, last: int = 5) -> dict[int, Report]:
     same: dict[str, Any] = {"seconds": 60.0, "phase": "forward", "step": 1, "line": ", from f at a.py:1"}
-    return {
-        rank: Report(name=f"rank {rank}", waits=each, recent=recent, last={"0": last}, **same)
-        for rank, each in enumerate(waits)
-    }
+    return {rank: Report(name=f"rank {rank}", waits=each, last={"0": last}, **same) for rank, each in enumerate(waits)}
 
 
 SUM, GATHER = ("0", 5, "sum [[2]]", ", from f at a.py:2"), ("0", 5, "gather [[2]]", ", from f at a.py:3")
@@ -63,16 +58,12 @@ def test_who_is_to_blame(reports: dict[int, Report], culprits: list[int]) -> Non
     assert ranks_to_blame(reports) == culprits
 
 
-def test_what_others_called_in_its_place() -> None:
-    head = (
-        "rank 0 has not moved for 60 s: it is in forward after step 1, where it waits in sum [[2]], number 5 of group 0"
+def test_a_hang_is_described() -> None:
+    assert describe_hang(_reports(SUM, GATHER), [0]) == (
+        "rank 0 has not moved for 60 s: it is in forward after step 1, where it waits in sum [[2]], number 5 of group "
+        "0, from f at a.py:2. rank 1 is in forward after step 1, where it waits in gather [[2]], number 5 of group 0, "
+        "from f at a.py:3"
     )
-    there = f"{head}, from f at a.py:2. In its place rank 1"
-    waits = "is in forward after step 1, where it waits in gather [[2]], number 5 of group 0, from f at a.py:3"
-    assert describe_hang(_reports(SUM, GATHER, recent=[GATHER]), [0]) == f"{there} {waits}"
-    later = ("0", 6, "sum [[9]]", ", from f at a.py:4")
-    found = describe_hang(_reports(SUM, later, recent=[GATHER, later]), [0])
-    assert found.startswith(f"{there} called gather [[2]], from f at a.py:3; it is in forward")
 
 
 def test_an_action_that_an_error_left_ends_with_the_one_around_it() -> None:

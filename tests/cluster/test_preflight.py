@@ -26,7 +26,7 @@ def _check(environ: dict[str, str], **settings: Any) -> None:
     check_launch(read_job(environ), launch, environ)
 
 
-@pytest.mark.parametrize("port", ["70000", "0", "http"])
+@pytest.mark.parametrize("port", ["70000", "http"])
 def test_a_port_that_is_none(port: str) -> None:
     with pytest.raises(ConfigurationError, match=f"MASTER_PORT is '{port}', but must be a port, from 1 to 65535"):
         _check({"MASTER_PORT": port}, launcher="torchrun")
@@ -41,14 +41,13 @@ TORCHRUN = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(
         ({}, {}),
         (STEP, {}),
         (STEP | {"SLURM_GPUS_ON_NODE": "2"}, {"gpu": True}),
-        (TORCHRUN, {"launcher": "torchrun"}),
         (TORCHRUN, {"launcher": "torchrun", "devices": 8}),
         # A shell, and a batch script, in which Lightning starts the processes of one node.
         (BATCH | {"SLURM_JOB_NAME": "bash"}, {"launcher": "lightning", "nodes": 1}),
         (BATCH, {"nodes": 1, "devices": 1}),
         (BATCH, {"launcher": "torchrun", "nodes": 1, "devices": 8}),
     ],
-    ids=["no job", "srun", "srun, GPUs", "torchrun", "torchrun, 8 devices", "shell", "script", "script, torchrun"],
+    ids=["no job", "srun", "srun, GPUs", "torchrun", "shell", "script", "script, torchrun"],
 )
 def test_launches_that_are_right(environ: dict[str, str], settings: dict[str, Any]) -> None:
     _check(environ, **settings)
@@ -57,18 +56,14 @@ def test_launches_that_are_right(environ: dict[str, str], settings: dict[str, An
 @pytest.mark.parametrize(
     ("environ", "settings", "says"),
     [
-        (STEP, {"nodes": 3}, r"num_nodes is 3, but SLURM runs this step on 2 nodes \(gpu\[01-02\]\).*--nodes=3"),
-        (STEP, {"devices": 4}, r"devices is 4, but SLURM runs 2 tasks on node 0.*--ntasks-per-node=4 .*devices: 2"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, {}, "SLURM runs 1 task on node 1 of the step"),
-        (STEP, {"launcher": "torchrun"}, "each of them a torchrun that starts 2 processes.*--ntasks-per-node=1"),
-        (BATCH, {}, r"without srun.*3 others that nobody starts.*--nodes=2 --ntasks-per-node=2"),
-        (STEP | {"SLURM_JOB_NAME": "bash"}, {"launcher": "lightning"}, "its name is 'bash'.*--job-name=train"),
-        (STEP, {"launcher": "lightning"}, "each of its 4 tasks would start processes of its own"),
-        (
-            BATCH | {"SLURM_JOB_NAME": "interactive"},
-            {"launcher": "lightning"},
-            "named 'interactive'.*srun --nodes=2",
-        ),
+        (STEP, {"nodes": 3}, r"4 tasks of job 7 on 2 nodes \(gpu\[01-02\]\), but num_nodes is 3.*--nodes=3"),
+        (STEP, {"devices": 4}, "devices is 4, .* needs 4 tasks on each node.*--ntasks-per-node=4"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, {}, "slurm needs 2 tasks on each node"),
+        (STEP, {"launcher": "torchrun"}, "torchrun needs 1 tasks on each node.*--ntasks-per-node=1"),
+        (BATCH, {}, r"without srun.*--nodes=2 --ntasks-per-node=2"),
+        (STEP | {"SLURM_JOB_NAME": "bash"}, {"launcher": "lightning"}, "otherwise than 'bash', which Lightning takes"),
+        (STEP, {"launcher": "lightning"}, "lightning needs 1 tasks on each node"),
+        (BATCH | {"SLURM_JOB_NAME": "interactive"}, {"launcher": "lightning"}, "than 'interactive'"),
         (STEP | {"SLURM_GPUS_ON_NODE": "1"}, {"gpu": True}, "1 GPUs on this node.*--gpus-per-node=2"),
     ],
 )
@@ -126,7 +121,7 @@ def _compare(facts: dict[int, dict[str, Any]], folders: dict[int, str] | None = 
 
 def test_ranks_that_are_alike_pass() -> None:
     same = {"versions": {"torch": "2.13"}, "settings": {"trainer.max_steps": "10"}}
-    assert run_distributed(_compare, 3, {0: same, 1: same, 2: same}, {}) == [""] * 3
+    assert run_distributed(_compare, 2, {0: same, 1: same}, {}) == [""] * 2
 
 
 @pytest.mark.parametrize(
@@ -159,28 +154,22 @@ def test_a_rank_that_is_missing_is_named_on_the_others() -> None:
 
 
 def _badly(how: str) -> str:
-    """What a rank is told where rank 1 sees no folder or falls silent, or the comparison itself fails."""
+    """What a rank is told where rank 1 sees no folder, or the comparison itself fails."""
     box, rank = [free_port()], torch.distributed.get_rank()
     torch.distributed.broadcast_object_list(box)
     place = _place(box[0], rank, 2)
-    store, told = connect_store(place, 20), "silent"
+    store, told = connect_store(place, 20), ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preflight, "_FOLDER_SECONDS", 0.2)
         if how == "folder" and rank == 1:
             patch.setattr(preflight.os, "listdir", lambda path: [])
-            patch.setattr(preflight.Path, "exists", lambda path: False)
+            patch.setattr(preflight.os.path, "exists", lambda path: False)
         if how == "error":
             patch.setattr(preflight, "multi_get", {}.__getitem__)
-        if how == "lost":
-            wait = preflight.wait_for
-            patch.setattr(preflight, "wait_for", lambda store, keys, seconds: wait(store, keys, min(seconds, 2.0)))
-        if how == "lost" and rank == 1:
-            PrefixStore("preflight", store).set("facts/1", 'node1\n{"node": ""}')
-        else:
-            try:
-                compare_ranks(store, place, {"node": f"node{rank}"}, 20, Path("shared"))
-            except (ConfigurationError, TypeError) as error:
-                told = str(error)
+        try:
+            compare_ranks(store, place, {"node": f"node{rank}"}, 20, Path("shared"))
+        except (ConfigurationError, TypeError) as error:
+            told = str(error)
     torch.distributed.barrier()
     return told
 
@@ -192,7 +181,6 @@ def _badly(how: str) -> str:
             "folder",
             ["shared is not one folder for all nodes: a file of rank 0 on node0 is not seen by rank 1"] * 2,
         ),
-        ("lost", ["1 of 2 ranks were lost while they compared themselves: 1. Their own logs say why.", "silent"]),
         ("error", ["dict.__getitem__", "rank 0 failed in comparing the ranks: TypeError: dict.__getitem__"]),
     ],
 )
@@ -248,18 +236,11 @@ def test_what_listens_is_no_store() -> None:
     assert "rank 0 did not answer at 127.0.0.1:" in told
 
 
-def test_a_port_that_is_none_is_said() -> None:
-    with pytest.raises(ConfigurationError, match="MASTER_PORT is 70000, but must be from 1 to 65535"):
-        connect_store(_place(70000, 1, 2), 1)
-
-
-def test_the_limit_of_open_files_is_raised_or_said() -> None:
+def test_the_limit_of_open_files_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1500, hard))
     try:
         connect_store(_place(free_port(), 0, 500), 1)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2000, hard)
-        with pytest.raises(ConfigurationError, match=rf"may have {hard} files open.*ulimit -n"):
-            connect_store(_place(free_port(), 0, hard), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

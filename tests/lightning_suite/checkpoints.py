@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 
 from tests.lightning_suite.hooks import ManualNet
 from tests.lightning_suite.stock import Net, Runs, cases, data, files, held_out, raised, weights
@@ -52,15 +51,6 @@ def best_of_all(runs: Runs) -> Any:
     return fitted(runs, monitor="score", save_top_k=2, save_last=True, flags={"val_check_interval": 2})
 
 
-def largest_by_name(runs: Runs) -> Any:
-    name = "{epoch:02d}-{score:.1f}-{val_loss:.3f}"
-    return fitted(runs, monitor="score", mode="max", filename=name, save_top_k=1, save_last="link")
-
-
-def after_epochs_of_training(runs: Runs) -> Any:
-    return fitted(runs, monitor="epoch_score", save_top_k=3, save_on_train_epoch_end=True, every_n_epochs=2)
-
-
 def by_steps(runs: Runs) -> Any:
     return fitted(runs, every_n_train_steps=3, save_top_k=-1)
 
@@ -75,22 +65,6 @@ def by_steps_with_metric_of_validation(runs: Runs) -> Any:
 
 def by_time(runs: Runs) -> Any:
     return fitted(runs, train_time_interval=timedelta(microseconds=1), save_top_k=-1, flags={"max_epochs": 1})
-
-
-def none_at_all(runs: Runs) -> Any:
-    return fitted(runs, save_top_k=0)
-
-
-def last_alone(runs: Runs) -> Any:
-    return fitted(runs, save_top_k=0, save_last=True)
-
-
-def the_same_name(runs: Runs) -> Any:
-    return fitted(runs, filename="same", save_top_k=-1)
-
-
-def the_same_name_without_versions(runs: Runs) -> Any:
-    return fitted(runs, filename="same", save_top_k=1, enable_version_counter=False)
 
 
 def accumulating(runs: Runs) -> Any:
@@ -120,14 +94,6 @@ def weights_alone(runs: Runs) -> Any:
     return found
 
 
-class NanFirst(Scored):
-    SCORES = (float("nan"), float("nan"), 2.0, 0.5, float("nan"), 0.25, 5.0, 6.0)
-
-
-def not_a_number_first(runs: Runs) -> Any:
-    return fitted(runs, NanFirst, monitor="score", save_top_k=1)
-
-
 def several(runs: Runs) -> Any:
     callbacks = [
         ModelCheckpoint(dirpath="one", monitor="score", save_top_k=2, filename="{step}"),
@@ -144,16 +110,6 @@ def several(runs: Runs) -> Any:
     module = runs.seeded(Scored)
     trainer.fit(module, data(), held_out(), ckpt_path="two/last.ckpt")
     return {"first": first, "then": known(callbacks[0]), "files": files(), "weights": weights(module)}
-
-
-def in_the_folder_of_a_logger(runs: Runs) -> Any:
-    for _ in range(2):
-        module = runs.seeded(Scored)
-        trainer = runs.trainer(logger=CSVLogger("logs"), enable_checkpointing=True, max_epochs=1)
-        trainer.fit(module, data(), held_out())
-    plain = runs.trainer(enable_checkpointing=True, max_epochs=1)
-    plain.fit(runs.seeded(Scored), data(), held_out())
-    return files()
 
 
 def words_for_paths(runs: Runs) -> Any:
@@ -179,47 +135,6 @@ def words_for_paths(runs: Runs) -> Any:
         found[f"fit {word}"] = raised(lambda t=trainer, m=module, w=word: t.fit(m, data(), held_out(), ckpt_path=w))
         found[f"fitted {word}"] = weights(module), trainer.global_step
     return found
-
-
-def again_from_last(runs: Runs) -> Any:
-    """The same command twice, in which `last` is nothing the first time."""
-    results = []
-    for epochs in (2, 3):
-        callback = ModelCheckpoint(dirpath="saved", save_last=True)
-        module = runs.seeded()
-        trainer = runs.trainer(callbacks=[callback], enable_checkpointing=True, max_epochs=epochs)
-        trainer.fit(module, data(), held_out(), ckpt_path="last")
-        results.append((weights(module), trainer.global_step, trainer.current_epoch, module.seen, files()))
-    return results
-
-
-def twice_in_one_trainer(runs: Runs) -> Any:
-    callback = ModelCheckpoint(dirpath="saved", save_last=True, monitor="val_loss", filename="{step}")
-    module = runs.seeded()
-    trainer = runs.trainer(callbacks=[callback], enable_checkpointing=True, max_epochs=2)
-    trainer.fit(module, data(), held_out())
-    first = weights(module)
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(module, data(), held_out())
-    second = weights(module), trainer.global_step, trainer.current_epoch
-    trainer.fit_loop.max_epochs = 5
-    trainer.fit(module, data(), held_out(), ckpt_path="last")
-    return {"first": first, "second": second, "third": weights(module), "at": trainer.global_step, "files": files()}
-
-
-def of_the_hpc(runs: Runs) -> Any:
-    module = runs.seeded()
-    trainer = runs.trainer(max_epochs=1, enable_checkpointing=True)
-    trainer.fit(module, data(), held_out())
-    trainer.save_checkpoint(runs.folder / "hpc_ckpt_3.ckpt")
-    module = runs.seeded()
-    trainer = runs.trainer(max_epochs=2, enable_checkpointing=True)
-    trainer.fit(module, data(), held_out(), ckpt_path="hpc")
-    found = {"weights": weights(module), "steps": trainer.global_step, "seen": len(module.seen)}
-    module = runs.seeded()
-    trainer = runs.trainer(max_epochs=3, enable_checkpointing=True)
-    trainer.fit(module, data(), held_out())  # found without being asked for
-    return {**found, "again": weights(module), "again steps": trainer.global_step, "again seen": len(module.seen)}
 
 
 class Breaking(Net):
@@ -265,46 +180,6 @@ def part_of_the_state(runs: Runs) -> Any:
     trainer = runs.trainer(max_epochs=3)
     trainer.fit(module, data(), held_out(), ckpt_path="part.ckpt")
     return weights(module), trainer.global_step
-
-
-class Hyper(Net):
-    def __init__(self, width: int = 3, lr: float = 0.05, names: Any = ("a", "b"), path: Any = None) -> None:
-        super().__init__(lr)
-        self.save_hyperparameters()
-        self.more = torch.nn.Linear(1, width).requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
-
-
-def paths_in_hyperparameters(runs: Runs) -> Any:
-    module = runs.seeded(lambda: Hyper(path=Path("x")))
-    trainer = runs.trainer(max_epochs=1, enable_checkpointing=True)
-    trainer.fit(module, data(), held_out())
-    return module.seen
-
-
-def hyperparameters(runs: Runs) -> Any:
-    from lightning_shard import load_from_checkpoint
-
-    module = runs.seeded(lambda: Hyper(5))
-    trainer = runs.trainer(max_epochs=1, logger=CSVLogger("logs"))
-    trainer.fit(module, data(), held_out())
-    trainer.save_checkpoint("h.ckpt")
-    load = (
-        Hyper.load_from_checkpoint
-        if runs.is_stock
-        else lambda path, **kwargs: load_from_checkpoint(Hyper, path, **kwargs)
-    )
-    found = []
-    for kwargs in ({}, {"lr": 0.3}):
-        loaded = load("h.ckpt", weights_only=False, **kwargs) if runs.is_stock else load("h.ckpt", **kwargs)
-        found.append((str(dict(loaded.hparams)), loaded.more.weight.shape[0], weights(loaded)))
-    return {
-        "loaded": found,
-        "weights": weights(module),
-        "yaml": Path("logs/lightning_logs/version_0/hparams.yaml").read_text(),
-    }
 
 
 CASES = cases(__name__)

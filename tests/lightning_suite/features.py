@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-)
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from tests.lightning_suite.loops import fitted
-from tests.lightning_suite.stock import Net, Runs, cases, data, held_out, raised
+from tests.lightning_suite.stock import Net, Runs, cases, data, held_out
 
 
 def rows(folder: str) -> Any:
@@ -101,14 +98,6 @@ def values(runs: Runs) -> Any:
     return [logged(runs, Logging), logged(runs, Suffixed)]
 
 
-class Accumulating(Logging):
-    pass
-
-
-def values_under_accumulation(runs: Runs) -> Any:
-    return logged(runs, Accumulating, accumulate_grad_batches=3, log_every_n_steps=1)
-
-
 # Optimizers and schedules
 
 
@@ -129,58 +118,19 @@ def _scheduled(make: Any) -> Any:
 
 def schedules(runs: Runs) -> Any:
     lr = torch.optim.lr_scheduler
+
+    def told(scheduler: Any, **settings: Any) -> Any:
+        return {"scheduler": scheduler, **settings}
+
+    plateau = {"monitor": "train_loss_step", "interval": "step", "frequency": 4}
     kinds = [
-        lambda o: {
-            "optimizer": o,
-            "lr_scheduler": {"scheduler": lr.StepLR(o, 1, 0.5), "interval": "step", "frequency": 3},
-        },
-        lambda o: {
-            "optimizer": o,
-            "lr_scheduler": {"scheduler": lr.StepLR(o, 1, 0.5), "interval": "epoch", "frequency": 2},
-        },
-        lambda o: ([o], [lr.StepLR(o, 1, 0.5), {"scheduler": lr.ExponentialLR(o, 0.9), "interval": "step"}]),
-        lambda o: {
-            "optimizer": o,
-            "lr_scheduler": {
-                "scheduler": lr.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
-                "monitor": "train_loss_step",
-                "interval": "step",
-                "frequency": 4,
-            },
-        },
-        lambda o: {
-            "optimizer": o,
-            "lr_scheduler": {
-                "scheduler": lr.ReduceLROnPlateau(o, factor=0.5, patience=0),
-                "monitor": "nothing",
-                "strict": False,
-            },
-        },
-        lambda o: {
-            "optimizer": o,
-            "lr_scheduler": {"scheduler": lr.OneCycleLR(o, 0.5, total_steps=12), "interval": "step"},
-        },
-        lambda o: {
-            "optimizer": o,
-            "lr_scheduler": lr.SequentialLR(o, [lr.ConstantLR(o, 0.1, 1), lr.ExponentialLR(o, 0.5)], [1]),
-        },
-        lambda o: (o,),
-        lambda o: [o],
+        lambda o: ([o], [told(lr.StepLR(o, 1, 0.5), interval="step", frequency=3)]),
+        lambda o: ([o], [lr.StepLR(o, 1, 0.5), told(lr.ExponentialLR(o, 0.9), interval="step")]),
+        lambda o: ([o], [told(lr.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0), **plateau)]),
+        lambda o: ([o], [told(lr.OneCycleLR(o, 0.5, total_steps=12), interval="step")]),
+        lambda o: ([o], [lr.SequentialLR(o, [lr.ConstantLR(o, 0.1, 1), lr.ExponentialLR(o, 0.5)], [1])]),
     ]
     return [fitted(runs, _scheduled(make), max_epochs=3) for make in kinds]
-
-
-def wrong_schedules(runs: Runs) -> Any:
-    lr = torch.optim.lr_scheduler
-    kinds = [
-        lambda o: {"optimizer": o, "lr_scheduler": lr.ReduceLROnPlateau(o)},
-        lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": lr.StepLR(o, 1), "interval": "incorrect"}},
-        lambda o: {"optimizer": o, "lr_scheduler": {"monitor": "x"}},
-        lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": lr.ReduceLROnPlateau(o), "monitor": "nothing"}},
-        lambda o: 1,
-        lambda o: {"optimizer": o, "lr_scheduler": lr.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 1)},
-    ]
-    return [raised(lambda m=make: fitted(runs, _scheduled(m))) for make in kinds]
 
 
 class Stepped(Net):
@@ -243,43 +193,6 @@ class Clipping(Net):
 
 def clipped_by_torch(runs: Runs) -> Any:
     return fitted(runs, Clipping)
-
-
-class ClippingInHook(Net):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        nn.utils.clip_grad_value_(self.parameters(), 0.01)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def clipped_by_torch_in_a_hook(runs: Runs) -> Any:
-    return fitted(runs, ClippingInHook)
-
-
-class Freezing(Net):
-    def on_train_epoch_start(self) -> None:
-        self.body.requires_grad_(self.current_epoch == 1)
-
-
-def accumulated_by_epoch(runs: Runs) -> Any:
-    return fitted(runs, callbacks=[GradientAccumulationScheduler({0: 3, 1: 2, 2: 1})], max_epochs=3)
-
-
-class Building(Net):
-    """Layers made in `setup` and in `configure_model`."""
-
-    def setup(self, stage: str) -> None:
-        torch.manual_seed(3)
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-
-    def configure_model(self) -> None:
-        torch.manual_seed(4)
-        self.head = nn.Linear(8, 1)
-
-
-def made_late(runs: Runs) -> Any:
-    return fitted(runs, Building)
 
 
 CASES = cases(__name__)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -32,24 +31,9 @@ def parts_of_epochs(runs: Runs) -> Any:
     return [
         fitted(runs, limit_train_batches=0.5, limit_val_batches=0.5),
         fitted(runs, limit_train_batches=0),
-        fitted(runs, limit_train_batches=0.0, limit_val_batches=0.0),
         fitted(runs, limit_val_batches=0),
-        fitted(runs, limit_train_batches=1, limit_val_batches=1.0, max_epochs=3),
-        fitted(runs, limit_train_batches=100),
-        raised(lambda: fitted(runs, limit_train_batches=0.01)),
-    ]
-
-
-def overfitting(runs: Runs) -> Any:
-    return [fitted(runs, overfit_batches=n, train=data(shuffle=False)) for n in (1, 2)] + [
-        fitted(runs, overfit_batches=0.5, train=data(shuffle=False), max_epochs=3)
-    ]
-
-
-def fast_dev_runs(runs: Runs) -> Any:
-    return [
-        fitted(runs, fast_dev_run=n, enable_checkpointing=True, callbacks=[EarlyStopping("val_loss")])
-        for n in (True, 3)
+        fitted(runs, overfit_batches=2, train=data(shuffle=False)),
+        fitted(runs, fast_dev_run=3, enable_checkpointing=True, callbacks=[EarlyStopping("val_loss")]),
     ]
 
 
@@ -58,11 +42,7 @@ def validating_rarely(runs: Runs) -> Any:
         fitted(runs, val_check_interval=6, check_val_every_n_epoch=None, max_epochs=4),
         fitted(runs, val_check_interval=3, max_epochs=3),
         fitted(runs, check_val_every_n_epoch=2, max_epochs=5),
-        fitted(runs, val_check_interval=0.25),
-        raised(lambda: fitted(runs, val_check_interval=6)),
         fitted(runs, num_sanity_val_steps=-1),
-        fitted(runs, num_sanity_val_steps=0),
-        fitted(runs, val_check_interval=2, limit_val_batches=0),
     ]
 
 
@@ -76,29 +56,11 @@ def first_and_last_steps(runs: Runs) -> Any:
     return [
         fitted(runs, max_steps=5, max_epochs=-1),
         fitted(runs, max_steps=6, min_epochs=3),
-        fitted(runs, max_steps=0),
-        fitted(runs, max_epochs=0),
         fitted(runs, rising, max_epochs=9, min_epochs=4, callbacks=stop()),
         fitted(runs, rising, max_epochs=9, min_steps=14, callbacks=stop()),
-        fitted(runs, rising, max_epochs=9, callbacks=stop(check_on_train_epoch_end=True)),
         fitted(runs, rising, max_epochs=9, callbacks=stop(check_on_train_epoch_end=False), val_check_interval=0.5),
-        fitted(
-            runs,
-            rising,
-            max_epochs=9,
-            callbacks=[EarlyStopping("val_loss", stopping_threshold=0.0, mode="max", patience=5)],
-        ),
-        fitted(runs, rising, max_epochs=9, callbacks=[EarlyStopping("val_loss", divergence_threshold=5.0, patience=5)]),
-        fitted(runs, max_epochs=3, callbacks=[EarlyStopping("train_loss", patience=0, min_delta=100.0)]),
-        raised(lambda: fitted(runs, callbacks=[EarlyStopping("nothing")])),
-        fitted(runs, callbacks=[EarlyStopping("nothing", strict=False)]),
+        fitted(runs, max_time="00:00:00:00", min_steps=3),
     ]
-
-
-class Stopping(Net):
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_rank == 0 and self.trainer.global_step == 3:
-            self.trainer.should_stop = True
 
 
 class StoppingAll(Net):
@@ -114,14 +76,6 @@ class Skipping(Net):
 
 def stopping_within(runs: Runs) -> Any:
     return [fitted(runs, StoppingAll), fitted(runs, Skipping), fitted(runs, StoppingAll, min_steps=10)]
-
-
-def timers(runs: Runs) -> Any:
-    timer = Timer(timedelta(0), interval="step")
-    found = [fitted(runs, callbacks=[timer]), fitted(runs, callbacks=[Timer(timedelta(0), interval="epoch")])]
-    found.append(fitted(runs, max_time={"days": 1}))
-    found.append(fitted(runs, max_time="00:00:00:00", min_steps=3))
-    return found
 
 
 class Sources(Net):
@@ -181,29 +135,6 @@ def streams(runs: Runs) -> Any:
     ]
 
 
-class Reloading(Net):
-    made = 0
-
-    def train_dataloader(self) -> Any:
-        self.made += 1
-        self.seen.append(f"made at {self.trainer.current_epoch}")
-        return data(count=8 + 4 * self.made)
-
-    def val_dataloader(self) -> Any:
-        self.seen.append(f"val made at {self.trainer.current_epoch}")
-        return held_out(count=8)
-
-
-def reloading(runs: Runs) -> Any:
-    found = []
-    for flags in ({"reload_dataloaders_every_n_epochs": 1}, {"reload_dataloaders_every_n_epochs": 2}, {}):
-        module = runs.seeded(Reloading)
-        trainer = runs.trainer(max_epochs=4, **flags)
-        trainer.fit(module)
-        found.append((module.seen, trainer.global_step, weights(module)))
-    return found
-
-
 class Iterating(Net):
     def training_step(self, dataloader_iter: Any) -> Any:
         batch, _, _ = next(dataloader_iter)
@@ -214,53 +145,6 @@ class Iterating(Net):
 
 def an_iterator_in_the_step(runs: Runs) -> Any:
     return fitted(runs, Iterating, limit_train_batches=3)
-
-
-class NoIndex(Net):
-    def training_step(self, batch: Any) -> Any:
-        return super().training_step(batch, 0)
-
-    def validation_step(self, batch: Any) -> Any:
-        return super().validation_step(batch, 0)
-
-
-def steps_of_other_forms(runs: Runs) -> Any:
-    class Mapping(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": super().training_step(batch, batch_idx), "extra": batch_idx}
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.seen.append((sorted(outputs), outputs["loss"].requires_grad, float(outputs["loss"]), outputs["extra"]))
-
-    return [fitted(runs, NoIndex), fitted(runs, Mapping), fitted(runs, Mapping, accumulate_grad_batches=2)]
-
-
-def bare_bones(runs: Runs) -> Any:
-    module = runs.seeded()
-    module.log = lambda *args, **kwargs: None
-    none = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"))
-    trainer = runs.trainer(barebones=True, max_epochs=2, **none)
-    trainer.fit(module, data(), held_out())
-    return weights(module), trainer.global_step
-
-
-def flags_that_change_nothing(runs: Runs) -> Any:
-    found = []
-    for flags in (
-        {"inference_mode": False},
-        {"detect_anomaly": True},
-        {"deterministic": "warn"},
-        {"benchmark": True},
-        {"profiler": "simple"},
-        {"profiler": "advanced"},
-        {"enable_model_summary": True, "enable_progress_bar": True},
-        {"plugins": []},
-        {"model_registry": None},
-        {"enable_autolog_hparams": False},
-    ):
-        found.append(fitted(runs, **flags))
-        torch.use_deterministic_algorithms(False)
-    return found
 
 
 class Gradients(Net):
@@ -278,17 +162,6 @@ def gradients_in_validation(runs: Runs) -> Any:
     trainer = runs.trainer(inference_mode=False, max_epochs=2)
     trainer.fit(module, data(), held_out())
     return trainer.callback_metrics, trainer.test(module, held_out(), verbose=False), weights(module)
-
-
-def profiling_with_torch(runs: Runs) -> Any:
-    from lightning.pytorch.profilers import PyTorchProfiler
-
-    return fitted(
-        runs,
-        profiler=PyTorchProfiler(
-            dirpath="profile", filename="p", schedule=torch.profiler.schedule(wait=0, warmup=1, active=1)
-        ),
-    )
 
 
 class Data(pl.LightningDataModule):

@@ -68,22 +68,6 @@ def fit(
     return {**final.parameters, **final.optimizer}, said, trainer
 
 
-def _resumed(path: str) -> list[str]:
-    return fit("ddp", resume=path)[1]
-
-
-def test_at_another_number_of_ranks_batches_that_are_left_out_are_said(tmp_path: Path) -> None:
-    """There they may be as many as a whole step."""
-    path = str(tmp_path / "stopped.ckpt")
-    run_distributed(_stopped, 2, path)
-    [[said]] = run_distributed(_resumed, 1, path)
-    assert "goes on after 2 batches of one step" in said
-
-
-def _stopped(path: str) -> None:
-    fit("ddp", Stops())[2].save_checkpoint(path)
-
-
 def _at_the_boundary(path: str) -> list[Any]:
     # Epochs of 8 batches, the save after the first step of the second.
     callbacks = [GradientAccumulationScheduler({0: 2, 1: EVERY})]

@@ -111,7 +111,6 @@ def _straight_and_resumed(
         ],
         3,
         7,
-        9,
     ),
 )
 def test_what_follows_the_batch_of_a_save_is_not_left_out(
@@ -230,7 +229,7 @@ def _resumed_twice(strategy: str) -> list[dict[str, Tensor]]:
     return [whole, fit(3, "2.ckpt")]
 
 
-@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp"])
+@pytest.mark.parametrize("strategy", sampled(["shard_ddp", "shard_fsdp"], 1))
 def test_more_epochs_and_a_second_resume_with_odd_names(strategy: str) -> None:
     [(whole, resumed)] = run_distributed(_resumed_twice, 1, strategy)
     assert "own.a/b" in whole
@@ -274,7 +273,7 @@ def _counted(root: str, ckpt_path: str | None = None) -> tuple[list[float], list
 
 
 def _counted_and_resumed(root: str) -> list[Any]:
-    saved = ["by_steps/step=1", "by_steps/step=2", "by_validations/step=2", "by_steps/step=5"]
+    saved = ["by_steps/step=1", "by_validations/step=2"]
     return [_counted(root), *(_counted(f"{root}/on", f"{root}/{path}.ckpt") for path in saved)]
 
 
@@ -282,6 +281,6 @@ def test_a_save_has_what_the_modules_own_hooks_do(tmp_path: Path) -> None:
     """Lightning calls callbacks before them, and makes the loaders early where the number of steps is asked for."""
     ((seen, losses), *resumed), *_ = run_distributed(_counted_and_resumed, 1, str(tmp_path))
     assert len(seen) == 8
-    for (own_seen, own_losses), step in zip(resumed, (1, 2, 2, 5), strict=True):
+    for (own_seen, own_losses), step in zip(resumed, (1, 2), strict=True):
         assert own_seen == seen[step:]
         assert own_losses == losses[step:]

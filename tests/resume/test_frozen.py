@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-from lightning_shard.run.data import other_frozen
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
@@ -30,10 +29,3 @@ def test_parameters_that_a_hook_froze_before_are_told() -> None:
     (said,) = run_distributed(_frozen_before, 1, "shard_fsdp")[0]
     assert said.startswith("Frozen when the checkpoint was saved")
     assert ": head.weight. " in said
-
-
-def test_only_what_is_other_is_told() -> None:
-    said = other_frozen(["gone", "a"], {"a": False, "b": False, "c": True})
-    assert said is not None
-    assert said.split(". ")[0].endswith(": a, c")
-    assert other_frozen(["gone", "a"], {"a": True, "b": False}) is other_frozen(None, {"a": True}) is None

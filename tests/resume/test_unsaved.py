@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import warnings
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader
 
 from lightning_shard.resume.wrap import resumable
-from tests.resume.support import CountingOwn, InPlaceOwn, Numbers, NumpyOwn, distributed_loader, ids, through_file
+from tests.resume.support import CountingOwn, InPlaceOwn, Numbers, NumpyOwn, ids, through_file
 
 
 @pytest.mark.parametrize(
@@ -49,19 +48,6 @@ def test_a_sampler_that_keeps_something_is_said(kind: Any, kept: str | None, dea
         assert len(said) == len(keeps) + len(differs)
 
 
-def test_the_order_at_another_world_size_is_not_compared() -> None:
-    loaders = [distributed_loader(12, world, 0) for world in (2, 3)]
-    next(iter(loaders[0]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaders[1].load_state_dict(through_file(loaders[0].state_dict()))
-        first = next(iter(loaders[1])).tolist()
-        again = distributed_loader(12, 3, 0)
-        again.load_state_dict(through_file(loaders[1].state_dict()))
-        # Of 8 samples that were left each of 3 ranks has 3.
-        assert len(first + [i for batch in ids(again) for i in batch]) == 3
-
-
 class Part(Numbers):
     """Counts its samples, and has that as its state."""
 
@@ -90,17 +76,3 @@ def test_a_dataset_with_a_state_goes_on_and_with_workers_that_is_said() -> None:
     assert first + ids(resumed) == whole
     with pytest.warns(UserWarning, match=r"in Part\.state_dict\(\) in worker processes is in no checkpoint"):
         make(num_workers=1).load_state_dict(state)
-
-
-class Noisy(Numbers):
-    """Draws from a generator of its own."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.rng = random.Random(3)
-
-
-def test_a_dataset_with_a_generator_is_said() -> None:
-    loader = resumable(DataLoader(Noisy(9), 2), world_size=1, rank=0)
-    with pytest.warns(UserWarning, match=r"in Noisy\.rng is in no checkpoint"):
-        loader.load_state_dict(through_file(loader.state_dict()))
