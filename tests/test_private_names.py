@@ -101,7 +101,7 @@ USES = {
     ),
     "resume/metrics.py": (
         "torchmetrics' counters and caches",
-        "_cache _is_synced _num_vals_seen _reduce_states _update_count",
+        "_cache _is_synced _reduce_states _update_count",
     ),
     "run/preemption_save.py": ("os._exit is documented", "_exit"),
     "tensors/clipping.py": ("the norms of many gradients in one kernel", "_foreach_norm"),

@@ -82,9 +82,9 @@ def dump_stacks() -> None:
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
-def recorded_collectives(**options: bool) -> list[bytes]:
-    """This rank's last collectives from torch's Flight Recorders, pickled, NCCL's first if it is used. ``options`` are
-    torch's. The environment's ``TORCH_FR_BUFFER_SIZE`` sets their number.
+def recorded_collectives() -> list[bytes]:
+    """This rank's last collectives from torch's Flight Recorders, pickled, NCCL's first if it is used. The
+    environment's ``TORCH_FR_BUFFER_SIZE`` sets their number.
     """
     # Private. A torch that lacks one writes nothing of it.
     names = ["_dump_fr_trace"]
@@ -93,22 +93,13 @@ def recorded_collectives(**options: bool) -> list[bytes]:
     recorded = []
     for name in names:
         with contextlib.suppress(AttributeError, RuntimeError, TypeError):
-            recorded.append(bytes(getattr(_distributed_c10d, name)(**options)))
+            recorded.append(bytes(getattr(_distributed_c10d, name)()))
     return recorded
 
 
 def _entries(recorded: Sequence[bytes]) -> list[dict[str, Any]]:
     # The records were made by this process.
     return [entry for record in recorded for entry in pickle.loads(record).get("entries", [])]
-
-
-def has_overdue_collective(part: float) -> bool:
-    """Whether a collective of this process has waited for more than ``part`` of its timeout."""
-    now = time.time_ns()
-    return any(
-        not entry["retired"] and now - entry["time_created_ns"] > part * entry["timeout_ms"] * 1_000_000
-        for entry in _entries(recorded_collectives(includeStackTraces=False, onlyActive=True))
-    )
 
 
 def collective_position(recorded: Sequence[bytes]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from lightning_shard.errors import ShardError
 
 INTERVAL_SECONDS = 1.0  # Between two signs of life. Longer with more than 4,096 ranks: all speak to one process.
 GRACE_SECONDS = 5.0  # For a main thread to end by itself once the cause is known.
-_PART_OF_TIMEOUT, _COLLECTIVES_SECONDS = 0.8, 5.0  # how late a collective is reported, and how often that is checked
 _FAREWELL_SECONDS = 3.0  # for which ranks wait for each other's last words
 _STORE_SECONDS = 10.0  # for one answer of the store
 _SUSPICION = 5  # intervals from a lost connection to the name of the silent rank
@@ -89,7 +88,6 @@ class RankWatch:
         self._counter = SilenceCounter(self._store, self._rank, self._size, self._interval, lost_seconds)
         self._answered = time.monotonic()
         self._line_printed = False
-        self._next_check = 0.0 if folder is not None else float("inf")  # of late collectives
         # The speaker has something to report, the main thread ends by itself, the threads have to end.
         self._wake, self._leaving, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._speaker = threading.Thread(target=self._speak, name="lightning_shard-watch", daemon=True)
@@ -220,11 +218,10 @@ class RankWatch:
         silent = self._counter.silent_ranks()
         if silent:
             self._size -= len(silent)  # nobody waits for their last words
-            known = [f"name/{rank}" for rank in silent[:4] if self._store.check([f"name/{rank}"])]
-            names = [name.decode() for name in multi_get(self._store, known)] or [f"rank {silent[0]}"]
-            others = f" and {len(silent) - len(names)} others" * (len(silent) > len(names))
-            lost = f"{', '.join(names)}{others} {_SILENT}"
-            return self._store.compare_set("failed", "", json.dumps([self._rank, lost, 1]))
+            key = f"name/{silent[0]}"
+            name = self._store.get(key).decode() if self._store.check([key]) else f"rank {silent[0]}"
+            others = f" (and {len(silent) - 1} others)" * (len(silent) > 1)
+            return self._store.compare_set("failed", "", json.dumps([self._rank, f"{name}{others} {_SILENT}", 1]))
         if self._suspects and self._store.check(["nobody is silent"]):
             self._known.set()
         return self._counter.blame_stuck_rank(self._still)
@@ -262,16 +259,6 @@ class RankWatch:
             if self._cause is not None and not self._leaving.is_set():
                 self._bring_down(*self._cause)
                 return
-            if time.monotonic() >= self._next_check:
-                self._next_check = time.monotonic() + _COLLECTIVES_SECONDS
-                with contextlib.suppress(Exception):
-                    self._record_late_collective()
-
-    def _record_late_collective(self) -> None:
-        """Write traces ahead of a collective's timeout, after which NCCL's watchdog leaves no time."""
-        if traces.has_overdue_collective(_PART_OF_TIMEOUT):
-            self._next_check = float("inf")
-            _print_error(f"[{self._name}] a collective nears its timeout. Traces of this rank: {self._write_traces()}")
 
     def _bring_down(self, owner: int, cause: str, code: int) -> None:
         with contextlib.suppress(Exception):

@@ -105,31 +105,16 @@ def refuse_other_data(state: dict[str, Any], shape: Shape, world_size: int, orde
     """DataError: the interrupted epoch of `state` can't be finished by a loader of `shape` and `order` ("seed",
     "shuffle").
     """
-    remedy = "Resume with the data and sampler it was written with, or from a checkpoint of an epoch's end."
-    if state["kind"] != shape.kind:
+    found = {"sampler": (KINDS[state["kind"]], KINDS[shape.kind]), "length": (state["length"], shape.length)}
+    if shape.kind != "distributed":
+        found["number of processes"] = state["world_size"], world_size
+        found |= {name: (state[name], own) for name, own in order.items() if None not in (own, state[name])}
+    if other := [f"its {name} was {before} and is {here}" for name, (before, here) in found.items() if before != here]:
         raise DataError(
-            f"the checkpoint was written in the middle of an epoch with {KINDS[state['kind']]}, and this loader"
-            f" has {KINDS[shape.kind]}: the position can't be carried over. {remedy}"
-        )
-    if state["length"] != shape.length:
-        unit = "batches" if shape.kind == "batches" else "samples"
-        raise DataError(
-            f"the checkpoint was written in the middle of an epoch of {state['length']} {unit}, and"
-            f" this loader's has {shape.length}: the rest of the epoch is not the same. {remedy}"
-        )
-    if shape.kind != "distributed" and state["world_size"] != world_size:
-        raise DataError(
-            f"the checkpoint was written in the middle of an epoch on {state['world_size']} processes and is"
-            f" resumed on {world_size}: with {KINDS[shape.kind]} only the same number can go on. Resume"
-            f" on {state['world_size']} processes, use Trainer(use_distributed_sampler=True) without a batch"
-            " sampler, or resume from a checkpoint of an epoch's end."
-        )
-    other = [(name, own) for name, own in order.items() if None not in (own, state[name]) and own != state[name]]
-    if shape.kind != "distributed" and other:
-        name, own = other[0]
-        raise DataError(
-            f"the checkpoint was written in the middle of an epoch in an order of {name} {state[name]}, and this"
-            f" loader's is of {own}: with {KINDS[shape.kind]} only the same can go on. {remedy}"
+            f"the checkpoint was written in the middle of an epoch that this loader can't finish: {', '.join(other)}. "
+            "Resume with the data, the sampler and the number of processes that it was written with, or from a "
+            "checkpoint of an epoch's end. With Trainer(use_distributed_sampler=True) and no batch sampler any number "
+            "of processes can go on."
         )
 
 

@@ -150,19 +150,18 @@ _FAILED, _OUT, _HAS = -1, 0, 1
 
 
 def check_lengths(length: int | None, *, name: str = "training dataloader") -> None:
-    """Refuse loaders whose numbers of batches differ between ranks. All ranks call it, with None for a loader without a
-    length. The DataError has a table of rank and batches.
+    """Refuse loaders whose numbers of batches differ between ranks (DataError). All ranks call it, with None for a
+    loader without a length.
     """
     lengths = Ranks.of().gather(length)
     if len(set(lengths)) == 1:
         return
-    counts = ["no length" if count is None else f"{count} batches" for count in lengths]
-    table = "\n".join(f"  rank {rank}: {count}" for rank, count in enumerate(counts))
+    counts = [f"rank {rank}: {'no length' if count is None else count}" for rank, count in enumerate(lengths)]
     raise DataError(
-        f"the {name} has different numbers of batches on different ranks:\n{table}\n"
-        "All ranks must make the same number of steps, or those with more wait for the others for ever. Give every"
-        " rank equally many samples: keep Trainer(use_distributed_sampler=True) or use a DistributedSampler, set"
-        " drop_last=True, or set Trainer(limit_train_batches=...) to at most the smallest number above."
+        f"the {name} has different numbers of batches on different ranks ({', '.join(counts)}). All ranks must make "
+        "the same number of steps, or those with more wait for the others for ever. Give every rank equally many "
+        "samples: keep Trainer(use_distributed_sampler=True) or use a DistributedSampler, set drop_last=True, or set "
+        "Trainer(limit_train_batches=...) to at most the smallest number."
     )
 
 
@@ -172,9 +171,9 @@ def check_some(length: int, *, name: str = "predict dataloader") -> None:
     empty = [rank for rank, count in enumerate(lengths) if count == 0]
     if empty and len(empty) < len(lengths):
         raise DataError(
-            f"the {name} has no batch on {_ranks(empty)}, {_ranks(_others(empty, lengths))} have some. A rank without "
-            "batches leaves the loop at once, and the others wait for it for ever. Give every rank at least "
-            "one batch: use fewer processes, or a smaller batch_size."
+            f"the {name} has no batch on {_ranks(empty)} of {len(lengths)}. A rank without batches leaves the loop at "
+            "once, and the others wait for it for ever. Give every rank at least one batch: use fewer processes, or a "
+            "smaller batch_size."
         )
 
 
@@ -214,8 +213,8 @@ def stop_together(iterator: Iterator[Any], *, name: str = "training dataloader")
         out = [rank for rank, other in enumerate(statuses) if other == _OUT]
         if len(out) < len(statuses):
             warnings.warn(
-                f"the {name} ran out on {_ranks(out)} after {count} batches, {_ranks(_others(out, statuses))} had"
-                " more: all ranks end the epoch here. Give every rank equally much data to use all of it.",
+                f"the {name} ran out on {_ranks(out)} of {ranks.size} after {count} batches: all ranks end the epoch"
+                " here. Give every rank equally much data to use all of it.",
                 stacklevel=2,
             )
         return
@@ -242,8 +241,4 @@ class StopTogetherLoader(Delegating):
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _others(ranks: list[int], statuses: list[int]) -> list[int]:
-    return [rank for rank in range(len(statuses)) if rank not in ranks]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -27,7 +27,7 @@ def _check(lengths: list[int | None]) -> str | None:
 def test_different_lengths_are_refused_on_every_rank() -> None:
     messages = run_distributed(_check, 2, [4, 3])
     assert messages[0] == messages[1]
-    assert "rank 0: 4 batches\n  rank 1: 3 batches" in str(messages[0])
+    assert "(rank 0: 4, rank 1: 3)" in str(messages[0])
     assert "drop_last=True" in str(messages[0])
 
 
@@ -50,10 +50,10 @@ def test_uneven_streams_end_together_and_say_who_ran_out() -> None:
     for seen, messages in run_distributed(_agree, 2, [5, 3], wrap_loader=False):
         assert seen == [0, 1, 2]
         assert len(messages) == 1
-        assert "the stream ran out on rank 1 after 3 batches, rank 0 had more" in messages[0]
+        assert "the stream ran out on rank 1 of 2 after 3 batches" in messages[0]
     for seen, messages in run_distributed(_agree, 2, [0, 2], wrap_loader=True):
         assert seen == []
-        assert "ran out on rank 0 after 0 batches" in messages[0]
+        assert "ran out on rank 0 of 2 after 0 batches" in messages[0]
 
 
 def _one_raises() -> str:

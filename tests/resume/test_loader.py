@@ -201,9 +201,7 @@ def test_the_epoch_is_finished_in_the_order_in_which_it_was_begun(other: dict[st
     assert ids(resumed) == ids(loader(**other)) != whole
     first = loader(kind=Pairs)
     next(iter(first))
-    with pytest.raises(
-        DataError, match=f"in an order of {name} (3|True), and this loader's is of {value}: with a batch"
-    ):
+    with pytest.raises(DataError, match=f"its {name} was 3 and is {value}"):
         loader(**other, kind=Pairs).load_state_dict(first.state_dict())
 
 
@@ -260,17 +258,16 @@ def test_a_sampler_that_deals_otherwise_resumes_at_its_world_size_only() -> None
     next(iter(first))
     same.load_state_dict(first.state_dict())
     assert ids(same) == [[8, 9], [10, 11]]
-    with pytest.raises(DataError, match="an epoch of 6 samples, and this loader's has 4"):
+    with pytest.raises(DataError, match="its length was 6 and is 4"):
         other.load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize(
     ("name", "world_size", "message"),
     [
-        ("own batch sampler", 3, "on 2 processes and is resumed on 3"),
-        ("shuffled", 1, "on 2 processes and is resumed on 1"),
-        ("subset", 2, "epoch of 11 samples, and this loader's has 8"),
-        ("wrapped", 2, "with a sampler of each process's own, and this loader has a distributed sampler"),
+        ("own batch sampler", 3, "its number of processes was 2 and is 3"),
+        ("subset", 2, "its length was 11 and is 8"),
+        ("wrapped", 2, "its sampler was a sampler of each process's own and is a distributed sampler"),
     ],
 )
 def test_an_epoch_that_can_not_be_finished_is_refused(name: str, world_size: int, message: str) -> None:

@@ -233,7 +233,7 @@ def test_uneven_data_ends_together_and_names_the_rank(strategy: str) -> None:
     with pytest.raises(DistributedError) as error:
         run_distributed(_fit_uneven, 2, strategy, [5, 3], sized=True, timeout=60)
     assert set(error.value.failed.values()) == {DataError.__name__}
-    assert "rank 1: 3 batches" in str(error.value)
+    assert "rank 1: 3" in str(error.value)
 
 
 class _Adapters(TinyLM):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
-import os
 import pickle
 import re
 import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -199,37 +197,6 @@ def test_a_process_group_does_not_outlive_the_interpreter(how: str, left: str) -
     """Its threads abort the process there; after a failure it could wait for a rank that does not come any more."""
     run = subprocess.run([sys.executable, "-c", LEAVING, how], capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stdout) == (int(how == "fails"), f"{left}\n")
-
-
-def _late(folder: Path) -> str:
-    """What rank 0 prints while rank 1 is late for a collective, which ends well in the end."""
-    rank = dist.get_rank()
-    box = [free_port()]
-    dist.broadcast_object_list(box)
-    place = Rendezvous(address="127.0.0.1", port=box[0], rank=rank, world_size=2)
-    store = connect_store(place, 20)
-    group = dist.new_group(timeout=timedelta(seconds=10))
-    dist.barrier()
-    before, watching._PART_OF_TIMEOUT, watching._COLLECTIVES_SECONDS = watching._PART_OF_TIMEOUT, 0.1, 0.2
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed):
-        watch = RankWatch(place, 60.0, folder=folder, exit_process=os._exit)
-        watch.start_threads()
-        if rank == 1:
-            until(lambda: (folder / "rank_0.txt").exists(), 9)
-        dist.all_reduce(torch.ones(3), group=group)
-        watch.end_run()
-    watching._PART_OF_TIMEOUT, watching._COLLECTIVES_SECONDS = before, 5.0
-    dist.barrier()
-    del store
-    return printed.getvalue()
-
-
-def test_what_a_rank_waits_for_is_written_ahead_of_the_timeout(tmp_path: Path) -> None:
-    zero, one = run_distributed(_late, 2, tmp_path)
-    assert "a collective nears its timeout" in zero
-    assert one == ""
-    assert "all_reduce [[3]]" in (tmp_path / "rank_0.txt").read_text()
 
 
 def _stands_still(how: str) -> str:
