@@ -10,16 +10,15 @@ import pytest
 
 from lightning_shard.commands import init, plan, slurm
 from lightning_shard.commands.slurm import script
-from tests.harness import ROOT, until
+from tests.harness import ROOT
 from tests.slurm.conftest import Jobs
 
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.soak), "torchrun"])
-def test_a_script_of_the_command_is_stopped_and_goes_on(jobs: Jobs, tmp_path: Path, launcher: str) -> None:
+def test_a_script_of_the_command_is_stopped_and_goes_on(jobs: Jobs, tmp_path: Path) -> None:
     said = tmp_path / "said"
-    arguments = f"""--nodes 2 --devices 1 --cpu --launcher {launcher} --logs {tmp_path} --env PYTHONPATH={ROOT}
+    arguments = f"""--nodes 2 --devices 1 --cpu --launcher torchrun --logs {tmp_path} --env PYTHONPATH={ROOT}
         --env OMP_NUM_THREADS=1 --model tests.slurm.programs.SlowAlone --model.log {said} --trainer.strategy shard_ddp
         --trainer.max_steps 80 --trainer.logger false --trainer.enable_progress_bar false
         --trainer.default_root_dir {tmp_path}/runs --time 10"""
@@ -40,33 +39,6 @@ def test_a_script_of_the_command_is_stopped_and_goes_on(jobs: Jobs, tmp_path: Pa
     assert f"goes on from step {stopped[0]}" in log
     steps = [int(step) for step in re.findall(r"^train (\d+)", said.read_text(), re.MULTILINE)]
     assert steps == list(range(80))
-
-
-@pytest.mark.soak
-def test_a_job_of_a_range_of_nodes_goes_on_with_those_that_there_are(jobs: Jobs, tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    arguments = f"""--nodes 1-2 --devices 1 --cpu --logs {tmp_path} --env PYTHONPATH={ROOT} --env OMP_NUM_THREADS=1
-        --model tests.slurm.programs.SlowAlone --model.log {said} --trainer.strategy ShardDDPStrategy
-        --trainer.strategy.preemption.keep_batch true --trainer.max_steps 40 --trainer.logger false
-        --trainer.enable_progress_bar false --trainer.default_root_dir {tmp_path}/runs --time 10"""
-    options, rest = slurm.parse_options(arguments.split())
-    path = tmp_path / "job.sh"
-    path.write_text(script(options, slurm.command_of(options, rest)))
-    # Else the job begins with the first node that has said that it is there.
-    until(lambda: set(jobs.cluster.command("sinfo", "-h", "-N", "-o", "%t").split()) == {"idle"}, 60)
-    job = jobs.cluster.submit(path, cwd=tmp_path)
-    until(lambda: said.exists() and "train 5" in said.read_text(), 90)
-    drained = "nodename=lsh2,lsh3"
-    jobs.cluster.command("scontrol", "update", drained, "state=drain", "reason=test")
-    try:
-        jobs.cluster.command("scancel", "--signal=USR1", job)
-        assert jobs.cluster.wait(job, seconds=200) == "COMPLETED"
-    finally:
-        jobs.cluster.command("scontrol", "update", drained, "state=resume")
-    log = jobs.log(f"train-{job}")
-    assert "accumulate_grad_batches is 2, and not 1" in log
-    steps = [int(step) for step in re.findall(r"^train (\d+)", said.read_text(), re.MULTILINE)]
-    assert sorted(set(steps)) == list(range(40))
 
 
 def test_init_plan_slurm_and_sbatch_take_one_file(

@@ -75,28 +75,3 @@ def test_ranks_on_both_sides_of_a_cut_network_end(jobs: Jobs, tmp_path: Path, cu
 def _running(jobs: Jobs) -> list[list[int]]:
     """The tasks on both nodes."""
     return [jobs.cluster.processes(name, "tests.slurm.programs slow") for name in ("lsh2", "lsh3")]
-
-
-@pytest.mark.soak
-def test_a_node_that_goes_away_and_going_on_without_it(jobs: Jobs, tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    arguments = {"root": str(tmp_path / "runs"), "steps": 60, "seconds": 0.1, "log": str(said)}
-    settings = {"run": "mine"}
-    settled = {"preemption": settings, "lost_rank_seconds": 5.0}
-    program = jobs.program("slow", "unused", devices=1, nodes=2, **settled, **arguments)
-    job = jobs.submit(jobs.script(f"srun {program}"), *TWO_NODES, "--nodelist=lsh2,lsh3")
-    deadline = time.monotonic() + 90
-    while not list((tmp_path / "runs/checkpoints").glob("*.ckpt/manifest.json")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    jobs.cluster.kill_node("lsh3")
-    try:
-        assert jobs.cluster.wait(job, "FAILED", "NODE_FAIL", "CANCELLED", seconds=120)
-        assert re.search(r"rank 1 on lsh3 gave no sign of life", jobs.log(job))
-        program = jobs.program("slow", "result", devices=1, nodes=1, preemption=settings, **arguments)
-        again = jobs.submit(jobs.script(f"srun {program}"), "--nodes=1", "--ntasks-per-node=1")
-        assert jobs.cluster.wait(again) == "COMPLETED"
-        assert 0 < jobs.result("result")["own_steps"] < 60
-        assert "Run mine goes on from step" in jobs.log(again)
-    finally:
-        jobs.cluster.cancel_all()
-        jobs.cluster.revive_node("lsh3")

@@ -27,9 +27,9 @@ def _here(root: str, devices: int, steps: int, engine: str = "ddp", seed: int = 
 class Stopping:
     """One job that is stopped again and again."""
 
-    def __init__(self, jobs: Jobs, folder: Path, steps: int, engine: str = "ddp") -> None:
+    def __init__(self, jobs: Jobs, folder: Path, steps: int) -> None:
         self.jobs, self.root, self.said = jobs, folder / "runs", folder / "said"
-        self.steps, self.engine = steps, engine
+        self.steps = steps
         self.restarts = 0
         program = jobs.program(
             "slow",
@@ -39,7 +39,6 @@ class Stopping:
             nodes=2,
             steps=steps,
             seconds=0.1,
-            engine=engine,
             log=str(self.said),
             preemption={"seconds_before_limit": 38.0},
         )
@@ -76,7 +75,7 @@ class Stopping:
         assert self.jobs.cluster.wait(self.job, seconds=200) == "COMPLETED"
         result = self.jobs.result("result")
         here = str(self.root.parent / "here")
-        expected = run_distributed(_here, 2, here, 2, self.steps, engine=self.engine)[0]
+        expected = run_distributed(_here, 2, here, 2, self.steps)[0]
         assert (result["steps"], result["parameters"]) == (self.steps, expected["parameters"])
         # The last part began where the one before had stopped.
         assert 0 < result["own_steps"] < self.steps
@@ -109,31 +108,6 @@ def test_cancelled_it_is_saved_and_stays_cancelled(jobs: Jobs, tmp_path: Path) -
     assert jobs.cluster.wait(run.job) == "CANCELLED"
     until(lambda: "is being ended by SLURM, and is not put back" in jobs.log(run.job), 20)
     assert len(find_checkpoints([run.root / "preempted"], f"slurm-{run.job}-0").own) == 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero_3"])
-def test_again_and_again(jobs: Jobs, tmp_path: Path, engine: str) -> None:
-    run = Stopping(jobs, tmp_path, steps=300, engine=engine)
-    for number in range(10):
-        run.wait_for("start")
-        if number == 0:
-            run.requeued("the time limit")
-            continue
-        run.extend()
-        if number % 3 == 0:
-            run.wait_for("validation")
-        elif number % 3 == 1:
-            # In the middle of a save.
-            until(lambda: list((run.root / "checkpoints").glob(".*.tmp-*")))
-        else:
-            time.sleep(random.uniform(0, 3))
-        name = random.choice(["USR1", "TERM"])
-        run.signal(name)
-        run.requeued(f"SIG{name}")
-    run.wait_for("start")
-    run.extend()
-    run.finish()
 
 
 def test_array_tasks_and_an_older_job_in_one_folder(jobs: Jobs, tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ NOT_ON_A_DEVICE = {
     "test_autocast.py": "stock DDP makes a stream of torch.cuda",
     "test_gpu.py": "for real ones",
     "test_moments.py": "their steps make tensors on the CPU",
-    "test_at_another_world_size_no_batch_is_lost": "stock DDP takes the group for one without gloo",
     "test_sync_batchnorm_is_refused_on_cpu": "it is not refused here",
     "test_engines_take_the_steps_of_a_plain_loop": "the plain loop's attention is the CPU's",
     "test_manual_optimization_with_two_optimizers": "its step makes tensors on the CPU",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,22 +11,18 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import OptimizerOffload, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy, ZeroBuckets
-from lightning_shard._lightning.processes import ChildrenLauncher
-from lightning_shard.devices import fork_rng
+from lightning_shard import OptimizerOffload, ShardDeepSpeedStrategy, ZeroBuckets
 from lightning_shard.engines.optimizer_probe import Needs, probe
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.engines.zero import flat_layout
 from lightning_shard.planning.model_facts import Training, facts_of
 from lightning_shard.planning.predict import start_points
-from lightning_shard.precision.casting import install_casts
-from lightning_shard.precision.policy import autocasting, policy_from
 from lightning_shard.resume.rng import rng_state, same
 from tests import stand_in
 from tests.harness import run_distributed
-from tests.models import TinyLM, loader, quiet_trainer
+from tests.models import TinyLM, quiet_trainer
 from tests.optimizers import Noisy
-from tests.strategies.engines import ENGINES, NORM, differences
+from tests.strategies.engines import NORM, differences
 from tests.strategies.zero import fit
 
 pytestmark = pytest.mark.skipif(not stand_in.chosen(), reason="set TESTS_DEVICE=stand_in")
@@ -49,37 +44,6 @@ def _memory() -> None:
             mixed(on_device, torch.ones(8))
 
 
-class Sorted(TinyLM):
-    """What its batches come in can't be built of pairs, and their lengths lie on the host, for packed sequences."""
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return defaultdict(list, data=moved, lengths=torch.full((4,), 8))
-
-    def loss(self, batch: Any) -> Tensor:
-        found.add((self.trainer.training, type(batch), batch["lengths"].device.type))
-        return super().loss(batch["data"])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-
-found: set[tuple[bool, type, str]] = set()
-
-
-def _steps_get(name: str) -> set[tuple[bool, type, str]]:
-    found.clear()
-    trainer = quiet_trainer(strategy=ENGINES[name](), max_steps=2, limit_val_batches=1)
-    trainer.fit(Sorted(), loader(), loader())
-    return found
-
-
-@pytest.mark.parametrize("name", ["ddp_plain", "ddp", "full", "zero_2", "zero_3"])
-def test_steps_get_what_batches_were_made_on_the_way_to_the_device(name: str) -> None:
-    (seen,) = run_distributed(_steps_get, 1, name)
-    assert seen == {(trains, defaultdict, "cpu") for trains in (True, False)}
-
-
 def _needs() -> tuple[Needs, bool]:
     before = rng_state()
     parameters = [nn.Parameter(torch.zeros(4, 4, device=stand_in.NAME))]
@@ -89,33 +53,6 @@ def _needs() -> tuple[Needs, bool]:
 
 def test_an_optimizer_draws_from_the_generator_of_its_device() -> None:
     assert run_distributed(_needs, 1) == [(Needs(full=True, draws=True), True)]
-
-
-def _autocast() -> list[bool]:
-    net, seen = nn.Sequential(nn.Linear(2, 2)).to(stand_in.NAME, torch.bfloat16), list[bool]()
-    install_casts(nn.ModuleDict({"net": net}), torch.bfloat16, output=torch.float32)
-    net[0].register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled(stand_in.NAME)))
-    with autocasting(policy_from("bf16-mixed", aligned=False), stand_in.NAME, cache=False):
-        net(torch.ones(1, 2, device=stand_in.NAME))
-        seen.append(torch.is_autocast_enabled(stand_in.NAME))
-    return seen
-
-
-def test_modules_switch_autocast_of_their_device_off() -> None:
-    assert run_distributed(_autocast, 1) == [[False, True]]
-
-
-def _drawn_apart() -> bool:
-    torch.rand(1, device=stand_in.NAME)  # the device is in use from then on
-    before = rng_state()
-    with fork_rng():
-        torch.rand(3, device=stand_in.NAME)
-        drawn = not same(before, rng_state())
-    return drawn and same(before, rng_state())
-
-
-def test_what_is_drawn_apart_leaves_the_generator_of_the_device() -> None:
-    assert run_distributed(_drawn_apart, 1) == [True]
 
 
 def _shared_on_the_host() -> list[float]:
@@ -202,28 +139,3 @@ def _start(stage: int, offload: bool) -> tuple[int, int]:
 def test_a_fit_under_zero_begins_with_what_the_plan_says(stage: int, offload: bool, ranks: int) -> None:
     for measured, planned in run_distributed(_start, ranks, stage, offload):
         assert measured == pytest.approx(planned, rel=0.02)
-
-
-def _weights_for_the_parent(strategy: Any) -> tuple[int, bool]:
-    """The most bytes on the device while a child of ``start_method`` "fork" hands its weights over, and if it does."""
-    trainer = quiet_trainer(strategy=strategy(), max_steps=1, precision="bf16-mixed")
-    module = Deep()
-    trainer.fit(module, DataLoader(torch.randn(8, 256), 2))
-    before = torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    output: Any = ChildrenLauncher(trainer.strategy, start_method="fork")._collect_rank_zero_results(trainer, None)
-    most = torch.accelerator.max_memory_allocated() - before
-    if output is None:
-        return most, True
-    saved = torch.load(output.weights_path, weights_only=True)
-    kinds = {(type(value), value.device.type, value.is_meta) for value in saved.values()}
-    return most, kinds == {(Tensor, "cpu", False)} and saved.keys() == dict(module.named_parameters()).keys()
-
-
-@pytest.mark.parametrize("strategy", [ShardFSDPStrategy, ShardDDPStrategy])
-def test_children_hand_weights_over_one_tensor_at_a_time(strategy: Any) -> None:
-    weight = 256 * 256 * 4
-    for most, whole in run_distributed(_weights_for_the_parent, 2, strategy):
-        assert whole
-        # Of eight: the full one, and what it is gathered into.
-        assert most <= 2.5 * weight
