@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.lightning_suite.hooks import ManualNet
@@ -78,22 +76,6 @@ def by_hand(runs: Runs) -> Any:
 by_hand.leaves_out = True
 
 
-def weights_alone(runs: Runs) -> Any:
-    found = fitted(runs, save_weights_only=True, save_top_k=1, monitor="val_loss")
-    module = runs.seeded(Scored)
-    trainer = runs.trainer()
-    found["test"] = trainer.test(module, held_out(), ckpt_path=str(Path("saved", found["files"][0][6:])), verbose=False)
-    # Lightning's is a KeyError, and ours says what is missing.
-    found["refused"] = bool(
-        raised(
-            lambda: runs.trainer(max_epochs=6).fit(
-                runs.seeded(Scored), data(), held_out(), ckpt_path=str(Path(found["files"][0]))
-            )
-        )
-    )
-    return found
-
-
 def several(runs: Runs) -> Any:
     callbacks = [
         ModelCheckpoint(dirpath="one", monitor="score", save_top_k=2, filename="{step}"),
@@ -155,31 +137,6 @@ def on_an_exception(runs: Runs) -> Any:
         # After an error several ranks save nothing: each can't know where the others are.
         found.append([name for name in files() if "=" in name and not name.endswith("=5.ckpt")])
     return found
-
-
-class Frozen(Net):
-    strict_loading = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body.requires_grad_(False)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name.startswith("head")}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
-
-
-def part_of_the_state(runs: Runs) -> Any:
-    module = runs.seeded(Frozen)
-    trainer = runs.trainer(max_epochs=2)
-    trainer.fit(module, data(), held_out())
-    trainer.save_checkpoint("part.ckpt")
-    module = runs.seeded(Frozen)
-    trainer = runs.trainer(max_epochs=3)
-    trainer.fit(module, data(), held_out(), ckpt_path="part.ckpt")
-    return weights(module), trainer.global_step
 
 
 CASES = cases(__name__)

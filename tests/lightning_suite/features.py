@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import BasePredictionWriter, EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from lightning_shard import EMACallback
 from tests.lightning_suite.loops import fitted
 from tests.lightning_suite.stock import Net, Runs, cases, data, held_out
 
@@ -193,6 +195,31 @@ class Clipping(Net):
 
 def clipped_by_torch(runs: Runs) -> Any:
     return fitted(runs, Clipping)
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, interval: str) -> None:
+        super().__init__(interval)
+        self.told: list[Any] = []
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        self.told.append(("batch", prediction, indices, batch_idx, dataloader_idx))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.told.append(("epoch", predictions, indices))
+
+
+def predictions(runs: Runs) -> Any:
+    writer = Writer("batch_and_epoch")
+    kept = runs.trainer(callbacks=[writer]).predict(runs.seeded(), held_out(3), return_predictions=False)
+    return [kept, writer.told, runs.trainer(limit_predict_batches=1).predict(runs.seeded(), held_out())]
+
+
+def averages(runs: Runs) -> Any:
+    average = EMAWeightAveraging if runs.is_stock else EMACallback
+    return fitted(runs, callbacks=[average(decay=0.5)], max_epochs=3)
 
 
 CASES = cases(__name__)

@@ -222,25 +222,6 @@ def overridden_backward(runs: Runs) -> Any:
     return found
 
 
-class ScaledByHand(Scaled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def overridden_backward_by_hand(runs: Runs) -> Any:
-    module = runs.seeded(ScaledByHand)
-    runs.trainer(max_epochs=2).fit(module, data(), held_out())
-    return weights(module)
-
-
 class FrozenAmongStepped(Net):
     """The optimizer is given a frozen layer too."""
 

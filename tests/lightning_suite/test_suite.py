@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness import run_distributed
-from tests.lightning_suite import callbacks, checkpoints, features, hooks, loops
+from tests.lightning_suite import checkpoints, features, hooks, loops
 from tests.lightning_suite.stock import STRATEGIES, Case, check, differences, refused
 
 ZERO = STRATEGIES[2]
@@ -22,7 +22,6 @@ REFUSED: list[tuple[Case, list[str], str, str]] = [
 QUICK = {
     (hooks.of_a_fit_by_hand, ZERO),
     (hooks.overridden_backward, ZERO),
-    (hooks.frozen_in_the_optimizer, ZERO),
     (checkpoints.several, STRATEGIES[1]),
     (features.values, STRATEGIES[0]),
     (hooks.toggled_without_a_word, STRATEGIES[0]),
@@ -58,11 +57,6 @@ def test_loops(case: Case, strategy: str) -> None:
 
 @_equal(features.CASES)
 def test_logging_and_optimizers(case: Case, strategy: str) -> None:
-    check(case, strategy)
-
-
-@_equal(callbacks.CASES)
-def test_callbacks(case: Case, strategy: str) -> None:
     check(case, strategy)
 
 
