@@ -140,7 +140,7 @@ def _allow_connections(ranks: int) -> None:
     """Raise this process' limit of open files if needed, as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _CONNECTIONS * ranks + _OWN_FILES
-    if resource.RLIM_INFINITY != soft < needed:
+    if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
