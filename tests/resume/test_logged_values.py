@@ -84,36 +84,25 @@ def _fit(root: str, ckpt_path: str | None = None) -> dict[str, Any]:
 
 
 def _runs(root: str) -> list[dict[str, Any]]:
-    return [_fit(root), *(_fit(root, f"{root}/{name}.ckpt") for name in ("batch/step=8", "batch/step=6"))]
+    saves = ("batch/step=8", "batch/step=6", "validation/step=6")
+    return [_fit(root), *(_fit(root, f"{root}/{name}.ckpt") for name in saves)]
 
 
 def test_a_resumed_run_logs_the_same(tmp_path: Any) -> None:
-    [(whole, middle, last)] = run_distributed(_runs, 1, str(tmp_path))
+    [(whole, middle, last, validated)] = run_distributed(_runs, 1, str(tmp_path))
     assert len({values["acc"] for values in whole["epochs"]}) > 1
+    assert whole["said"] == []
+    # Of the last batch, the first with the validation still to come.
+    for resumed, since in ((last, 0), (validated, 1)):
+        [said] = resumed["said"]
+        assert "after the last batch of epoch 0 and before its end: its values of acc, mean are not logged" in said
+        assert resumed["epochs"] == whole["epochs"]
+        assert resumed["validations"] == whole["validations"][since:]
     # The mean begins again in mid-epoch, metrics go on.
     assert middle["epochs"][0].pop("mean_epoch") != whole["epochs"][1].pop("mean_epoch")
     assert middle["epochs"] == whole["epochs"][1:]
     [said] = middle["said"]
     assert "in the middle of epoch 1: of mean the epoch's values, which are in no checkpoint, begin again here" in said
-    # Of the last batch, with the validation and the epoch's end still to come.
-    last["epochs"][1].pop("mean_epoch")
-    assert last["epochs"] == whole["epochs"]
-    assert last["said"] == whole["said"] == []
-    for resumed, since in ((middle, 1), (last, 0)):
-        assert resumed["validations"] == whole["validations"][since:]
+    assert middle["validations"] == whole["validations"][1:]
+    for resumed in (middle, last, validated):
         assert (resumed["stopping"], resumed["best"]) == (whole["stopping"], whole["best"])
-
-
-def _after_a_validation(root: str) -> list[dict[str, Any]]:
-    return [_fit(root), _fit(root, f"{root}/validation/step=6.ckpt")]
-
-
-def test_a_checkpoint_of_an_epochs_last_validation_says_what_is_not_logged(tmp_path: Any) -> None:
-    """Lightning itself goes on with the next epoch here."""
-    [(whole, resumed)] = run_distributed(_after_a_validation, 1, str(tmp_path))
-    [said] = resumed["said"]
-    assert "after the last batch of epoch 0 and before its end: its values of acc, mean" in said
-    own = [values.pop("own") for values in (whole["epochs"][1], resumed["epochs"][0])]
-    assert own[0] != own[1]  # the module's own hook has not reset it
-    assert resumed["epochs"] == whole["epochs"][1:]
-    assert resumed["validations"] == whole["validations"][1:]

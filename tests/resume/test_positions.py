@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_shard.resume.rng import seed_rng
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 from tests.resume.support import Numbers
@@ -62,7 +63,7 @@ class Saver(pl.Callback):
 def _fit(
     workers: int, settings: dict[str, Any], ckpt_path: str | None = None, saves: Any = (), seed: int = 1
 ) -> dict[str, Any]:
-    pl.seed_everything(seed, verbose=False)
+    seed_rng(seed)  # and not the sampler's
     module, saver, validation = Recorder(), Saver(list(saves)), "val_check_interval" in settings
     options = {"num_sanity_val_steps": 0, "limit_val_batches": None if validation else 0, **settings}
     trainer = quiet_trainer(strategy="shard_ddp", callbacks=[saver], **options)
