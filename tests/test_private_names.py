@@ -187,7 +187,7 @@ def test_the_tables_have_no_dead_entries() -> None:
 
 def test_few_private_names_are_used() -> None:
     names = {name for module, (_, listed) in USES.items() if "/zero/" not in module for name in listed.split()}
-    assert len(names) <= 87, "look for a public way"
+    assert len(names) <= 76, "look for a public way"
 
 
 def test_lightnings_and_deepspeeds_private_names_have_a_home() -> None:

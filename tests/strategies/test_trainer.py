@@ -155,7 +155,7 @@ def _predict_nothing_on_one() -> None:
 def test_prediction_where_a_rank_has_no_batch() -> None:
     for kind, message in run_distributed(refusal, 2, _predict_nothing_on_one, timeout=30):
         assert kind == "DataError"
-        assert "predict dataloader has no batch on rank 1, rank 0 ha" in message
+        assert "predict dataloader has no batch on rank 1 of 2" in message
 
 
 CLASSES, IMAGES = 3, 22
