@@ -23,11 +23,10 @@ from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 STEPS = 6
 
 
-def _fit(module: TinyLM | None = None, accumulate: int = 1, **options: Any) -> dict[str, Tensor]:
+def _fit(**options: Any) -> dict[str, Tensor]:
     pl.seed_everything(1, verbose=False)
-    module = module or TinyLM()
-    flags = {"max_steps": STEPS, "accumulate_grad_batches": accumulate}
-    quiet_trainer(strategy=ShardDDPStrategy(**options), **flags).fit(module, loader())
+    module = TinyLM()
+    quiet_trainer(strategy=ShardDDPStrategy(**options), max_steps=STEPS).fit(module, loader())
     return whole_parameters(module)
 
 
