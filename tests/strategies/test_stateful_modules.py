@@ -276,7 +276,13 @@ def test_where_scalars_are_read_makes_no_difference() -> None:
 
 
 class Clamped(ReadElsewhere):
-    """As CLIP's ``logit_scale`` often is."""
+    """As CLIP's ``logit_scale`` often is, in automatic optimization."""
+
+    training_step = Indexed.training_step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.never.scale.data.clamp_(max=0.1)
