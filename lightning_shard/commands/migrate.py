@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
+from lightning_shard.arguments import imported
 from lightning_shard.commands import options as common
 from lightning_shard.commands.cli import check_trainer
 from lightning_shard.commands.parser import ShardArgumentParser
@@ -24,6 +25,7 @@ from lightning_shard.migrate.lightning_strategies import STRATEGIES
 from lightning_shard.migrate.lightning_yaml import Known
 from lightning_shard.migrate.migration import document, refusal, table
 from lightning_shard.migrate.migration import migrate as read_and_migrate
+from lightning_shard.migrate.neutral import CLASSES, Engine
 from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.text import parse_count
 
@@ -122,7 +124,12 @@ def known_names() -> Known:
         if (kind := getattr(entry["strategy"], "__name__", "")) in STRATEGIES:
             arguments = {key: value for key, value in entry["init_params"].items() if value != "popen"}
             presets[name] = f"lightning.pytorch.strategies.{kind}", arguments
-    return Known(presets=presets, top_keys=common.KEYS, trainer_keys=list(inspect.signature(Trainer).parameters))
+    signatures: dict[Engine, Any] = {
+        engine: {name: p.default for name, p in inspect.signature(imported(path)).parameters.items()}
+        for engine, path in CLASSES.items()
+    }
+    trainer_keys = list(inspect.signature(Trainer).parameters)
+    return Known(presets=presets, arguments=signatures, top_keys=common.KEYS, trainer_keys=trainer_keys)
 
 
 def check_result(content: Mapping[str, Any]) -> None:

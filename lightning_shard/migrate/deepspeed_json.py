@@ -1,24 +1,16 @@
 """Read DeepSpeed files into neutral settings. ``engines/zero/config`` gives the keys their meaning."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
-from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, TOP_LEVEL, configuration, names_of, section_of
-from lightning_shard.engines.zero.config.reading import AUTO, ONE_BIT, is_off, pop_unavailable, value_at
-from lightning_shard.engines.zero.config.zero_settings import (
-    KEYS,
-    SCALE_KEYS,
-    TRAINER_OWNED,
-    ZERO,
-    loss_scaling_of,
-    read_settings,
-)
+from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED
+from lightning_shard.engines.zero.config.reading import AUTO, is_off, pop_unavailable, value_at
+from lightning_shard.engines.zero.config.zero_settings import KEYS, SCALE_KEYS, ZERO, loss_scaling_of, read_settings
 from lightning_shard.migrate.neutral import LEVELS, Field, Reading, described
-from lightning_shard.text import nearest, parse_count
+from lightning_shard.text import parse_count
 
 CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
 PRECISION_NOTE = (
@@ -28,77 +20,64 @@ PRECISION_NOTE = (
 SCALE_NOTE = (
     "the loss scale doubles after 2000 good steps and falls at each overflow; DeepSpeed's after 1000, and at the second"
 )
-_OWN_SCALE_NOTE = "powers of two, so that scaling back does not round; the same rules as DeepSpeed's"
-
-_OVERLAP_NOTE = "gradients are reduced while backward runs, which DeepSpeed's default in stages 1 and 2 is not"
 
 _TRAINERS = described("deepspeed_file")
 
-_DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_persistence_threshold"}
+_AUTO_HERE_TOO = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_persistence_threshold"}
 """Typed fields that have the value "auto" in this package too."""
 
 RENAMED = {
-    "communication_data_type": Field(name="reduce", kind="str", words={n: n for n in ("fp32", "bf16", "fp16")}),
-    "zero_plus_plus.hpz_partition_size": Field(name="reshard_ranks", kind="int", idle=(0, 1)),
+    "communication_data_type": Field(name="reduce", words={n: n for n in ("fp32", "bf16", "fp16")}),
+    "zero_plus_plus.hpz_partition_size": Field(name="reshard_ranks", idle=(0, 1)),
 }
 """Typed fields whose settings have other names."""
 
 
-@cache
-def library_defaults() -> Mapping[str, Any]:
-    """Return the installed DeepSpeed's defaults by dotted key."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    own = DeepSpeedConfig({"train_batch_size": 1})
-    found = {key: getattr(own, key) for key in TOP_LEVEL if hasattr(own, key) and not key.startswith("train_")}
-    for name in ("activation_checkpointing", "aio", "flops_profiler"):
-        section = getattr(own, f"{name}_config")
-        keys = section if isinstance(section, dict) else vars(section)
-        found |= {f"{name}.{key}": value for key, value in keys.items()}
-    return found | dict(_model_defaults(configuration(), ""))
-
-
-def _model_defaults(model: Any, path: str) -> Iterator[tuple[str, Any]]:
-    for key in dict.fromkeys(names_of(model).values()):
-        if inner := section_of(model, key):
-            yield from _model_defaults(inner, f"{path}{key}.")
-    if model.__name__ != "Section":  # a class of DeepSpeed
-        for name, info in model.model_fields.items():
-            yield f"{path}{info.alias or name}", info.get_default(call_default_factory=True)
-
-
 def read_deepspeed(
-    reading: Reading, content: Mapping[str, Any], prefix: str = "", *, stage: int | None = None, clips: bool = True
+    reading: Reading, content: Mapping[str, Any], prefix: str = "", *, stage: int = 0, clips: bool = True
 ) -> None:
     """Read a DeepSpeed file in any spelling. ``prefix`` stands before field names in the table and in problems.
 
-    The default of the stage is ``stage``, else DeepSpeed's. With ``clips`` DeepSpeed's default clipping holds.
+    ``stage`` is its default, which is 0 in DeepSpeed. With ``clips`` DeepSpeed's default clipping holds.
     """
-    if reading.engine is None:
-        reading.engine = "deepspeed"
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    reading.engine = reading.engine or "deepspeed"
     content = dict(copy.deepcopy(content))
-    _take_lost(reading, content, prefix)
+    for key, reason in {**REMOVED, **FOREIGN}.items():
+        if key in content and not is_off(content[key], key):
+            reading.lose(f"{prefix}{key}", content[key], reason)
+        content.pop(key, None)
     zero = {} if content.get(ZERO) is None else content[ZERO]
-    given = zero.get("stage") if isinstance(zero, Mapping) else zero
-    if given is None:
-        content[ZERO] = {**zero, "stage": library_defaults()[f"{ZERO}.stage"] if stage is None else stage}
+    for path, value, reason in pop_unavailable(zero) if isinstance(zero, dict) else ():
+        reading.lose(f"{prefix}{ZERO}.{path}", value, reason)
+    if isinstance(zero, Mapping) and zero.get("stage") is None:
+        content[ZERO] = {**zero, "stage": stage}
     if clips and content.get("gradient_clipping") is None:
-        default = library_defaults()["gradient_clipping"]
         note = f"DeepSpeed's default; {_TRAINERS['gradient_clipping'].note}"
-        reading.ask("trainer.gradient_clip_val", default, f"{prefix}gradient_clipping", None, note)
+        field = f"{prefix}gradient_clipping"
+        reading.ask("trainer.gradient_clip_val", GRADIENT_CLIPPING_DEFAULT, field, None, note)
     problems: list[str] = []
     merged = read_settings(DeepSpeedFields(config=content), aligned=False, problems=problems).merged
     reading.problems += [f"{prefix}{problem}" for problem in problems]
     if problems:
         return
+    given = zero.get("stage") if isinstance(zero, Mapping) else zero
     note = "" if given is not None else "the default"
     reading.ask("shard", LEVELS[merged[ZERO]["stage"]], f"{prefix}{ZERO}.stage", given, note)
-    _read_typed_keys(reading, merged, prefix)
-    for key, field in _TRAINERS.items():
+    for name, path in KEYS.items():
+        value, field = value_at(merged, path), f"{prefix}{path}"
+        if value == AUTO and name not in _AUTO_HERE_TOO:
+            reading.meet(field, value, "DeepSpeed's own choice")
+        elif name in RENAMED:
+            reading.read_field(field, RENAMED[name], value)
+        elif value is not None and name != "stage":
+            reading.ask(name, value, field, value)
+    for key, described_ in _TRAINERS.items():
         if merged.get(key) == AUTO:
-            reading.meet(f"{prefix}{key}", AUTO, f"the Trainer's {field.name.partition('.')[2]}")
+            reading.meet(f"{prefix}{key}", AUTO, f"the Trainer's {described_.name.partition('.')[2]}")
         else:
-            reading.read_field(f"{prefix}{key}", field, merged.get(key))
+            reading.read_field(f"{prefix}{key}", described_, merged.get(key))
     _read_precision(reading, merged, prefix)
     _read_further_keys(reading, merged, prefix)
 
@@ -130,53 +109,6 @@ def check_batches(reading: Reading) -> None:
         reading.meet(whole.field, whole.value, f"{how} {shown_product}")
 
 
-def _take_lost(reading: Reading, content: dict[str, Any], prefix: str) -> None:
-    """Remove keys without a counterpart, which are noted, and keys that DeepSpeed itself does not read."""
-    known = [*names_of(configuration()), *REMOVED, *FOREIGN]
-    for key in [key for key in content if isinstance(key, str) and key not in known]:
-        if not nearest(key, known):
-            reading.meet(f"{prefix}{key}", content.pop(key), "DeepSpeed reads no such key")
-    for key, reason in {**REMOVED, **FOREIGN}.items():
-        if key in content and is_off(content[key]):
-            reading.rest(f"{prefix}{key}", content.pop(key))
-        elif key in content:
-            reading.lose(f"{prefix}{key}", content.pop(key), reason)
-    zero, fp16 = (content[name] if isinstance(content.get(name), dict) else {} for name in (ZERO, "fp16"))
-    for path, value, reason in pop_unavailable(zero):
-        near = "shard_fsdp_hybrid" if "mics" in path else ""
-        reading.lose(f"{prefix}{ZERO}.{path}", value, reason.partition(":")[0], near)
-    for path, (refused, reason) in TRAINER_OWNED.items():
-        section, _, key = path.rpartition(".")
-        holder = content.get(section) if section else content
-        if isinstance(holder, dict) and str(holder.get(key)).lower() == str(refused).lower():
-            reading.lose(f"{prefix}{path}", holder.pop(key), reason)
-    if str(value_at(content, "optimizer.type")).lower() in ONE_BIT:
-        reason = "DeepSpeed has removed the optimizers with compressed communication"
-        reading.lose(f"{prefix}optimizer", content.pop("optimizer"), reason, "AdamW or Lamb in configure_optimizers")
-    is_disabled = str(fp16.get("enabled", True)).lower() == "false"
-    if fp16.get("loss_scale") not in (None, 0, AUTO, "0", 0.0) and not is_disabled:
-        near = "fp16.initial_scale_power, to begin at such a scale"
-        reading.lose(f"{prefix}fp16.loss_scale", fp16.pop("loss_scale"), "the loss scale is dynamic", near)
-    if str(fp16.get("consecutive_hysteresis")).lower() == "true":
-        value, reason = fp16.pop("consecutive_hysteresis"), "the hysteresis is refilled only when the scale grows"
-        reading.lose(f"{prefix}fp16.consecutive_hysteresis", value, reason, "fp16.hysteresis")
-
-
-def _read_typed_keys(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
-    if merged[ZERO]["stage"] in (1, 2) and merged[ZERO].get("overlap_comm") is None:
-        reading.meet(f"{prefix}{ZERO}.overlap_comm", None, _OVERLAP_NOTE)
-    for name, path in KEYS.items():
-        value = value_at(merged, path)
-        if value is None or name == "stage":
-            continue
-        if value == AUTO and name not in _DEFAULTS:
-            reading.meet(f"{prefix}{path}", value, "DeepSpeed's own choice")
-        elif name in RENAMED:
-            reading.read_field(f"{prefix}{path}", RENAMED[name], value)
-        else:
-            reading.ask(name, value, f"{prefix}{path}", value)
-
-
 def _read_precision(reading: Reading, merged: Mapping[str, Any], prefix: str) -> None:
     fp16 = merged.get("fp16", {})
     if fp16.get("auto_cast"):
@@ -194,12 +126,11 @@ def _read_precision(reading: Reading, merged: Mapping[str, Any], prefix: str) ->
         reading.ask("precision", "32-true", off, False if given else None)
     scale = {key: fp16[key] for key in SCALE_KEYS if key in fp16 and fp16[key] != AUTO}
     if scale and fp16.get("enabled") is True:
-        reading.ask("loss_scale", scale_of(scale), f"{prefix}fp16", scale, _OWN_SCALE_NOTE)
+        note = "powers of two, so that scaling back does not round; the same rules as DeepSpeed's"
+        reading.ask("loss_scale", scale_of(scale), f"{prefix}fp16", scale, note)
     elif scale and fp16.get("enabled") == AUTO:
-        # The Trainer says the precision. The scale counts if that is fp16.
-        own = all(_is_default(f"fp16.{key}", value) for key, value in scale.items())
-        near = "" if own else f": ShardPrecision(loss_scale={scale_of(scale)})"
-        reading.meet(f"{prefix}fp16", scale, f"it goes with precision 16-mixed{near}; {SCALE_NOTE}")
+        own = f"with precision 16-mixed it is ShardPrecision(loss_scale={scale_of(scale)})"
+        reading.meet(f"{prefix}fp16", scale, f"{own}; {SCALE_NOTE}")
     elif fp16.get("enabled") is True:
         reading.meet(f"{prefix}fp16.loss_scale", fp16.get("loss_scale"), SCALE_NOTE)
 
@@ -231,16 +162,8 @@ def _read_further_keys(reading: Reading, merged: Mapping[str, Any], prefix: str)
             continue
         if value == AUTO:
             reading.meet(f"{prefix}{path}", value, "DeepSpeed's own choice, or the Trainer's")
-        elif _is_default(path, value) and path != "bf16.check_grad_overflow":  # here the default is another
-            reading.rest(f"{prefix}{path}", value)
+        elif path == "activation_checkpointing":
+            reason = "the strategy does not call deepspeed.checkpointing.configure"
+            reading.lose(f"{prefix}{path}", value, reason, "activation_checkpointing: units", "memory")
         else:
             reading.ask(f"config.{path}", value, f"{prefix}{path}", value)
-
-
-def _is_default(path: str, value: Any) -> bool:
-    """Say whether DeepSpeed does the same without a key: its default, or a section that is off or has defaults."""
-    known = library_defaults()
-    if isinstance(value, Mapping):
-        enabled = value.get("enabled", known.get(f"{path}.enabled"))
-        return enabled is False or all(_is_default(f"{path}.{key}", item) for key, item in value.items())
-    return value is None or (path in known and bool(known[path] == value))

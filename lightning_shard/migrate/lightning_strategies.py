@@ -1,7 +1,7 @@
 """Read arguments of Lightning 2.6's strategies (``lightning/pytorch/strategies``) into neutral settings."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_shard.engines.zero.config.zero_settings import SCALE_KEYS
 from lightning_shard.migrate import neutral
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
 from lightning_shard.migrate.fsdp_config import SHARDING, add_fsdp_strategy
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, described, rows, shown
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, Reading, described, plain, rows, shown
 
 _COMMON = described("Strategy")
 STRATEGIES: Mapping[str, tuple[neutral.Engine, Mapping[str, Field]]] = {
@@ -22,18 +22,17 @@ STRATEGIES: Mapping[str, tuple[neutral.Engine, Mapping[str, Field]]] = {
 }
 """Class to its engine and its arguments."""
 
-_CALLED: Mapping[str, Any] = dict(rows("fields.yaml", "called"))
+_CALLED: Mapping[str, str] = dict(rows("called"))
 """Arguments that are `READ_ELSEWHERE`, to their names here."""
 
 
 def called_here(argument: str) -> str:
-    """Say an argument's name here, or the reason why there is none. ``""``: no stock strategy has the argument."""
-    found = next((table[argument] for _, table in STRATEGIES.values() if argument in table), READ_ELSEWHERE)
-    if found == READ_ELSEWHERE and argument not in _CALLED:
+    """Say an argument's name here, or that there is none. ``""``: no stock strategy has the argument."""
+    found = next((table[argument] for _, table in STRATEGIES.values() if argument in table), None)
+    if found is None:
         return ""
     called = _CALLED.get(argument) or found.name or found.nearest
-    reason = f": {found.met or found.reason}" if argument not in _CALLED and not found.name else ""
-    return f" It is stock Lightning's{reason}." + (f" Use {called}." if called else " Remove it.")
+    return " It is stock Lightning's." + (f" Use {called}." if called else " Remove it.")
 
 
 def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: str, *, named: bool) -> None:
@@ -66,9 +65,9 @@ def precision_of(kind: str | None, precision: str) -> tuple[str, str]:
     notes = {
         "DeepSpeedStrategy": PRECISION_NOTE if bits == "bf16" else f"{PRECISION_NOTE}; {SCALE_NOTE}",
         "FSDPStrategy": f"gradients are reduced in fp32, by stock FSDP in {reduced}: ShardPrecision(reduce: {reduced})",
-        **dict.fromkeys(("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy"), CAST_NOTE),
     }
-    return precision, notes.get(str(kind), "") if form == "mixed" else ""
+    note = notes.get(str(kind), CAST_NOTE if kind in STRATEGIES else "")
+    return precision, note if form == "mixed" else ""
 
 
 def _read_timeout(reading: Reading, field: str, value: Any) -> None:
@@ -78,53 +77,42 @@ def _read_timeout(reading: Reading, field: str, value: Any) -> None:
         names = ("days", "hours", "minutes", "seconds")
         arguments = {name: float(part or 0) for name, part in zip(names, text.groups(), strict=True)}
     try:
-        seconds = 0.0 if isinstance(value, bool) else timedelta(**arguments).total_seconds()
+        reading.ask("timeout_seconds", timedelta(**arguments).total_seconds(), field, value)
     except TypeError:
-        seconds = 0.0
-    if seconds > 0:
-        reading.ask("timeout_seconds", seconds, field, value)
-    else:
         reading.problems.append(f"{field} is {shown(value)!r}, but must be a duration such as 0:30:00")
 
 
-def _read_fsdp_strategy(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
+def _read_fsdp_strategy(reading: Reading, given: Mapping[str, Any], field: Callable[[str], str]) -> None:
     name = "sharding_strategy"
     strategy = reading.read_field(field(name), Field(words=SHARDING), given.get(name, "FULL_SHARD"))
     if strategy is not None:
         add_fsdp_strategy(reading, field(name), given.get(name), strategy)
-        if "device_mesh" in given:
-            _read_device_mesh(reading, field("device_mesh"), given["device_mesh"], strategy)
+    if mesh := given.get("device_mesh"):
+        is_pair = isinstance(mesh, list | tuple) and len(mesh) == 2
+        if not is_pair or "HYBRID" not in str(strategy):
+            rule = "must be two numbers, copies and shards of a copy, and goes with sharding_strategy HYBRID_SHARD"
+            reading.problems.append(f"{field('device_mesh')} is {shown(mesh)}, but {rule}")
+        else:
+            # It replaces the mesh auto, auto of the strategy's name.
+            reading.asked = [asked for asked in reading.asked if asked.name != "mesh"]
+            reading.ask("mesh", {"replicate": mesh[0], "shard": mesh[1]}, field("device_mesh"), list(mesh))
     offload = given.get("cpu_offload")
     if isinstance(offload, Mapping):
         offload = (offload.get("init_args") or offload).get("offload_params")
-    reading.read_field(field("cpu_offload"), Field(kind="bool", name="cpu_offload", idle=(False,)), offload)
+    reading.read_field(field("cpu_offload"), Field(name="cpu_offload", idle=(False,)), offload)
     for name in ("auto_wrap_policy", "activation_checkpointing_policy", "activation_checkpointing"):
         if name in given:
             _read_policy(reading, field(name), given[name], "units" if "wrap" in name else "activation_checkpointing")
-    if "activation_checkpointing" in given and "activation_checkpointing_policy" in given:
-        reading.problems.append(f"{field('activation_checkpointing')} and its policy are both given: remove one")
-
-
-def _read_device_mesh(reading: Reading, field: str, value: Any, strategy: str) -> None:
-    if "HYBRID" not in strategy:
-        wrong = f"but goes with sharding_strategy HYBRID_SHARD, not with {strategy}"
-        reading.problems.append(f"{field} is {shown(value)}, {wrong}")
-    elif isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(size, int) for size in value):
-        # It replaces the mesh auto, auto of the strategy's name.
-        reading.asked = [asked for asked in reading.asked if asked.name != "mesh"]
-        reading.ask("mesh", {"replicate": value[0], "shard": value[1]}, field, list(value))
-    else:
-        reading.problems.append(f"{field} is {shown(value)!r}, but must be two numbers: copies, and shards of a copy")
 
 
 def _read_policy(reading: Reading, field: str, value: Any, setting: str) -> None:
     """Read classes of modules from their import paths or a ``ModuleWrapPolicy``."""
     if isinstance(value, Mapping):
         inner = value.get("init_args") or {}
-        value = inner.get("module_classes", value.get("class_path")) if isinstance(inner, Mapping) else None
+        value = inner.get("module_classes", value.get("class_path"))
     given = value if isinstance(value, list | tuple) else [value]
     classes = [item.get("class_path") if isinstance(item, Mapping) else item for item in given]
-    names = [name.rpartition(".")[2] if isinstance(name, str) else "" for name in classes]
+    names = [str(name).rpartition(".")[2] for name in classes]
     if names and all(name[:1].isupper() for name in names):
         reading.ask(setting, names, field, classes)
     else:
@@ -132,7 +120,7 @@ def _read_policy(reading: Reading, field: str, value: Any, setting: str) -> None
         reading.lose(field, value, "it is a function, which YAML can't carry over", near)
 
 
-def _read_model_parallel(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
+def _read_model_parallel(reading: Reading, given: Mapping[str, Any], field: Callable[[str], str]) -> None:
     reading.ask("shard", "parameters", field("data_parallel_size"), given.get("data_parallel_size"))
     tensor = given.get("tensor_parallel_size", "auto")
     if tensor == 1:
@@ -144,9 +132,8 @@ def _read_model_parallel(reading: Reading, given: Mapping[str, Any], field: Any)
         reading.lose(field("tensor_parallel_size"), tensor, reason, near)
 
 
-def _read_deepspeed_strategy(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
-    config = given.get("config")
-    if config is not None:
+def _read_deepspeed_strategy(reading: Reading, given: Mapping[str, Any], field: Callable[[str], str]) -> None:
+    if (config := given.get("config")) is not None:
         if fields := ", ".join(field(name) for name in given if name in _BY_CONFIG):
             wrong = "given with config, so Lightning does not read them: remove them, or config"
             reading.problems.append(f"{fields}: {wrong}")
@@ -163,10 +150,12 @@ def _read_deepspeed_strategy(reading: Reading, given: Mapping[str, Any], field: 
                 reading.ask(f"{group}.nvme_path", given.get("nvme_path", default), field("nvme_path"), default)
             if pin is not None:
                 reading.ask(f"{group}.pin_memory", pin, field("pin_memory"), pin)
-    scale = {name: given[name] for name in SCALE_KEYS if given.get(name) is not None}
+    scale = {name: plain(given[name]) for name in SCALE_KEYS if name in given}
     if scale.pop("loss_scale", 0):
         near = "initial_scale_power, to begin at such a scale"
         reading.lose(field("loss_scale"), given["loss_scale"], "the loss scale is dynamic", near)
+    for name in [name for name, value in scale.items() if not isinstance(value, int | float)]:
+        reading.problems.append(f"{field(name)} is {scale.pop(name)!r}, but must be a number")
     if scale:
         reading.ask("loss_scale", scale_of(scale), field("loss_scale"), scale, "in powers of two")
 

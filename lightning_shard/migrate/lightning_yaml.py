@@ -6,21 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import read_config
-from lightning_shard.migrate import neutral
-from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import RENAMED, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import STRATEGIES, precision_of, read_stock
-from lightning_shard.migrate.neutral import MESH, READ_ELSEWHERE, Engine, Field, Reading, nearest, shown
+from lightning_shard.migrate.neutral import CLASSES, LEVELS, MESH, Engine, Field, Reading, nearest, shown
 from lightning_shard.precision.policy import SHORT_FORMS
 from lightning_shard.precision.words import PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Names of Lightning and of the strategy registry, which this layer does not import."""
+    """Names of Lightning and of this package's strategies, which this layer does not import."""
 
     # Strategy name, of this package or stock, to its class path and arguments.
     presets: Mapping[str, tuple[str, Mapping[str, Any]]]
+    arguments: Mapping[Engine, Mapping[str, Any]]  # Each engine's arguments with their defaults.
     top_keys: Collection[str]  # Keys of ``lightning-shard fit`` outside of ``trainer``.
     trainer_keys: Collection[str]  # Arguments of the Trainer.
 
@@ -36,6 +35,12 @@ def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]
         else:
             result[key] = copy.deepcopy(value)
     return result
+
+
+_SHOWN = (
+    "accelerator", "num_nodes", "devices", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
+)  # fmt: skip
+"""Arguments of the Trainer that are lines of the table."""
 
 
 def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -> None:
@@ -55,7 +60,7 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     reading.check_keys("trainer", trainer, keys, "the Trainer")
     strategy, kind = trainer.pop("strategy", None), None
     if reading.engine is None:
-        kind = _read_strategy(reading, "auto" if strategy is None else strategy, strategy is not None, known)
+        kind = _read_strategy(reading, "auto" if strategy is None else strategy, known)
     else:
         # "auto" gives way to the value of another file.
         for key in _SHOWN:
@@ -67,57 +72,39 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     _read_precision(reading, trainer, kind)
     for key in _SHOWN:
         if trainer.get(key) is not None:
-            note = _CLIP if key == "gradient_clip_val" and kind is not None and kind not in OWN_ENGINES else ""
+            note = "the norm is summed in fp64 over all shards" * (key == "gradient_clip_val" and kind in STRATEGIES)
             reading.ask(f"trainer.{key}", trainer[key], f"trainer.{key}", trainer[key], note)
     if kind == "SingleDeviceStrategy" and trainer.get("devices") is None:
         reading.ask("trainer.devices", 1, "trainer.strategy", strategy)
     reading.carried = copy.deepcopy({**content, "trainer": trainer})
 
 
-_SHOWN = (
-    "accelerator", "num_nodes", "devices", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
-)  # fmt: skip
-"""Arguments of the Trainer that are lines of the table."""
-
-_CLIP = "one formula on every engine: the norm is summed in fp64 over all shards, then torch's"
-
-
-def _read_strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str | None:
+def _read_strategy(reading: Reading, strategy: Any, known: Known) -> str | None:
     """Read ``trainer.strategy``, stock or of this package. Return the name of its class."""
-    field = "trainer.strategy"
-    if isinstance(strategy, Mapping):
-        path = strategy.get("class_path")
+    field, path, arguments = "trainer.strategy", str(strategy), dict[str, Any]()
+    is_class = isinstance(strategy, Mapping)
+    if is_class:
+        path = str(strategy.get("class_path"))
         arguments = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
-        if not isinstance(path, str):
-            reading.problems.append(f"{field} has no class_path: write a name, or class_path and init_args")
-            return None
-        others = [key for key in strategy if key not in ("class_path", "init_args", "dict_kwargs")]
-        reading.problems += [f"{field}.{key} is none of the keys class_path, init_args, dict_kwargs" for key in others]
-    elif isinstance(strategy, str) and strategy.lower() in known.presets:
-        path, preset = known.presets[strategy.lower()]
+        reading.check_keys(field, strategy, ("class_path", "init_args", "dict_kwargs"), "a class")
+    elif path.lower() in known.presets:
+        path, preset = known.presets[path.lower()]
         arguments = dict(preset)
-    elif isinstance(strategy, str) and ("." in strategy or strategy.endswith("Strategy")):
-        path, arguments = strategy, {}
-    else:
-        near = nearest(str(strategy), known.presets)
-        reading.problems.append(
-            f"{field} is {shown(strategy)!r}, but must be the name or the class of a strategy of this package, or of "
-            f"stock DDP, FSDP, DeepSpeed or model parallelism{near}"
-        )
-        return None
     kind = path.rpartition(".")[2]
-    holder, called = (f"{field}.init_args", path) if isinstance(strategy, Mapping) else (field, strategy)
+    holder, called = (f"{field}.init_args", path) if is_class else (field, strategy)
     if kind in OWN_ENGINES:
         reading.engine = OWN_ENGINES[kind]
         reading.ask("engine", reading.engine, field, called)
-        read_own(reading, reading.engine, arguments, holder)
+        _read_own(reading, reading.engine, arguments, holder, known.arguments[reading.engine])
     elif kind in STRATEGIES:
         reading.engine = STRATEGIES[kind][0]
-        reading.ask("engine", reading.engine, field, called if named else None)
-        read_stock(reading, kind, arguments, holder, named=isinstance(strategy, Mapping))
+        reading.ask("engine", reading.engine, field, called)
+        read_stock(reading, kind, arguments, holder, named=is_class)
     else:
+        near = nearest(kind, [*known.presets, *OWN_ENGINES, *STRATEGIES])
         reading.problems.append(
-            f"{field} is {path!r}, which is not known here{nearest(kind, [*OWN_ENGINES, *STRATEGIES])}"
+            f"{field} is {shown(strategy)!r}, but must be the name or the class of a strategy of this package, or of "
+            f"stock DDP, FSDP, DeepSpeed or model parallelism{near}"
         )
         return None
     return kind
@@ -131,19 +118,16 @@ def _read_precision(reading: Reading, trainer: dict[str, Any], kind: str | None)
     if precision in PRECISIONS:
         became, note = precision_of(kind, precision)
         reading.ask("precision", became, "trainer.precision", given, note)
-    elif precision in ("64-true", "transformer-engine", "transformer-engine-float16"):
-        reason = "the engines here compute in fp32, bf16 and fp16"
-        near = "32-true" if precision == "64-true" else "bf16-mixed"
-        reading.lose("trainer.precision", given, reason, near)
+    elif precision.startswith(("64", "transformer-engine")):
+        reading.lose(
+            "trainer.precision", given, "the engines here compute in fp32, bf16 and fp16", "bf16-mixed, 32-true"
+        )
     else:
         near = nearest(precision, PRECISIONS)
         reading.problems.append(f"trainer.precision is {given!r}, but must be one of {', '.join(PRECISIONS)}{near}")
 
 
 _STOCK_PRECISION = ("MixedPrecision", "HalfPrecision", "FSDPPrecision", "DeepSpeedPrecision", "Precision")
-
-
-_OWN_SCALE = Field(reason="the loss scale is this package's own", nearest="ShardPrecision(loss_scale=...)")
 
 
 def _read_plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
@@ -161,9 +145,9 @@ def _read_plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -
         elif name in _STOCK_PRECISION and "precision" in arguments:
             became, note = precision_of(kind, str(arguments.pop("precision")))
             reading.ask("precision", became, "trainer.plugins", path, note)
-            arguments.pop("device", None)
-            lost = {key: value for key, value in arguments.items() if value is not None}
-            reading.read_fields("trainer.plugins", dict.fromkeys(lost, _OWN_SCALE), lost)
+            for key in arguments.keys() - {"device"}:
+                near = "ShardPrecision(loss_scale=...)"
+                reading.lose(f"trainer.plugins.{key}", arguments[key], "the loss scale is this package's own", near)
         else:
             kept.append(plugin)
     if len(kept) != len(plugins):
@@ -173,66 +157,38 @@ def _read_plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -
 
 OWN_ENGINES: Mapping[str, Engine] = {path.rpartition(".")[2]: engine for engine, path in CLASSES.items()}
 
-_SYNC = {"accumulate_sync": Field(name="accumulate_sync", kind="str", idle=("auto",))}
-_MESH = dict.fromkeys((f"mesh.{axis}" for axis in MESH), READ_ELSEWHERE)
-
-SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
-    "ddp": _SYNC,
-    "fsdp": {
-        **_SYNC,
-        **_MESH,
-        "reshard_after_forward": READ_ELSEWHERE,
-        "cpu_offload": Field(name="cpu_offload", kind="bool", idle=(False,)),
-    },
-    "deepspeed": {
-        **_SYNC,
-        **_MESH,
-        "config": READ_ELSEWHERE,
-        "stage": Field(name="shard", kind="int", words=dict(enumerate(neutral.LEVELS))),
-        "offload_optimizer.device": Field(name="offload_optimizer.device", kind="str"),
-        "offload_parameters.device": Field(name="offload_parameters.device", kind="str"),
-        **RENAMED,
-    },
-}
-"""Arguments that are not under their own name in the table of counterparts."""
+_STAGE = Field(name="shard", words=dict(enumerate(LEVELS)))
+_GROUPS = ("offload_optimizer", "offload_parameters", "buckets", "stage3", "zero_plus_plus")
 
 
-def arguments_of(engine: Engine) -> dict[str, Field]:
-    """Return every argument of an engine's strategy, groups with dots."""
-    own = [name for name, row in TABLE.items() if engine not in row.answers and not name.startswith("trainer.")]
-    return {**{name: Field(name=name, kind=TABLE[name].kind) for name in own}, **SPECIAL[engine]}
-
-
-def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], path: str) -> None:
-    known = arguments_of(engine)
-    flat = _flatten(arguments, {name.partition(".")[0] for name in known if "." in name})
-    reading.check_keys(path, flat, known, "the strategy")
-    if flat.get("config") is not None:
-        read_deepspeed(reading, read_config(flat["config"], f"{path}.config"), "config: ", stage=2, clips=False)
-    reading.read_fields(path, known, flat)
-    if _MESH.keys() & flat.keys():
-        mesh = {axis: flat.get(f"mesh.{axis}", size) for axis, size in MESH.items()}
-        reading.ask("mesh", mesh, f"{path}.mesh", mesh)
-    if engine == "fsdp":
-        given, field = flat.get("reshard_after_forward"), f"{path}.reshard_after_forward"
-        if given is not None and not isinstance(given, int):
-            reading.problems.append(f"{field} is {shown(given)!r}, but must be true, false or a number of ranks")
-            return
-        reading.ask("shard", "gradients" if given is False else "parameters", field, given)
-        if given is not None and not isinstance(given, bool):
-            reading.ask("reshard_ranks", given, field, given)
-    elif engine == "deepspeed" and flat.get("stage") is None and flat.get("config") is None:
+def _read_own(
+    reading: Reading, engine: Engine, arguments: Mapping[str, Any], path: str, defaults: Mapping[str, Any]
+) -> None:
+    """Read the arguments of an engine's strategy. Each is a setting of the same name, but for a few."""
+    reading.check_keys(path, arguments, defaults, "the strategy")
+    given = {key: value for key, value in arguments.items() if value is not None}
+    stage, config, reshard = (given.pop(key, None) for key in ("stage", "config", "reshard_after_forward"))
+    if config is not None:
+        read_deepspeed(reading, read_config(config, f"{path}.config"), "config: ", stage=2, clips=False)
+    elif engine == "deepspeed" and stage is None:
         reading.ask("shard", "gradients", f"{path}.stage", None, "the default is 2")
-
-
-def _flatten(arguments: Mapping[str, Any], groups: set[str]) -> dict[str, Any]:
-    """Flatten groups of arguments to keys with dots, but not ``config`` and ``preemption``."""
-    flat: dict[str, Any] = {}
-    for key, value in arguments.items():
-        if key in groups and isinstance(value, Mapping):
+    reading.read_field(f"{path}.stage", _STAGE, stage)
+    if engine == "fsdp":
+        field = f"{path}.reshard_after_forward"
+        reading.ask("shard", "gradients" if reshard is False else "parameters", field, reshard)
+        if reshard is not None and not isinstance(reshard, bool):
+            reading.ask("reshard_ranks", reshard, field, reshard)
+    if mesh := given.pop("mesh", None):
+        reading.ask("mesh", {**MESH, **mesh}, f"{path}.mesh", mesh)
+    for group in _GROUPS:
+        if isinstance(given.get(group), Mapping):
             # An empty offload group means its default, the host.
-            flat |= {f"{key}.device": "cpu"} if key.startswith("offload_") else {}
-            flat |= {f"{key}.{inner}": item for inner, item in value.items()}
+            device = {"device": "cpu"} if group.startswith("offload_") else {}
+            given |= {f"{group}.{key}": value for key, value in {**device, **given.pop(group)}.items()}
+    for name, value in given.items():
+        if name in RENAMED:
+            reading.read_field(f"{path}.{name}", RENAMED[name], value)
+        elif name in defaults and defaults[name] == value:
+            reading.rest(f"{path}.{name}", value)
         else:
-            flat[key] = value
-    return {key: value for key, value in flat.items() if value is not None}
+            reading.ask(name, value, f"{path}.{name}", value)

@@ -1,19 +1,24 @@
 """Neutral settings: the form between the sources' fields and the engines' arguments."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from lightning_shard import text
 from lightning_shard.engines.zero.config.reading import parse_number
 from lightning_shard.mesh import MeshConfig
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
+
+CLASSES: Mapping[Engine, str] = {
+    "ddp": "lightning_shard.ShardDDPStrategy",
+    "fsdp": "lightning_shard.ShardFSDPStrategy",
+    "deepspeed": "lightning_shard.ShardDeepSpeedStrategy",
+}
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
 """Values of the neutral setting ``shard``. Their indices are ZeRO's stages."""
@@ -28,7 +33,7 @@ class Line:
 
     field: str  # The field's dotted path.
     given: Any  # The value in the source.
-    name: str = ""  # The setting, a key of `counterparts.TABLE`. In the table, the dotted path written to, or "".
+    name: str = ""  # The setting, named like this package's argument. In the table, the dotted path written to, or "".
     value: Any = None  # The setting's value in this package's YAML.
     note: str = ""  # A difference in numbers, or the reason for no counterpart.
     nearest: str = ""  # The nearest thing to a counterpart.
@@ -41,9 +46,9 @@ Effect = Literal["numbers", "memory", "speed"]  # Changed by a field without a c
 class Field:
     """The rule by which one field of a source is read."""
 
-    kind: str = "any"  # The value's kind, a key of `KINDS`.
     name: str = ""  # The neutral setting, or "" if there is none.
     words: Mapping[Any, Any] = field(default_factory=dict)  # Allowed values to neutral ones, empty if all are allowed.
+    names: bool = False  # The value is a list of names, or one string with commas.
     idle: Sequence[Any] = ()  # Values that ask for nothing.
     met: str = ""  # The reason why other values hold without a setting.
     reason: str = ""  # The reason why other values have no counterpart.
@@ -92,17 +97,11 @@ class Reading:
     def read_fields(self, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> dict[str, Any]:
         """Read the fields of a table but `READ_ELSEWHERE`. Return their neutral values."""
         own = {name: described for name, described in table.items() if described != READ_ELSEWHERE}
-        prefix = f"{path}." if path else ""
-        return {name: self.read_field(prefix + name, own[name], content.get(name)) for name in own}
+        return {name: self.read_field(joined(path, name), own[name], content.get(name)) for name in own}
 
     def read_field(self, path: str, described: Field, value: Any) -> Any:
         """Add a field to the list that its rule says. Return its neutral value, None without one or for a problem."""
         if value is None:
-            return None
-        try:  # A number may have an idle word in its place, such as auto.
-            value = value if isinstance(value, str) and value in described.idle else KINDS[described.kind](value)
-        except ValueError as error:
-            self.problems.append(f"{path} is {shown(value)!r}, but must be {error}")
             return None
         is_idle = any(_same(value, idle) for idle in described.idle)
         means = [meaning for word, meaning in described.words.items() if _same(value, word)]
@@ -111,7 +110,9 @@ class Reading:
             near = nearest(str(value), words)
             self.problems.append(f"{path} is {shown(value)!r}, but must be one of {', '.join(words)}{near}")
             return None
-        meaning = means[0] if means else value
+        meaning = means[0] if means else plain(value)
+        if described.names and isinstance(value, str):
+            meaning = [name.strip() for name in value.split(",") if name]
         if is_idle:
             self.rest(path, value)
         elif described.met:
@@ -122,23 +123,22 @@ class Reading:
             self.ask(described.name, meaning, path, value, described.note)
         return meaning
 
-    def prefixed(
-        self, path: str, content: Mapping[str, Any], prefix: str, known: Collection[str], old: Mapping[str, str]
-    ) -> dict[str, Any]:
-        """Add the prefix to keys that lack it, replace ``old`` spellings, and note unknown keys as problems."""
-        every = [*known, *old]
-        self.check_keys(path, content, [*every, *(name.removeprefix(prefix) for name in every)], path)
-        named = {key if str(key).startswith(prefix) else f"{prefix}{key}": value for key, value in content.items()}
-        return {old.get(key, key): value for key, value in named.items()}
+    def prefixed(self, path: str, content: Mapping[str, Any], prefix: str, known: Collection[str]) -> dict[str, Any]:
+        """Add the prefix to keys that lack it. Note unknown keys as problems."""
+        named = {str(key) if str(key).startswith(prefix) else f"{prefix}{key}": content[key] for key in content}
+        self.check_keys(path, named, known, path)
+        return named
 
     def check_keys(self, path: str, content: Mapping[Any, Any], known: Collection[str], whose: str) -> None:
         """Note every unknown key of ``content`` as a problem, with the nearest known key."""
         for key in content:
             if key not in known:
-                where = f"{path}.{key}" if path else str(key)
-                every = ", ".join(sorted(key for key in known if not key.endswith("+")))
-                near = nearest(str(key), known) or f"; known are {every}"
-                self.problems.append(f"{where} is no key of {whose}{near}")
+                near = nearest(str(key), known) or ": remove it"
+                self.problems.append(f"{joined(path, key)} is no key of {whose}{near}")
+
+
+def joined(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
 def shown(value: Any) -> str:
@@ -151,64 +151,38 @@ def shown(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(shown, value)) + "]"
-    return f"{value:g}" if isinstance(value, float) and value.is_integer() and 1e5 <= abs(value) < 1e16 else str(value)
+    return str(value)
 
 
 def nearest(word: str, choices: Collection[str]) -> str:
     return "".join(f": the nearest is {near!r}" for near in text.nearest(word, choices))
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Compare two values as words without case."""
-    return bool(one == other) or str(one).upper() == str(other).upper()
+def plain(value: Any) -> Any:
+    """Read a truth value or a number that is written as a word, as 1e8 is in YAML 1.1. A whole number is an int."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    words = {"true": True, "yes": True, "false": False, "no": False}
+    return words.get(value.lower(), parse_number(value))
 
 
-def _reader(kind: Any, rule: str) -> Callable[[Any], Any]:
-    adapter = TypeAdapter(kind, config={"str_strip_whitespace": True})
-
-    def read(value: Any) -> Any:
-        # PyYAML reads YAML 1.1, in which 1e8 is a word.
-        is_text = isinstance(value, str) and kind is not str
-        try:
-            return adapter.validate_python(parse_number(value) if is_text else value)
-        except ValidationError as error:
-            raise ValueError(rule) from error
-
-    return read
-
-
-def _names(value: Any) -> list[str]:
-    """Read names from a list, or from one string with commas."""
-    if isinstance(value, str):
-        value = [name.strip() for name in value.split(",")]
-    if isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value):
-        return list(value)
-    raise ValueError("names, as a list or with commas between them")
-
-
-KINDS: Mapping[str, Callable[[Any], Any]] = {
-    "any": lambda value: value,
-    "bool": _reader(bool, "true or false"),
-    "int": _reader(int, "a whole number"),
-    "float": _reader(FiniteFloat, "a number"),
-    "count": _reader(NonNegativeInt, "a whole number of 0 or more"),
-    "str": _reader(str, "a string"),
-    "names": _names,
-}
-"""Kind to the function that reads its values. The text of its ValueError follows "but must be"."""
+def _same(value: Any, word: Any) -> bool:
+    """Compare without case."""
+    return any(one == word or str(one).upper() == str(word).upper() for one in (value, plain(value)))
 
 
 @cache
-def _tables(file: str) -> Any:
-    return yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+def _tables() -> Any:
+    return yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text(encoding="utf-8"))
 
 
-def rows(file: str, section: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and row of a section of a YAML file in this folder."""
-    for names, row in _tables(file)[section].items():
+def rows(section: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and row of a section of ``fields.yaml``."""
+    for names, row in _tables()[section].items():
         yield from ((name, row) for name in names.split())
 
 
 def described(section: str) -> dict[str, Field]:
-    """Return the fields of a section of ``fields.yaml``."""
-    return {name: Field(**row) for name, row in rows("fields.yaml", section)}
+    return {name: Field(**row) for name, row in rows(section)}

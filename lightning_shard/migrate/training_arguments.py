@@ -11,7 +11,7 @@ from lightning_shard.engines.zero.config.reading import AUTO, read_config
 from lightning_shard.migrate.accelerate import NOTES, read_mesh
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.fsdp_config import STRATEGIES, read_fsdp
-from lightning_shard.migrate.neutral import Engine, Field, Reading, described, shown
+from lightning_shard.migrate.neutral import Engine, Field, Reading, described, plain, shown
 
 _SHARDING = tuple(map(str.lower, STRATEGIES))
 
@@ -24,9 +24,10 @@ FIELDS = described("training_arguments")
 
 
 def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> None:
-    # axolotl may have a fsdp_version alone, and bf16: auto, which is true on a device with bf16.
-    content = {**content, "fsdp": content.get("fsdp") or ("full_shard" if content.get("fsdp_version") else None)}
-    deepspeed, fsdp = content.get("deepspeed"), "full_shard" if content["fsdp"] is True else content["fsdp"] or ()
+    content = dict(content)
+    # axolotl may have a fsdp_version alone.
+    fsdp = content.get("fsdp") or ("full_shard" if content.get("fsdp_version") else ())
+    fsdp, deepspeed = "full_shard" if fsdp is True else fsdp, content.get("deepspeed")
     options = fsdp.split() if isinstance(fsdp, str) else list(map(str, fsdp))
     engine: Engine = "deepspeed" if deepspeed else "fsdp" if options else "ddp"
     reading.engine = engine
@@ -37,18 +38,15 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     elif deepspeed:
         read_deepspeed(reading, read_config(deepspeed, "deepspeed"), "deepspeed: ", clips=False)
     elif options:
-        version = {"fsdp_version": content["fsdp_version"]} if content.get("fsdp_version") else {}
-        _read_fsdp_options(
-            reading, options, {**version, **read_config(content.get("fsdp_config") or {}, "fsdp_config")}
-        )
+        config = read_config(content.get("fsdp_config") or {}, "fsdp_config")
+        _read_fsdp_options(reading, options, {"fsdp_version": content.get("fsdp_version") or 1, **config})
     if isinstance(content.get("parallelism_config"), Mapping):
         read_mesh(reading, content["parallelism_config"])
-    if (checkpointing := content.get("gradient_checkpointing")) in ("offload", "offload_disk"):  # axolotl's
-        reading.ask("activation_checkpointing", "offload", "gradient_checkpointing", checkpointing)
-        content = {name: value for name, value in content.items() if name != "gradient_checkpointing"}
+    if str(content.get("gradient_checkpointing")).startswith("offload"):  # axolotl's
+        reading.ask("activation_checkpointing", "offload", "gradient_checkpointing", content["gradient_checkpointing"])
+        content["gradient_checkpointing"] = None
     if str(content.get("max_steps")).isdecimal() and content.get("num_train_epochs") is not None:
-        reading.meet("num_train_epochs", content["num_train_epochs"], "max_steps is given, which overrides it")
-        content = {name: value for name, value in content.items() if name != "num_train_epochs"}
+        reading.meet("num_train_epochs", content.pop("num_train_epochs"), "max_steps is given, which overrides it")
     reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})
     _read_precision(reading, content, engine)
     others = sorted(str(name) for name in content if name not in FIELDS)
@@ -61,8 +59,9 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
 def _read_precision(reading: Reading, content: Mapping[str, Any], engine: Engine) -> None:
     given = {}
     for name, precision in PRECISIONS.items():
+        # axolotl's auto is true on a device with bf16.
         value = {AUTO: name == "bf16", "full": True}.get(str(content.get(name)), content.get(name))
-        if reading.read_field(name, Field(kind="bool"), value):
+        if reading.read_field(name, Field(words={True: True, False: False}), value):
             given[name] = "bf16-true" if content[name] == "full" else precision
     if len(set(given.values())) > 1:
         reading.problems.append(f"{' and '.join(given)} are both true: set one of them")
@@ -75,9 +74,8 @@ def _read_fsdp_options(reading: Reading, options: list[str], config: dict[str, A
     for word in {*options} - {*_SHARDING, "offload", "auto_wrap"}:
         reading.problems.append(f"fsdp has {word!r}, but its words are {', '.join(_SHARDING)}, offload, auto_wrap")
     section = {str(key).removeprefix("fsdp_"): value for key, value in config.items() if not str(key).startswith("xla")}
-    section["version"] = version = int(section.get("version", 1))
     kind = next((word.upper() for word in options if word in _SHARDING), "FULL_SHARD")
-    if version == 1:
+    if plain(section["version"]) == 1:
         section.setdefault("sharding_strategy", kind)
         section.pop("reshard_after_forward", None)
     else:

@@ -1,4 +1,4 @@
-"""What a migration gives, and what it says when it refuses."""
+"""Migrated configurations, tables and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.migrate.support import with_notes
 
 @pytest.fixture
 def migrated(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Migrate files, or a content given in their place; the YAML's content."""
+    """Migrate files, or contents in their place, and return the YAML's content."""
 
     def run(*words: object) -> dict[str, Any]:
         output = tmp_path / f"out{len(list(tmp_path.iterdir()))}.yaml"
@@ -28,21 +28,20 @@ def migrated(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def noted(migrated: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Migrate what loses no number; the lines of the table for what changes memory or speed alone."""
+def table(migrated: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Migrate, and return the table with its notes."""
 
     def run(*words: object) -> str:
         capsys.readouterr()
         migrated(*words)
-        table = with_notes(capsys.readouterr().out)
-        return "\n".join(line for line in table.splitlines() if " alone: " in line)
+        return with_notes(capsys.readouterr().out)
 
     return run
 
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., str]:
-    """Migrate what is refused; the message."""
+    """Migrate what is refused, and return the message."""
 
     def run(*words: object) -> str:
         with pytest.raises(ConfigurationError) as raised:

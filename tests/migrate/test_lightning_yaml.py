@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,25 +10,25 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch import strategies
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard import registry
 from lightning_shard.migrate.lightning_strategies import STRATEGIES
+from tests.groups import sampled
 from tests.migrate.support import BASE, FILES, arguments, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-
+Migrated = Callable[..., dict[str, Any]]
+Told = Callable[..., str]
 LIGHTNING = sorted(path for path in (FILES / "lightning").glob("*.yaml") if path.stem != "base")
 
 
-# Stock Lightning
-
-
 @pytest.mark.parametrize("path", LIGHTNING, ids=lambda path: path.stem)
-def test_every_lightning_file_carries_the_rest_over(path: Path, migrated: Callable[..., dict[str, Any]]) -> None:
+def test_every_lightning_file_carries_the_rest_over(path: Path, migrated: Migrated) -> None:
     before, after = yaml.safe_load(BASE.read_text()), migrated(BASE, path, "--lossy")
     assert list(after)[:4] == ["seed_everything", "trainer", "model", "data"]
     for key in ("seed_everything", "model", "data"):
@@ -37,7 +38,7 @@ def test_every_lightning_file_carries_the_rest_over(path: Path, migrated: Callab
 
 
 def _contains(after: Any, before: Any) -> bool:
-    """Whether everything that was there still is; a file laid over another may have more."""
+    """Whether everything is still there. A file laid over another may have more."""
     if isinstance(before, dict):
         return all(key in after and _contains(after[key], value) for key, value in before.items())
     return bool(after == before)
@@ -45,28 +46,24 @@ def _contains(after: Any, before: Any) -> bool:
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_every_stock_argument_is_known(kind: str) -> None:
-    import inspect
-
-    from lightning.pytorch import strategies
-
-    signature = inspect.signature(getattr(strategies, kind)).parameters.values()
-    named = {p.name for p in signature if p.kind is not p.VAR_KEYWORD}
+    parameters = inspect.signature(getattr(strategies, kind)).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     assert named <= set(STRATEGIES[kind][1])
-    if not any(p.kind is p.VAR_KEYWORD for p in signature):
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         assert named == set(STRATEGIES[kind][1])
-    # What the others pass on.
+    # They pass others on.
     engine = {"DDPStrategy": DistributedDataParallel, "FSDPStrategy": FullyShardedDataParallel}.get(kind)
     if engine is not None:
         assert set(inspect.signature(engine).parameters) - {"module"} <= set(STRATEGIES[kind][1])
 
 
-STOCK = {name for name in StrategyRegistry if name not in registry.PRESETS}
-# But those of other devices.
-STOCK = {"auto", *(name for name in STOCK if not re.match("xla|single_xla|single_tpu|hpu", name))}
+# Without other devices'.
+STOCK = sorted({"auto", *(n for n in StrategyRegistry if not re.match("shard_|xla|single_xla|single_tpu|hpu", n))})
+assert not {*STOCK} & {*registry.PRESETS}
 
 
-@pytest.mark.parametrize("name", sorted(STOCK))
-def test_every_stock_name(name: str, migrated: Callable[..., dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", sampled(STOCK, *range(0, len(STOCK), 3)))
+def test_every_stock_name(name: str, migrated: Migrated) -> None:
     result = migrated(trainer(name))
     expected = {
         "auto": "shard_ddp",
@@ -88,46 +85,34 @@ def test_every_stock_name(name: str, migrated: Callable[..., dict[str, Any]]) ->
     [
         ("deepspeed_stage_3", "bf16-true", "bf16-mixed"),
         ("deepspeed_stage_3", "16-true", "16-mixed"),
-        ("deepspeed_stage_3", "bf16", "bf16-mixed"),
         ("fsdp", "bf16-true", "bf16-true"),
         ("ddp", 32, "32-true"),
         ("ddp", "16", "16-mixed"),
     ],
 )
-def test_precision_means_the_same_masters(
-    strategy: str, precision: Any, expected: str, migrated: Callable[..., dict[str, Any]]
-) -> None:
+def test_precision_means_the_same_masters(strategy: str, precision: Any, expected: str, migrated: Migrated) -> None:
     assert migrated(trainer(strategy, precision=precision))["trainer"]["precision"] == expected
 
 
-def test_stock_fsdp_class(migrated: Callable[..., dict[str, Any]]) -> None:
-    result = migrated(BASE, FILES / "lightning" / "fsdp_class.yaml")
-    assert arguments(result) == {
+def test_stock_classes(migrated: Migrated, table: Told) -> None:
+    assert arguments(migrated(BASE, FILES / "lightning" / "fsdp_class.yaml")) == {
         "mesh": {"replicate": 2, "shard": 1},
         "units": ["Block"],
         "forward_prefetch": 1,
         "timeout_seconds": 1200.0,
         "activation_checkpointing": ["Block"],
     }
-
-
-def test_stock_classes_that_say_more_than_their_name(
-    migrated: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
     offload = {"class_path": "torch.distributed.fsdp.CPUOffload", "init_args": {"offload_params": True}}
     assert migrated(trainer("FSDPStrategy", {"cpu_offload": offload}))["trainer"]["strategy"] == "shard_fsdp_offload"
     alone = trainer("SingleDeviceStrategy")
     del alone["trainer"]["devices"]
     assert migrated(alone)["trainer"]["devices"] == 1
     assert migrated(trainer("DeepSpeedStrategy", {"zero_optimization": False}))["trainer"]["strategy"] == "shard_ddp"
-    capsys.readouterr()
-    migrated(trainer("ModelParallelStrategy", {"tensor_parallel_size": 1}, precision="bf16-mixed"))
-    assert "autocast is not used" in capsys.readouterr().out
+    parallel = trainer("ModelParallelStrategy", {"tensor_parallel_size": 1}, precision="bf16-mixed")
+    assert "autocast is not used" in table(parallel)
 
 
-def test_stock_deepspeed_class(
-    migrated: Callable[..., dict[str, Any]], refused: Callable[..., str], noted: Callable[..., str]
-) -> None:
+def test_stock_deepspeed_class(migrated: Migrated, refused: Told, table: Told) -> None:
     path = "lightning.pytorch.strategies.DeepSpeedStrategy"
     result = migrated(trainer(path, {"offload_optimizer": True, "partition_activations": False, "single_submit": True}))
     assert arguments(result) == {
@@ -135,94 +120,64 @@ def test_stock_deepspeed_class(
         "offload_optimizer": {"device": "cpu"},
         "config": {"aio": {"single_submit": True}},
     }
-    assert "deepspeed.checkpointing.configure" in noted(trainer(path, {"cpu_checkpointing": True}))
+    assert "deepspeed.checkpointing.configure" in table(trainer(path, {"cpu_checkpointing": True}))
     message = refused(trainer(path, {"config": {"zero_optimization": {"stage": 1}}, "stage": 3, "stagee": 1}))
     assert "given with config, so Lightning does not read them" in message
     assert "stagee is no key of DeepSpeedStrategy: the nearest is 'stage'" in message
-    assert "the loss scale is dynamic" in refused(trainer(path, {"loss_scale": 64.0})).lower()
+    assert "the loss scale is dynamic" in refused(trainer(path, {"loss_scale": 64.0}))
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "expected"),
-    [
-        ("lightning.pytorch.strategies.DeepSpeedStrategy", {"hysteresis": "two"}, "'two', but must be a whole number"),
-        ("lightning.pytorch.strategies.DeepSpeedStrategy", {"min_loss_scale": "x"}, "'x', but must be a number"),
-        ("lightning.pytorch.strategies.DeepSpeedStrategy", {"config": 5}, "5, but must be the path of"),
-        ("lightning_shard.ShardDeepSpeedStrategy", {"config": True}, "True, but must be the path of"),
-    ],
-)
-def test_values_of_another_kind_are_named(
-    kind: str, given: dict[str, Any], expected: str, refused: Callable[..., str]
-) -> None:
-    assert f"{next(iter(given))} is {expected}" in refused(trainer(kind, given))
-
-
-def test_a_stock_precision_plugin_is_the_precision(
-    migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]
-) -> None:
+def test_a_stock_precision_plugin_is_the_precision(migrated: Migrated, refused: Told) -> None:
     def given(**more: Any) -> dict[str, Any]:
-        arguments = {"precision": "16-mixed", "device": "cuda", **more}
-        mixed = {"class_path": "lightning.pytorch.plugins.MixedPrecision", "init_args": arguments}
+        own = {"precision": "16-mixed", "device": "cuda", **more}
+        mixed = {"class_path": "lightning.pytorch.plugins.MixedPrecision", "init_args": own}
         return trainer("ddp", plugins=[mixed, "my.Plugin"])
 
     result = migrated(given())["trainer"]
     assert (result["precision"], result["plugins"]) == ("16-mixed", ["my.Plugin"])
-    assert "the loss scale is this package's own" in refused(given(scaler="torch.amp.GradScaler")).lower()
+    assert "the loss scale is this package's own" in refused(given(scaler="torch.amp.GradScaler"))
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (trainer(7), "'7', but must be the name or the class of a strategy"),
+        (trainer(7), "must be the name or the class of a strategy"),
+        (trainer("shard_fspd"), "the nearest is 'shard_fsdp'"),
         ({"trainer": "ddp"}, "trainer is 'ddp', but must be a mapping of keys"),
-        (trainer({"init_args": {}}), "has no class_path"),
         (trainer("DeepSpeedStrategy", {"stage": 5}), "stage is '5', but must be one of 0, 1, 2, 3"),
+        (trainer("DeepSpeedStrategy", {"hysteresis": "two"}), "hysteresis is 'two', but must be a number"),
+        (trainer("DeepSpeedStrategy", {"config": 5}), "5, of type int. Give the path of"),
         (trainer("FSDPStrategy", {"auto_wrap_policy": "my.policy"}), "a function, which YAML can't carry over"),
         (trainer("FSDPStrategy", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2]}), "must be two numbers"),
-        (
-            trainer("FSDPStrategy", {f"activation_checkpointing{end}": "A" for end in ("", "_policy")}),
-            "activation_checkpointing and its policy are both given",
-        ),
-        (trainer("lightning_shard.ShardFSDPStrategy", {"reshard_after_forward": "on"}), "'on', but must be true"),
+        (trainer("FSDPStrategy", {"device_mesh": [2, 1]}), "goes with sharding_strategy HYBRID_SHARD"),
+        (trainer("lightning_shard.ShardFSDPStrategy", {"reshard_after_forward": "on"}), "reshard_after_forward"),
+        (trainer("ddp", precision=64), "precision: 64"),
     ],
-    ids=["a number", "no mapping", "no class", "a stage", "a function", "a mesh", "two policies", "a word"],
 )
-def test_what_can_not_be_read_is_refused(given: dict[str, Any], expected: str, refused: Callable[..., str]) -> None:
+def test_wrong_values(given: dict[str, Any], expected: str, refused: Told) -> None:
     assert expected in refused(given)
 
 
-def test_ddp_options_of_32_true_alone(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
-    path = "pytorch_lightning.strategies.DDPStrategy"
-    content = trainer(path, {"static_graph": True, "broadcast_buffers": False})
+def test_ddp_options_of_32_true_alone(migrated: Migrated, refused: Told) -> None:
+    content = trainer("pytorch_lightning.strategies.DDPStrategy", {"static_graph": True, "broadcast_buffers": False})
     assert arguments(migrated(content)) == {"static_graph": True, "broadcast_buffers": False}
     content["trainer"]["precision"] = "bf16-mixed"
     assert refused(content).count("for 32-true") == 2
 
 
-def test_stock_mistakes_in_one_message(refused: Callable[..., str]) -> None:
-    content = trainer(
-        "lightning.pytorch.strategies.FSDPStrategy",
-        {"sharding_strategy": "FULL", "cpu_ofload": True, "timeout": "soon", "device_mesh": [2, 1]},
-        max_epohs=3,
-        precision="bf17",
-    )
+def test_stock_mistakes_in_one_message(refused: Told) -> None:
+    given = {"sharding_strategy": "FULL", "cpu_ofload": True, "timeout": "soon"}
+    content = trainer("lightning.pytorch.strategies.FSDPStrategy", given, max_epohs=3, precision="bf17")
     message = refused({**content, "trianer": {}})
     expected = ["trianer", "max_epohs", "'FULL'", "cpu_ofload", "'soon'", "bf17", "6 things are wrong"]
     assert all(part in message for part in expected), message
-    assert "goes with sharding_strategy HYBRID_SHARD" in refused(trainer("FSDPStrategy", {"device_mesh": [2, 1]}))
-    assert "the nearest is 'shard_fsdp'" in refused(trainer("shard_fspd"))
-    assert "which is not known here" in refused(trainer("my.OwnStrategy"))
-    assert "precision: 64" in refused(trainer("ddp", precision=64))
 
 
-def test_callbacks_that_are_added_and_classes_of_a_policy(migrated: Callable[..., dict[str, Any]]) -> None:
-    policy = {
-        "class_path": "torch.distributed.fsdp.wrap.ModuleWrapPolicy",
-        "init_args": {"module_classes": [{"class_path": "tests.models.Block"}]},
-    }
-    given = {"auto_wrap_policy": policy}
+def test_callbacks_that_are_added_and_classes_of_a_policy(migrated: Migrated) -> None:
+    modules = {"module_classes": [{"class_path": "tests.models.Block"}]}
+    policy = {"class_path": "torch.distributed.fsdp.wrap.ModuleWrapPolicy", "init_args": modules}
     added = {"callbacks+": ["lightning.pytorch.callbacks.TQDMProgressBar"]}
-    result = migrated(trainer("lightning.pytorch.strategies.FSDPStrategy", given, **added))
+    result = migrated(trainer("lightning.pytorch.strategies.FSDPStrategy", {"auto_wrap_policy": policy}, **added))
     assert arguments(result)["units"] == ["Block"]
     assert "callbacks" not in result["trainer"]
     assert result["trainer"]["callbacks+"] == added["callbacks+"]
