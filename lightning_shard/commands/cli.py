@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -140,7 +139,7 @@ class ShardCLI(ConfiguredCLI):
             config.pop("traceback", None)  # not a part of the run that a saved config.yaml repeats
         if name == "fit" and self._run_config.pop("verbose"):
             logging.getLogger("lightning_shard").setLevel(logging.DEBUG)
-        check_trainer(self._run_config.get("trainer"), runs=name is not None)
+        check_trainer(self._run_config.get("trainer"))
         check_ckpt_path(self._run_config.get("ckpt_path"))
 
     @property
@@ -202,30 +201,15 @@ class ShardCLI(ConfiguredCLI):
 _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
-def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
-    """Refuse wrong values that the Trainer takes, or refuses without naming the allowed ones.
-
-    ``runs``: the Trainer runs on this machine, so check its devices too.
-    """
+def check_trainer(trainer: Namespace | None) -> None:
+    """Refuse wrong values that the Trainer takes, or refuses without naming the allowed ones."""
     settings = trainer or Namespace()
     strategy = settings.get("strategy")
     if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
         raise UsageError(f"trainer.strategy: {registry.unknown_name(strategy)}")
-    devices, accelerator = str(settings.get("devices", "auto")), str(settings.get("accelerator"))
+    devices = str(settings.get("devices", "auto"))
     if not re.fullmatch(r"auto|-1|[1-9]\d*|\[?\d+(, *\d+)+,?\]?|\[\d+\]|\d+,", devices):
         raise UsageError(f"trainer.devices: got {devices}; allowed: a number of 1 or more, indices, or auto.")
-    if runs and accelerator in ("gpu", "cuda") and not torch.accelerator.is_available():
-        build = "sees none" if torch.version.cuda else "is built for CPUs alone: install its CUDA build"
-        raise UsageError(
-            f"trainer.accelerator: got {accelerator}, but there is no GPU: torch {torch.__version__} {build}. "
-            "Set cpu or auto."
-        )
-    seen = torch.accelerator.device_count()
-    if runs and seen and accelerator in ("gpu", "cuda", "auto") and devices.isdigit() and int(devices) > seen:
-        raise UsageError(
-            f"trainer.devices: got {devices}, but this process sees {seen} of its node's GPUs. Set {seen}, or under "
-            f"SLURM give --gpus-per-node={devices}: --gpus-per-task hides the GPUs of other tasks."
-        )
     for name, least in (("accumulate_grad_batches", 1), ("gradient_clip_val", 0), ("num_nodes", 1)):
         value = settings.get(name)
         if value is not None and value < least:

@@ -141,7 +141,7 @@ def check_result(content: Mapping[str, Any]) -> None:
     parser.add_lightning_class_args(Trainer, "trainer")
     try:
         parsed = parser.parse_object({"trainer": trainer})
-        check_trainer(parsed.trainer, runs=False)
+        check_trainer(parsed.trainer)
         built = parser.build(parsed).trainer
     except (common.UsageError, ValueError) as error:
         failure = error if isinstance(error, common.UsageError) else parser.failure or error

@@ -78,51 +78,14 @@ _CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
 
 
 def with_near_keys(message: str, keys: Collection[str]) -> str:
-    """Add the nearest of the parser's ``keys`` to an error about an unknown key."""
+    """Add the nearest of the parser's ``keys``, or of a class's arguments, to an error about an unknown key."""
     if message.startswith(_UNRECOGNIZED):
         words = message.removeprefix(_UNRECOGNIZED).split()
-        options = [word.partition("=")[0][2:] for word in words if word.startswith("--")]
-        return "\n".join(_unknown_key(option, keys) for option in options) or message
-    unknown, owner = _NOT_ACCEPTED.findall(message), _CLASS.findall(message)
-    if unknown and owner:
-        near = did_you_mean(unknown[-1], _arguments(owner[-1]))
-        return message + f"\n{unknown[-1]}: {owner[-1]} has no such argument.{near}" * bool(near)
-    return _unknown_key(unknown[-1], keys) if unknown else message
-
-
-_REMOVED = {
-    "amp_backend": "precision",
-    "amp_level": "precision",
-    "auto_lr_find": "lightning.pytorch.callbacks.LearningRateFinder",
-    "auto_scale_batch_size": "lightning_shard.callbacks.BatchSizeCallback",
-    "auto_select_gpus": "trainer.devices",
-    "checkpoint_callback": "trainer.enable_checkpointing",
-    "distributed_backend": "trainer.strategy",
-    "gpus": "trainer.devices, with trainer.accelerator: gpu",
-    "num_processes": "trainer.devices, with trainer.accelerator: cpu",
-    "progress_bar_refresh_rate": "refresh_rate of lightning.pytorch.callbacks.TQDMProgressBar",
-    "replace_sampler_ddp": "trainer.use_distributed_sampler",
-    "resume_from_checkpoint": "ckpt_path, a top-level key",
-    "track_grad_norm": "log_grad_norm of the strategy",
-    "terminate_on_nan": "nonfinite: raise of the strategy",
-    "tpu_cores": "trainer.devices, with trainer.accelerator: tpu",
-    "weights_summary": "trainer.enable_model_summary",
-}
-"""Arguments of Lightning 1's Trainer, and their replacements."""
-
-
-def _unknown_key(key: str, keys: Collection[str]) -> str:
-    group, _, name = key.rpartition(".")
-    if group == "trainer" and name in _REMOVED:
-        return f"{key}: Lightning 2 has no such key. In its place: {_REMOVED[name]}."
-    within = ", ".join(sorted(k for k in keys if group and k.startswith(f"{group}.")))
-    near = did_you_mean(key, keys) or f" Keys of {group}: {within}." * bool(within)
-    return f"{key}: there is no such key.{near}"
-
-
-def _arguments(class_path: str) -> list[str]:
-    try:
-        parameters = inspect.signature(imported(class_path)).parameters
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        unknown = [word.partition("=")[0][2:] for word in words if word.startswith("--")]
+        return "\n".join(f"{key}: there is no such key.{did_you_mean(key, keys)}" for key in unknown) or message
+    unknown, owner = _NOT_ACCEPTED.findall(message), imported((_CLASS.findall(message) or [""])[-1])
+    if not unknown:
+        return message
+    if inspect.isclass(owner):
+        return f"{message}\n{unknown[-1]}:{did_you_mean(unknown[-1], inspect.signature(owner).parameters)}"
+    return f"{unknown[-1]}: there is no such key.{did_you_mean(unknown[-1], keys)}"

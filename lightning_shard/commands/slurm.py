@@ -15,7 +15,7 @@ from lightning_shard.cluster.slurm_job import parse_time
 from lightning_shard.commands import config_files, option_values
 from lightning_shard.commands import options as common
 from lightning_shard.errors import ConfigurationError, raise_problems
-from lightning_shard.text import did_you_mean, parse_count
+from lightning_shard.text import parse_count
 
 _SIGNAL = "USR1"  # SLURM sends it before the time limit.
 _PROGRAMS = os.path.dirname(sys.executable)  # the folder of this environment's programs
@@ -23,9 +23,6 @@ _PROGRAMS = os.path.dirname(sys.executable)  # the folder of this environment's 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
     """Yield options that SLURM or Lightning would misread."""
-    for name, least in (("devices", 1), ("signal_seconds", 1), ("cpus_per_task", 1), ("max_restarts", 0)):
-        if (value := getattr(options, name)) is not None and value < least:
-            yield f"{name} is {value}, but must be {least} or more"
     counts = re.fullmatch(r"([1-9]\d*)(?:-(\d+))?", options.nodes)
     if counts is None or int(counts[2] or counts[1]) < int(counts[1]):
         yield f"nodes is {options.nodes}, but must be 1 or more, or a range such as 2-4"
@@ -40,10 +37,6 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
             "its end, or a minute earlier: the job would be stopped as it starts, again and again. Give more time, or "
             "fewer --signal-seconds"
         )
-    given = {name: getattr(options, name) for name in ("name", "array", "logs", "partition", "account")}
-    for name, value in [*given.items(), *(("sbatch", option) for option in options.sbatch)]:
-        if value is not None and not (value.strip() and value.isprintable()):
-            yield f"{name} is {value!r}, but must be one line without tabs, and not empty"
     if options.max_restarts and options.launcher != "torchrun":
         rule = "only the launcher torchrun starts processes again: choose it, or leave restarts to SLURM's queue"
         yield f"max_restarts is {options.max_restarts}, but {rule}"
@@ -143,11 +136,20 @@ def parser() -> common.OptionsParser:
     parser = common.options_parser("slurm", _DESCRIPTION)
     add = parser.add_argument
     add("--nodes", help="nodes of the job, or the fewest and the most that it may have: 2-4 (default: num_nodes, or 1)")
-    add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
+    add(
+        "--devices",
+        type=common.count,
+        help="devices, so processes, of each node (default: the configuration's, or 1)",
+    )
     add("--cpu", action="store_true", help="devices are CPUs: ask for no GPUs (default: by trainer.accelerator)")
-    add("--cpus-per-task", type=int, help="CPUs of each process (default: the cluster's)")
+    add("--cpus-per-task", type=common.count, help="CPUs of each process (default: the cluster's)")
     add("--time", help="time limit, such as 4:00:00 (default: the partition's)")
-    add("--signal-seconds", type=int, default=120, help="signal the run this long before the limit (default: 120)")
+    add(
+        "--signal-seconds",
+        type=common.count,
+        default=120,
+        help="signal the run so long before the limit (default: 120)",
+    )
     add("--launcher", choices=["srun", "torchrun"], default="srun", help="who starts the processes (default: srun)")
     add("--max-restarts", type=int, default=0, help="restarts by torchrun after a failure (default: 0)")
     add("--name", default="train", help="name of the job (default: train)")
@@ -239,19 +241,12 @@ _KEYS = ("config", *common.KEYS, "verbose", "return_predictions", "print_config"
 
 
 def check_rest(command: str, rest: Sequence[str]) -> None:
-    """Refuse unknown options before the job waits in the queue. Options of a user's own script pass unless they
-    resemble an option of this command.
-    """
+    """Refuse unknown options before the job waits in the queue. A user's own script may have more of them."""
     known = [f"--{key}" for key in _KEYS]
-    own = [option for action in common.actions(parser()) for option in action.option_strings]
-    takes_value = False
-    for word, (name, _) in zip(rest, option_values(rest), strict=True):
-        option = word.startswith("-") and not re.match(r"-[\d.]", word)  # a negative number is a value
-        resembles = name.startswith("--") and did_you_mean(name, own)
-        is_known = name == "-c" or name.partition(".")[0].rstrip("+") in known
-        if (option and not is_known and (resembles or not _is_script())) or not (option or takes_value or _is_script()):
+    for word in rest:
+        name = word.partition("=")[0].partition(".")[0].rstrip("+")
+        if word.startswith("--") and name not in known and not _is_script():
             raise ConfigurationError(parser().unknown(word, known).replace("slurm.", f"slurm, nor of {command}.", 1))
-        takes_value = option and "=" not in word and name not in ("--verbose", "--print_config", "--traceback")
     if not (config_files(rest) or _is_script() or any(word.startswith("--model") for word in rest)):
         raise ConfigurationError(f"{command} has nothing to run: give --config FILE, or --model.")
 

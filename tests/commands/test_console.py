@@ -108,19 +108,6 @@ def test_the_readme_shows_the_last_lines() -> None:
     assert console(shown) == kept[-4:]
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        "/lib/x.py:1: FutureWarning: old",
-        "\rEpoch 0: 5%| | 1/20 [00:00<00:01, 9.9it/s]Slowest: rank 0",
-        "[rank: 1] said",
-    ],
-    ids=["a warning", "behind a bar", "a line of each rank"],
-)
-def test_foreign_lines_are_seen(said: str) -> None:
-    assert console(f"\rEpoch 0: 5%|| 1/20 [00:00<00:01, 9.9it/s]\n{said}\nstep 1: loss 2.5\n") != ["step 1: loss #"]
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         for name, text in run_all(Path(place)):

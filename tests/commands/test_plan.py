@@ -1,4 +1,4 @@
-"""The command ``plan``: what it prints and writes, and what it refuses."""
+"""The command ``plan``: its output and its refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.peaks import find_peaks
 from lightning_shard.planning.operators import Device
 from lightning_shard.planning.report import draw, recommend
-from lightning_shard.planning.traffic import Links, Nodes, links_text, read_links
+from lightning_shard.planning.traffic import Links, links_text, read_links
 from tests.harness import ROOT
 from tests.models import TinyLM, loader
 
@@ -59,16 +59,12 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     check_yaml(out, tmp_path)
 
 
-@pytest.mark.parametrize(("device", "on_device"), [("null", True), ("cpu", False)])
-def test_averages_of_weights(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str, *, on_device: bool
-) -> None:
+def test_averages_of_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ema = tmp_path / "ema.yaml"
-    path = "lightning_shard.EMACallback"
-    ema.write_text(f"trainer: {{callbacks: [{{class_path: {path}, init_args: {{device: {device}}}}}]}}")
-    out = plan(capsys, *GPT, "--config", str(ema), "--no-trace")
-    assert ("\naverages " in out) == on_device
-    assert ("\nhost memory, per device " in out) != on_device
+    ema.write_text("trainer: {callbacks: [{class_path: lightning_shard.EMACallback, init_args: {device: cpu}}]}")
+    out = plan(capsys, *GPT, "--config", str(ema), "--no-trace", "--compare", "--wide")
+    assert "\nhost memory, per device " in out
+    assert re.search(r"^engine +parameters +.*host +peak +fits +batch +fewest devices$", out, re.MULTILINE)
 
 
 def check_yaml(out: str, folder: Path) -> None:
@@ -85,23 +81,7 @@ def check_yaml(out: str, folder: Path) -> None:
     assert type(read.trainer.strategy).__name__ == content["trainer"]["strategy"]["class_path"].rpartition(".")[2]
 
 
-OWN_CLASS = "--trainer.strategy=lightning_shard.ShardFSDPStrategy"
 ON_GPUS = "--trainer.accelerator=auto"
-
-
-@pytest.mark.matrix
-def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    # The configuration has two devices, and a CUDA context takes 450 MB at least.
-    out = plan(capsys, "--device-memory", "400MB", "--compare", *GPT, ON_GPUS)
-    # DeepSpeed's logger, which writes to what is stdout when it is imported, is not among it.
-    assert out.startswith("shard_fsdp, 32-true, 1 x 2 devices")
-    assert re.search(r"^does not fit: .* at the peak, in the .* of 400 MB", out, re.MULTILINE)
-    assert re.search(r"^largest batch per device: none: not even 1 fits$", out, re.MULTILINE)
-    assert "recommendation: nothing fits" in out
-    out = plan(capsys, "--device-memory", "1GB", "--compare", *GPT, ON_GPUS)
-    assert re.search(r"^may fit: .* of 1 GB", out, re.MULTILINE)
-    assert re.search(r"^largest batch per device: none for sure; up to \d+ may fit$", out, re.MULTILINE)
-    assert "fewest devices for this batch: none for sure; 1 x 1 may be enough" in out
 
 
 @pytest.mark.matrix
@@ -118,12 +98,6 @@ def test_cpus_have_nothing_of_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     offloaded = plan(capsys, "--device-memory", "50MB", *GPT, "--trainer.strategy=shard_fsdp_offload")
     sizes = [float(re.search(r"^fits: ([\d.]+) MB", text, re.MULTILINE)[1]) for text in (out, offloaded)]  # type: ignore[index]
     assert sizes[1] >= sizes[0] - 0.01
-
-
-def test_of_engines_that_send_the_same_the_simplest_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, "--device-memory", "8GB", "--compare", "--wide", *GPT, "--trainer.strategy=shard_fsdp_aligned")
-    assert "recommendation: shard_ddp_aligned, because" in out
-    assert re.search(r"^engine +parameters +.*host +peak +fits +batch +fewest devices$", out, re.MULTILINE)
 
 
 @pytest.mark.matrix
@@ -159,8 +133,6 @@ def test_without_activations(capsys: pytest.CaptureFixture[str]) -> None:
     assert not re.search(r"^activations |^fits|^may fit", out, re.MULTILINE)
     assert re.search("^not known whether it fits: .* without activations", out, re.MULTILINE)
     assert "fewest devices for all but activations: 1 x 1" in out
-    out = plan(capsys, "--devices", "2", "--device-memory=1MB", *GPT, "--no-trace")
-    assert re.search("^does not fit: .* without activations", out, re.MULTILINE)
 
 
 class Masked(TinyLM):
@@ -177,13 +149,11 @@ class NoData(pl.LightningDataModule):
 
 
 def test_estimates_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["--trainer.strategy=shard_deepspeed_stage_2", "--trainer.accelerator=cpu"]
-    out = plan(capsys, *own, "--model=tests.commands.test_plan.Masked", "--data=tests.commands.test_plan.NoData")
+    own = ["--trainer.strategy=shard_deepspeed_stage_2", "--trainer.accelerator=cpu", f"--model={__name__}.Masked"]
+    out = plan(capsys, *own, f"--data={__name__}.NoData")
     assert "ESTIMATE WITHOUT ACTIVATIONS" in out
     assert "FileNotFoundError: shards/part-0.bin" in out
-    out = plan(capsys, *own, "--model=tests.commands.test_plan.Masked", "--data=tests.commands.test_plan.Words")
-    assert "ESTIMATE WITHOUT ACTIVATIONS" in out
-    assert re.search(r"operation aten\.\S*(nonzero|index)", out)
+    assert re.search(r"operation aten\.\S*(nonzero|index)", plan(capsys, *own, f"--data={__name__}.Words"))
 
 
 class Words(pl.LightningDataModule):
@@ -219,7 +189,7 @@ def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert read_links(path).device == reached
     slow = plan(capsys, *GPT, "--links", str(path))
     assert re.search(r"^a step takes about .* bound by (compute|the memory's bandwidth): ", slow, re.MULTILINE)
-    # What doctor can't measure is known of a device with a name.
+    # A device with a name has facts that doctor can't measure.
     inputs = plan_inputs.read_inputs(GPT, 80 * 10**9)
     for name, known in (([], Device(**reached, processors=1)), (["--device-name=A100"], find_peaks("A100"))):
         options = plan_command.parser().parse_args(["--device-memory=80GB", *name])
@@ -231,35 +201,17 @@ def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         read_links(path)
 
 
-def test_measured_links(tmp_path: Path) -> None:
-    path = tmp_path / "links.json"
-    path.write_text(links_text(Links(intra_node=450e9, inter_node=None)))
-    options = plan_command.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
-    measured = read_links(options.links)
-    assert plan_command.links_of(options, Nodes(nodes=1, devices=8), measured) == measured
-    with pytest.raises(ConfigurationError, match="has no link between nodes, and the run is on 2 x 2 devices"):
-        plan_command.links_of(options, Nodes(nodes=2, devices=2), measured)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "No such file or directory.*doctor --output"),
-        ("intra_node: 5", "has no speeds of links in it"),
         ("[1, 2]", "has no speeds of links in it"),
         (
             '{"format": "links 2", "intra_node_bytes_per_second": 1, "inter_node_bytes_per_second": 1}',
             "has no speeds of links in it .its format is not 'lightning_shard links 1'",
         ),
-        (
-            '{"format": "lightning_shard links 1", "inter_node_bytes_per_second": 1}',
-            "has no speeds of links in it .'intra_node_bytes_per_second'",
-        ),
-        (
-            '{"format": "lightning_shard links 1", "intra_node_bytes_per_second": "5GB/s"}',
-            "could not convert string to float: '5GB/s'",
-        ),
         (links_text(Links(intra_node=0.0, inter_node=None)), "a speed is not greater than 0"),
+        (links_text(Links(intra_node=450e9, inter_node=None)), "no link between nodes, and the run is on 2 x 2"),
     ],
 )
 def test_no_measured_links(content: str | None, message: str, tmp_path: Path) -> None:
@@ -267,20 +219,14 @@ def test_no_measured_links(content: str | None, message: str, tmp_path: Path) ->
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigurationError, match=message):
-        plan_command.main(["--device-memory", "80GB", "--links", str(path)])
+        plan_command.main(
+            ["--device-memory=80GB", "--links", str(path), "--nodes=2", "--devices=2", *GPT, "--no-trace"]
+        )
 
 
 def test_a_picture_of_no_known_kind(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"plan.foo can't be written: Format 'foo' is not supported"):
         draw([], 1, tmp_path / "plan.foo")
-
-
-def test_a_mesh_with_sizes_is_of_these_devices_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = ["--trainer.strategy.mesh.replicate=3", "--trainer.strategy.mesh.shard=8"]
-    out = plan(capsys, "--nodes=3", "--devices=8", "--device-peak=100TFLOPS", *GPT, OWN_CLASS, *mesh)
-    assert out.startswith("ShardFSDPStrategy, 32-true, 3 x 8 devices")
-    assert "fewest devices for this batch: 3 x 8\n" in out
-    assert "a step takes about" in out
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

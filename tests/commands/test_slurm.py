@@ -64,16 +64,13 @@ def test_of_a_range_of_nodes_the_job_takes_what_the_queue_gave_it(launcher: str)
     assert ("torchrun --nnodes=$SLURM_JOB_NUM_NODES " in text) == (launcher == "torchrun")
 
 
-def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
+def test_words_with_spaces_are_quoted() -> None:
     lines = _job("--name=my run; touch a", "--logs=my logs", "--partition=a b", "--account=c;d").splitlines()
     assert {"#SBATCH --partition='a b'", "#SBATCH --account='c;d'"} <= {*lines}
     assert "#SBATCH --job-name='my run; touch a'" in lines
     assert "#SBATCH --output='my logs'/%x-%j.log" in lines
     # sbatch takes a backslash for its own in any quotes: this one would end the name and give it an option.
     assert r"""#SBATCH --job-name='\\'"'"'a'"'"' --nodes=9 '"'"''""" in _job("--name", r"\'a' --nodes=9 '").splitlines()
-    for field in ("name", "array", "logs", "partition", "account"):
-        with pytest.raises(ConfigurationError, match=rf"{field} is 'a\\ntouch b', but must be one line"):
-            _job(f"--{field}=a\ntouch b")
     with pytest.raises(ConfigurationError, match="max_restarts is 3, but only the launcher torchrun"):
         _job("--max-restarts=3")
 
@@ -83,7 +80,6 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
     [
         (["--model=M", "--node", "2"], r"--node is no option of slurm, nor of fit\. Did you mean --nodes"),
         (["--config", "nope.yaml"], r"--config nope.yaml: there is no such file"),
-        (["--config=nope.yaml"], r"--config nope.yaml: there is no such file"),
         (["--config=run.yaml", "--nodes=3"], r"--nodes 3 contradicts trainer.num_nodes: 2 of the configuration: make"),
         (["--config=run.yaml", "--nodes=3-4"], r"--nodes 3-4 contradicts trainer.num_nodes: 2"),
         (["--config=run.yaml", "--devices=4"], r"--devices 4 contradicts trainer.devices: 8"),
@@ -91,9 +87,6 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
         (["--model=M", "--trainer.num_nodes=2", "--nodes=1"], r"--nodes 1 contradicts trainer.num_nodes: 2"),
         (["--config=auto.yaml"], r"trainer.devices is auto, but a job says how many it asks for: give --devices"),
         (["--config=broken.yaml"], r"--config broken.yaml can't be read as YAML"),
-        (["--config"], r"--config : there is no such file"),
-        (["--model=M", "run.yaml"], r"'run.yaml' is one word too many for lightning-shard slurm"),
-        (["--model=M", "-x", "3"], r"-x is no option of slurm, nor of fit"),
         (["--nodes=2"], r"fit has nothing to run: give --config FILE, or --model"),
         (["--trainr.max_steps", "2"], r"--trainr.max_steps is no option of slurm, nor of fit\. Did you mean --trainer"),
     ],
@@ -128,14 +121,6 @@ def test_torchrun_is_one_task_on_each_node() -> None:
     assert any(re.match(r"srun --kill-on-bad-exit=1 \S*torchrun --nnodes=2 --nproc-per-node=4", line) for line in lines)
 
 
-def test_bash_can_read_it(tmp_path: Path) -> None:
-    for launcher in ("srun", "torchrun"):
-        path = tmp_path / launcher
-        path.write_text(_job("--cpu", "--launcher", launcher, command=("python", "train it.py", "--name", "a'b $HOME")))
-        assert "gpus" not in path.read_text()
-        subprocess.run(["bash", "-n", str(path)], check=True)
-
-
 def test_many_nodes_and_what_is_activated_do_not_end_the_script(tmp_path: Path) -> None:
     """``scontrol`` here names so many nodes that it is still writing when the first is read."""
     options = ["--launcher", "torchrun", "--setup"]
@@ -166,27 +151,15 @@ def test_the_examples_are_what_the_command_writes() -> None:
     [
         (["--name=bash"], "takes for a shell"),
         (["--nodes=0"], "nodes is 0, but must be 1 or more, or a range such as 2-4"),
-        (["--nodes=4-2"], "nodes is 4-2, but must be 1 or more"),
-        (["--nodes=two"], "nodes is two, but must be 1 or more"),
         (["--time=4h"], "must be minutes, H:MM:SS or D-H:MM:SS"),
-        (["--sbatch=--qos=high\ntouch b"], "sbatch is .*, but must be one line without tabs, and not empty"),
-        (["--name="], "name is '', but must be one line without tabs, and not empty"),
-        (["--logs= "], "logs is ' ', but must be one line"),
-        (["--cpus-per-task=0"], "cpus_per_task is 0, but must be 1 or more"),
         (["--time=2"], "the job would be stopped as it starts, again and again"),
         (["--time=0:05:00", "--signal-seconds=240"], "before its end, or a minute earlier"),
         (["--env=1A=2"], "must have the form NAME=VALUE"),
-        (["--env=\xfcn=1"], "the name in plain letters"),
     ],
 )
 def test_jobs_that_are_refused(settings: list[str], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         _job(*settings)
-
-
-@pytest.mark.parametrize("time", ["0", "30", "4:00:00", "1-12", "1-12:30:00", "0-1:30", "90:00"])
-def test_times_that_slurm_has(time: str) -> None:
-    assert f"--time={time}\n" in _job("--time", time)
 
 
 def _text(*arguments: str) -> str:
@@ -256,16 +229,6 @@ def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert (tmp_path / "job.sh").read_text() == _text(*given).replace("--model=M ", "")
     assert (tmp_path / "slurm-logs").is_dir()
-
-
-@pytest.mark.matrix
-def test_the_program_is_the_script_that_the_command_came_from(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("from lightning_shard import ShardCLI\nShardCLI()\n")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for launcher, run in (("srun", f"{sys.executable} train.py fit"), ("torchrun", "    train.py fit")):
-        command = [sys.executable, "train.py", "slurm", f"--launcher={launcher}"]
-        text = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
-        assert f"{run} --trainer.num_nodes=1" in text
 
 
 def test_submitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,6 @@ class Bug(BoringModel):
     def training_step(self, batch, batch_idx):
         raise ValueError("a bug")
 
-class BugInConstructor(BoringModel):
-    def __init__(self):
-        super().__init__()
-        self.nothing.at_all
-
 class BugInCallback(Callback):
     def __init__(self, size: int = 1):
         int(None)
@@ -66,10 +61,6 @@ class Returns(BoringModel):
 class NoBatch(BoringDataModule):
     def train_dataloader(self):
         return DataLoader(self.random_train, batch_size=0)
-
-class Misuses(BoringModel):
-    def training_step(self, batch, batch_idx):
-        self.log("a/dataloader_idx_0", 1.0)
 """
 
 
@@ -77,7 +68,6 @@ class Misuses(BoringModel):
     ("arguments", "kind", "text"),
     [
         (["--model", "usercode.Bug"], ValueError, "a bug"),
-        (["--model", "usercode.BugInConstructor"], AttributeError, "nothing"),
         (["--trainer.callbacks", "usercode.BugInCallback"], TypeError, "NoneType"),
     ],
 )
@@ -103,7 +93,6 @@ RETURNS = ["--trainer.strategy", "shard_fsdp", "--model", "usercode.Returns", "-
     ("arguments", "expected"),
     [
         (["--model", "usercode.Refuses"], ["width is 3, but must be even", "in __init__"]),
-        (["--model", "usercode.Misuses"], ["a/dataloader_idx_0", "in training_step"]),
         (["--data", "usercode.NoBatch"], ["batch_size=0", "in train_dataloader"]),
         (["--model", "broken.Model"], ["No module named 'nothing_at_all'", "broken.py:1"]),
         ([*RETURNS, "empty"], ["optimizer got an empty parameter list", "in configure_optimizers"]),

@@ -89,9 +89,7 @@ def test_sharding(content: dict[str, Any], expected: dict[str, Any], migrated: M
 def test_trainer_of_a_file(migrated: Migrated) -> None:
     section = migrated(zero(zero_stage=1, gradient_clipping=0.5, gradient_accumulation_steps=4))["trainer"]
     assert (section["gradient_clip_val"], section["accumulate_grad_batches"]) == (0.5, 4)
-    section = migrated(accelerate(distributed_type="MULTI_GPU", gpu_ids="1,3", gradient_accumulation_steps=4))[
-        "trainer"
-    ]
+    section = migrated({**MULTI_GPU, "gpu_ids": "1,3", "gradient_accumulation_steps": 4})["trainer"]
     assert (section["devices"], section["accumulate_grad_batches"]) == ([1, 3], 4)
     assert migrated(accelerate(distributed_type="MULTI_GPU", num_processes=-1))["trainer"]["devices"] == "auto"
     several = {"num_machines": 2, "num_processes": 16, "main_process_ip": "10.0.0.1", "machine_rank": 1, "fp16": True}

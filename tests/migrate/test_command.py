@@ -59,9 +59,8 @@ def test_several_files(migrated: Migrated, refused: Told) -> None:
     both = [FILES / "accelerate" / "fsdp1.yaml", FILES / "deepspeed" / "zero3_bf16.json"]
     assert "each say the whole strategy" in refused(*both)
     cpu = FILES / "accelerate" / "ddp_cpu.yaml"
-    section = migrated(
-        {"trainer": {**dict.fromkeys(("strategy", "devices", "accelerator"), "auto"), "max_steps": 3}}, cpu
-    )
+    auto = dict.fromkeys(("strategy", "devices", "accelerator"), "auto")
+    section = migrated({"trainer": {**auto, "max_steps": 3}}, cpu)
     assert section["trainer"] == {
         "strategy": "shard_ddp",
         "precision": "32-true",

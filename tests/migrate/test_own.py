@@ -73,9 +73,8 @@ def test_from_deepspeed_to_fsdp(migrated: Migrated, table: Told) -> None:
         "activation_checkpointing": 2,
         "communication_data_type": "bf16",
     }
-    result = migrated(
-        trainer(OWN.format("DeepSpeed"), given, precision="bf16-mixed", num_nodes=2), "--to", "shard_fsdp"
-    )
+    content = trainer(OWN.format("DeepSpeed"), given, precision="bf16-mixed", num_nodes=2)
+    result = migrated(content, "--to", "shard_fsdp")
     assert arguments(result) == {"reshard_after_forward": 2, "cpu_offload": True, "activation_checkpointing": 2}
     [plugin] = result["trainer"]["plugins"]
     assert plugin["init_args"] == {"precision": "bf16-mixed", "reduce": "bf16"}
