@@ -27,12 +27,6 @@ _OWNERS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_
 TOP, DEEPSPEED = described("accelerate"), described("accelerate_deepspeed")
 PARALLELISM, DYNAMO = described("parallelism"), described("dynamo")
 
-REFUSED_WITH_A_FILE = (
-    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
-    "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
-)  # fmt: skip
-"""Keys that Accelerate refuses with ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
-
 DISTRIBUTED: Mapping[Any, neutral.Engine] = {
     "NO": "ddp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
     "MEGATRON_LM": "fsdp", "TP": "fsdp",
@@ -65,7 +59,7 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
     if engine == "fsdp" and sections["fsdp_config"]:
         read_fsdp(reading, sections["fsdp_config"])
     if engine == "deepspeed":
-        _read_deepspeed_section(reading, sections["deepspeed_config"], content, path)
+        _read_deepspeed_section(reading, sections["deepspeed_config"], path)
     read_mesh(reading, sections["parallelism_config"], content.get("num_processes"))
     _read_precision(reading, content)
     old = {"dynamo_backend": content["dynamo_backend"]} if "dynamo_backend" in content else {}
@@ -123,33 +117,17 @@ def _sections(reading: Reading, content: Mapping[str, Any], kind: str) -> dict[s
             fix = f"remove the section, or set distributed_type: {_OWNERS[name]}"
             reading.problems.append(f"{name} is given, but with {kind} Accelerate does not read it: {fix}")
         found[name] = dict(section)
-    fsdp = found["fsdp_config"]
-    version = str(fsdp.get("fsdp_version", fsdp.get("version", 1)))
-    if found["parallelism_config"] and kind != "DEEPSPEED" and (kind, version) != ("FSDP", "2"):
-        reading.problems.append(
-            f"parallelism_config is given with distributed_type {kind} and fsdp_version {version}, but Accelerate "
-            "takes it with DEEPSPEED, and with FSDP and fsdp_version 2 alone"
-        )
     return found
 
 
-def _read_deepspeed_section(
-    reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any], path: Path
-) -> None:
+def _read_deepspeed_section(reading: Reading, section: Mapping[str, Any], path: Path) -> None:
     reading.check_keys("deepspeed_config", section, DEEPSPEED, "deepspeed_config")
+    reading.read_fields("deepspeed_config", DEEPSPEED, section)
     file = section.get("deepspeed_config_file")
     if file in (None, "none"):
-        reading.read_fields("deepspeed_config", DEEPSPEED, section)
         if section.get("zero_stage") is None:
             reading.ask("shard", "gradients", "deepspeed_config.zero_stage", None, "Accelerate's default is 2")
         return
-    refused = {f"deepspeed_config.{name}": section.get(name) for name in REFUSED_WITH_A_FILE}
-    refused["mixed_precision"] = content.get("mixed_precision")
-    for name in [name for name, value in refused.items() if value is not None]:
-        fix = "which Accelerate refuses: set it in the DeepSpeed file, and remove it here"
-        reading.problems.append(f"{name} is {shown(refused[name])} with deepspeed_config_file, {fix}")
-    others = {name: value for name, value in section.items() if name not in REFUSED_WITH_A_FILE}
-    reading.read_fields("deepspeed_config", DEEPSPEED, others)
     found = next((p for p in (Path(str(file)), path.parent / str(file)) if p.is_file()), None)
     if found is None:
         reading.problems.append(f"deepspeed_config.deepspeed_config_file is {file!r}, but there is no such file")

@@ -38,11 +38,6 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     else:
         _read_sharding_1(reading, content)
     _read_wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"])
-    if read["fsdp_cpu_ram_efficient_loading"] and read["fsdp_sync_module_states"] is False:
-        reading.problems.append(
-            "fsdp_config.fsdp_cpu_ram_efficient_loading is true with fsdp_sync_module_states false, so the others "
-            "have no values, which Accelerate refuses too"
-        )
 
 
 def _check_sharding_2(reading: Reading, content: Mapping[str, Any], level: str) -> None:
