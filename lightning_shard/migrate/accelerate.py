@@ -47,7 +47,7 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
     reading.check_keys("", content, TOP, "an Accelerate config file")
     if content.get("distributed_type") is None:
         reading.problems.append(f"distributed_type is missing, but must be one of {', '.join(DISTRIBUTED)}")
-    kind = str(content.get("distributed_type")).upper()
+    kind = str(content.get("distributed_type", "NO")).upper()
     engine = reading.engine = reading.read_field("distributed_type", Field(words=DISTRIBUTED), kind)
     if kind in ("MEGATRON_LM", "TP"):
         reading.lose("distributed_type", kind, "there is no such engine here", "shard_fsdp")
@@ -105,7 +105,7 @@ def _read_processes(reading: Reading, content: Mapping[str, Any], kind: str) -> 
 def _sections(reading: Reading, content: Mapping[str, Any], kind: str) -> dict[str, dict[str, Any]]:
     """Return each section, and note those that Accelerate does not read with this ``distributed_type``."""
     found: dict[str, dict[str, Any]] = {}
-    for name in (*_OWNERS, "parallelism_config", "dynamo_config", *_UNSUPPORTED_SECTIONS):
+    for name in {*_OWNERS, "parallelism_config", "dynamo_config", *_UNSUPPORTED_SECTIONS}:
         section = content.get(name) or {}
         if not isinstance(section, Mapping):
             reading.problems.append(f"{name} is {shown(section)!r}, but must be a mapping of keys")

@@ -46,8 +46,9 @@ def read_deepspeed(
     content = dict(copy.deepcopy(content))
     for key, reason in {**REMOVED, **FOREIGN}.items():
         if key in content and not is_off(content[key], key):
-            reading.lose(f"{prefix}{key}", content[key], reason)
-        content.pop(key, None)
+            reading.lose(f"{prefix}{key}", content.pop(key), reason)
+        elif key in content:
+            reading.rest(f"{prefix}{key}", content.pop(key))
     zero = {} if content.get(ZERO) is None else content[ZERO]
     for path, value, reason in pop_unavailable(zero) if isinstance(zero, dict) else ():
         reading.lose(f"{prefix}{ZERO}.{path}", value, reason)

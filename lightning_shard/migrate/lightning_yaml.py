@@ -178,8 +178,10 @@ def _read_own(
         reading.ask("shard", "gradients" if reshard is False else "parameters", field, reshard)
         if reshard is not None and not isinstance(reshard, bool):
             reading.ask("reshard_ranks", reshard, field, reshard)
-    if mesh := given.pop("mesh", None):
+    if isinstance(mesh := given.pop("mesh", None), Mapping):
         reading.ask("mesh", {**MESH, **mesh}, f"{path}.mesh", mesh)
+    elif mesh is not None:
+        reading.problems.append(f"{path}.mesh is {shown(mesh)}, but must be a mapping of axes to sizes")
     for group in _GROUPS:
         if isinstance(given.get(group), Mapping):
             # An empty offload group means its default, the host.
