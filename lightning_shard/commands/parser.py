@@ -87,5 +87,6 @@ def with_near_keys(message: str, keys: Collection[str]) -> str:
     if not unknown:
         return message
     if inspect.isclass(owner):
-        return f"{message}\n{unknown[-1]}:{did_you_mean(unknown[-1], inspect.signature(owner).parameters)}"
+        near = did_you_mean(unknown[-1], inspect.signature(owner).parameters)
+        return message + f"\n{unknown[-1]}:{near}" * bool(near)
     return f"{unknown[-1]}: there is no such key.{did_you_mean(unknown[-1], keys)}"

@@ -14,7 +14,7 @@ import yaml
 
 from lightning_shard import registry
 from lightning_shard.commands import plan_inputs
-from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace, write_output
+from lightning_shard.commands.options import add_output, count, options_parser, refuse_to_replace, write_output
 from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.errors import ConfigurationError, ShardError, raise_problems
 from lightning_shard.meters.peaks import Peaks, find_peaks, peak_flops
@@ -43,8 +43,8 @@ lightning-shard plan transformers.LlamaConfig --devices 8 --device-memory 80GB -
 def parser() -> argparse.ArgumentParser:
     parser = options_parser("plan", _DESCRIPTION)
     add = parser.add_argument
-    add("--nodes", type=int, help="nodes of the run (default: the configuration's num_nodes)")
-    add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
+    add("--nodes", type=count, help="nodes of the run (default: the configuration's num_nodes)")
+    add("--devices", type=count, help="devices, and so processes, on each node (default: the configuration's, or 1)")
     size, speed, peak = (partial(_argument, parse) for parse in (parse_bytes, parse_speed, parse_flops))
     add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
@@ -54,10 +54,12 @@ def parser() -> argparse.ArgumentParser:
         help="--compare with every column: bytes by kind, fewest devices, bound of the time",
     )
     add("--search", action="store_true", help="the fastest form that keeps the global batch and fits, as a whole YAML")
-    add("--global-batch", type=int, help="samples of a step of all devices, for --search (default: the run's)")
+    add("--global-batch", type=count, help="samples of a step of all devices, for --search (default: the run's)")
     add_output(parser, "with --search: write its YAML here, and do not print it")
-    add("--batch-size", type=int, help="samples per device and micro-batch (default: as in the data's first batch)")
-    add("--seq-len", type=int, help="tokens of a sample, of a Hugging Face configuration (default: its longest, 2048)")
+    add("--batch-size", type=count, help="samples per device and micro-batch (default: as in the data's first batch)")
+    add(
+        "--seq-len", type=count, help="tokens of a sample, of a Hugging Face configuration (default: its longest, 2048)"
+    )
     add("--task", help="task of a Hugging Face configuration (default: by its architectures, else causal-lm)")
     add("--intra-node", type=speed, metavar="SPEED", help="of a device's links inside its node: 450GB/s")
     add("--inter-node", type=speed, metavar="SPEED", help="of a node's links to others, all together: 400Gb/s")
@@ -146,9 +148,6 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
     """Yield contradictions and impossible values among the options."""
     if options.search and not (options.device_name or options.device_peak or options.links):
         yield "--search compares times: say the device by --device-name H100 or --device-peak"
-    for name in ("nodes", "devices", "batch_size", "seq_len", "global_batch"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            yield f"--{name.replace('_', '-')} is {value}, but must be 1 or more"
     if options.device_peak is not None and options.device_name is not None:
         yield "--device-peak and --device-name both say the peak: give one of them"
     speeds = " and ".join(f"--{n}-node" for n in ("intra", "inter") if getattr(options, f"{n}_node") is not None)

@@ -18,7 +18,6 @@ from lightning_shard.precision.policy import policy_from
 from tests.commands.support import BASE, DEMO, write_config
 from tests.commands.test_user_code import USER_CODE
 
-ENVIRONMENTS = "lightning.pytorch.plugins.environments"
 FSDP = {"class_path": "lightning_shard.ShardFSDPStrategy"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec.*", "ignore::UserWarning")
@@ -222,7 +221,6 @@ def test_a_second_run_in_the_same_folder(command: Callable[..., ShardCLI]) -> No
 FP16_CASES = {
     "a number": ({"strategy": "shard_ddp_aligned", "precision": 16}, True),
     "a class": ({"strategy": {**FSDP, "init_args": {"aligned": True}}}, True),
-    "other plugins": ({"strategy": "shard_ddp", "plugins": [f"{ENVIRONMENTS}.LightningEnvironment"]}, False),
 }
 
 

@@ -164,7 +164,6 @@ class Words(pl.LightningDataModule):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nodes", "0"], "--nodes is 0, but must be 1 or more"),
         (["transformers.LlamaConfig"], "transformers.LlamaConfig stands behind options: a model is the first word"),
         (["--device-peak", "1e12", "--device-name", "H100"], "give one of them"),
         (["--links", "links.json", "--inter-node", "50GB/s"], "--links links.json and --inter-node both say"),

@@ -40,6 +40,7 @@ WRONG = {
     "checkpoint convert x y --wieghts_only": "--wieghts_only is no option of checkpoint convert. Did you mean --w",
     "checkpoint": "the following arguments are required: COMMAND",
     "completion fish": "shell: invalid choice: 'fish' (choose from ",
+    "plan --device-memory 80GB --nodes 0": "--nodes: got 0, but must be a whole number, 1 or more",
     "plan --device-memory 80": "--device-memory: '80' is no size. Write a number and a unit",
     "selftest --devices 0": "--devices: got 0, but must be a whole number, 1 or more",
     "doctor --seconds soon": "--seconds: invalid float value: 'soon'",

@@ -10,9 +10,6 @@ import pytest
 from lightning_shard import ShardCLI
 from tests.commands.support import write_config
 
-ENVIRONMENTS = "lightning.pytorch.plugins.environments"
-FSDP = {"class_path": "lightning_shard.ShardFSDPStrategy"}
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec.*", "ignore::UserWarning")
 
 
