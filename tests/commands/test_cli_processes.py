@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -57,10 +56,6 @@ class Model(BoringModel):
             time.sleep(1 - self.global_rank)
             raise DataError("no batch on any rank")
         return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("rank_sum", float(self.global_rank + 1), sync_dist=True, reduce_fx="sum")
-        return super().validation_step(batch, batch_idx)
 """
 
 
@@ -181,24 +176,6 @@ def _living(group: int) -> list[int]:
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-
-
-# What CI's quickstart does too.
-@pytest.mark.matrix
-@needs_proc
-def test_fit_then_validate_as_it_says(folder: Path) -> None:
-    script = Path(sys.executable).with_name("lightning-shard")
-    fit = _run([str(script), "fit", "--config", "base.yaml"], folder)
-    assert fit.returncode == 0, fit.stderr
-    assert "Starting with 2 processes" in fit.stderr
-    assert fit.stdout.count("checkpoint: ") == 1  # one rank speaks
-    printed = re.search(r"^validate it with: lightning-shard (.*)$", fit.stdout, re.MULTILINE)[1]
-
-    # The same through `python -m`, which Lightning relaunches in another way.
-    validate = _run([sys.executable, "-m", "lightning_shard", *shlex.split(printed)], folder)
-    assert validate.returncode == 0, validate.stderr
-    # 1 + 2: both ranks took part.
-    assert re.search(r"rank_sum\W+3\.0", validate.stdout), validate.stdout
 
 
 @needs_proc

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.commands import selftest_runs
+from lightning_shard.commands import selftest, selftest_runs
 from tests.harness import run_distributed
 
 
@@ -81,28 +81,18 @@ def test_alone_it_starts_two_processes_and_all_engines_agree(tmp_path: Path) -> 
 FEW = ["selftest", "--names", "shard_ddp_aligned", "shard_fsdp_aligned", "--accelerator=cpu", "--precision=32-true"]
 
 
-def _srun(rank: int, folder: Path) -> subprocess.Popen[str]:
-    """A task as SLURM starts it."""
-    of_job = {"JOB_ID": "7", "JOB_NAME": "selftest", "NTASKS": "2", "NNODES": "1", "NODELIST": "localhost"}
-    of_task = {"STEP_ID": "0", "PROCID": str(rank), "LOCALID": str(rank), "NODEID": "0", "NTASKS_PER_NODE": "2"}
-    given = {f"SLURM_{name}": value for name, value in (of_job | of_task).items()}
-    program = [sys.executable, "-m", "lightning_shard", *FEW]
-    return subprocess.Popen(program, text=True, stdout=subprocess.PIPE, cwd=folder, env={**os.environ, **given})
-
-
 @pytest.mark.matrix
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_it_takes_the_processes_that_it_is_given(launcher: str, tmp_path: Path) -> None:
-    if launcher == "torchrun":
-        program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_shard", *FEW]
-        ended = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
-        code, out = ended.returncode, ended.stdout
-    else:
-        tasks = [_srun(rank, tmp_path) for rank in range(2)]
-        outputs = [task.communicate()[0] for task in tasks]
-        code, out = max(task.returncode for task in tasks), outputs[0]
-        assert outputs[1] == ""
-    head, _, *rows, last = _lines(out)
-    assert (code, head) == (0, ["2 cpu processes, 32-true, 6 steps, saved after 3"])
+def test_it_takes_the_processes_that_it_is_given(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_shard", *FEW]
+    ended = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
+    head, _, *rows, last = _lines(ended.stdout)
+    assert (ended.returncode, head) == (0, ["2 cpu processes, 32-true, 6 steps, saved after 3"])
     assert [row[1:] for row in rows] == [["equal"] * 4] * 2 + [["found"]]
     assert last == ["all is equal"]
+
+
+def test_tasks_of_srun_are_its_processes() -> None:
+    job = {"JOB_ID": "7", "NTASKS": "4", "NNODES": "2", "NODELIST": "n[0-1]", "STEP_ID": "0", "PROCID": "1"}
+    environ = {f"SLURM_{name}": value for name, value in job.items()}
+    settings = selftest_runs._settings(selftest.parser().parse_args(["--accelerator=cpu"]), environ)
+    assert (settings["num_nodes"], settings["devices"]) == (2, 2)

@@ -219,18 +219,6 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         _text("--env", "NCCL_DEBUG")
 
 
-def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.yaml").write_text("trainer: {max_steps: 1}\n")
-    given = ["--nodes=2", "--config=x.yaml", "--model.shift", "-1.5"]
-    command = [sys.executable, "-m", "lightning_shard", "slurm", *given]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([*command, "--output=job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, "")
-    monkeypatch.chdir(tmp_path)
-    assert (tmp_path / "job.sh").read_text() == _text(*given).replace("--model=M ", "")
-    assert (tmp_path / "slurm-logs").is_dir()
-
-
 def test_submitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
