@@ -72,9 +72,10 @@ _NUMBERS = ("config.gradient_allreduce_op", "config.torch_autocast", "config.dat
 
 _IDLE: Mapping[str, Any] = {
     "broadcast_buffers": (True,),
+    "config.gradient_allreduce_op": ("mean",),
     "config.data_types.grad_accum_dtype": ("fp32", "float32", "torch.float32"),
 }
-"""Values that other engines do anyway, besides false, 0, auto and what is empty."""
+"""Values that other engines do anyway. Of other arguments these are false, 0, auto and empty ones."""
 
 _ONLY_FP32 = (
     "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "bucket_cap_mb", "comm_hook", "comm_state",
@@ -92,7 +93,7 @@ def write_setting(target: Target, asked: Line) -> None:
     elif name in _ONLY_FP32 and engine == "ddp" and target.reading.value("precision", "32-true") != "32-true":
         reason = "only torch's DistributedDataParallel has it, for 32-true: other precisions run on FSDP2's replicate"
         target.lose(asked, reason, "precision: 32-true")
-    elif lacking and (value in (None, False, AUTO, 0, "", [], *_IDLE.get(name, ())) or _is_off(value)):
+    elif lacking and (value in _IDLE.get(name, (False, AUTO, 0, "", [])) or _is_off(value)):
         target.hold(asked, "it is so anyway")
     elif name.startswith("config.train_") and lacking:
         target.hold(asked, "the batch size is the dataloader's: give it there")

@@ -133,6 +133,7 @@ _COMPILED = trainer(OWN.format("FSDP"), {"compile": True})
     [
         (trainer("shard_fsdp_hybrid"), "shard_ddp", "strategy +full copies +.*as --to says"),
         (_HPZ, "shard_fsdp_grad_op", "strategy.reshard_after_forward +false +.*as --to says"),
+        (trainer(OWN.format("DDP"), {"broadcast_buffers": False}), "shard_fsdp", "broadcast_buffers +false +-> +none"),
         (trainer("shard_fsdp_offload"), "shard_ddp", "memory alone: DDP keeps everything on the device"),
         (trainer(OWN.format("FSDP"), {"cpu_offload": False}), "shard_ddp", "asking for nothing: .*cpu_offload false"),
         (
