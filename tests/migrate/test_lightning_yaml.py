@@ -150,7 +150,7 @@ def test_a_stock_precision_plugin_is_the_precision(migrated: Migrated, refused: 
         (trainer("FSDPStrategy", {"auto_wrap_policy": "my.policy"}), "a function, which YAML can't carry over"),
         (trainer("FSDPStrategy", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2]}), "must be two numbers"),
         (trainer("FSDPStrategy", {"device_mesh": [2, 1]}), "goes with sharding_strategy HYBRID_SHARD"),
-        (trainer("lightning_shard.ShardFSDPStrategy", {"reshard_after_forward": "on"}), "reshard_after_forward"),
+        (trainer("lightning_shard.ShardFSDPStrategy", {"reshard_after_forward": "maybe"}), "reshard_after_forward"),
         (trainer("ddp", precision=64), "precision: 64"),
     ],
 )
