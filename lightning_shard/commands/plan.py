@@ -48,18 +48,12 @@ def parser() -> argparse.ArgumentParser:
     size, speed, peak = (partial(_argument, parse) for parse in (parse_bytes, parse_speed, parse_flops))
     add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
-    add(
-        "--wide",
-        action="store_true",
-        help="--compare with every column: bytes by kind, fewest devices, bound of the time",
-    )
+    add("--wide", action="store_true", help="--compare with bytes by kind, fewest devices and the time's bound too")
     add("--search", action="store_true", help="the fastest form that keeps the global batch and fits, as a whole YAML")
     add("--global-batch", type=count, help="samples of a step of all devices, for --search (default: the run's)")
     add_output(parser, "with --search: write its YAML here, and do not print it")
     add("--batch-size", type=count, help="samples per device and micro-batch (default: as in the data's first batch)")
-    add(
-        "--seq-len", type=count, help="tokens of a sample, of a Hugging Face configuration (default: its longest, 2048)"
-    )
+    add("--seq-len", type=count, help="tokens of a sample of a Hugging Face configuration (default: its most, or 2048)")
     add("--task", help="task of a Hugging Face configuration (default: by its architectures, else causal-lm)")
     add("--intra-node", type=speed, metavar="SPEED", help="of a device's links inside its node: 450GB/s")
     add("--inter-node", type=speed, metavar="SPEED", help="of a node's links to others, all together: 400Gb/s")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.cluster.slurm_job import parse_time
-from lightning_shard.commands import config_files, option_values
+from lightning_shard.commands import FIT, config_files, option_values
 from lightning_shard.commands import options as common
 from lightning_shard.errors import ConfigurationError, raise_problems
 from lightning_shard.text import parse_count
@@ -136,20 +136,11 @@ def parser() -> common.OptionsParser:
     parser = common.options_parser("slurm", _DESCRIPTION)
     add = parser.add_argument
     add("--nodes", help="nodes of the job, or the fewest and the most that it may have: 2-4 (default: num_nodes, or 1)")
-    add(
-        "--devices",
-        type=common.count,
-        help="devices, so processes, of each node (default: the configuration's, or 1)",
-    )
+    add("--devices", type=common.count, help="devices, so processes, of each node (default: the configuration's, or 1)")
     add("--cpu", action="store_true", help="devices are CPUs: ask for no GPUs (default: by trainer.accelerator)")
     add("--cpus-per-task", type=common.count, help="CPUs of each process (default: the cluster's)")
     add("--time", help="time limit, such as 4:00:00 (default: the partition's)")
-    add(
-        "--signal-seconds",
-        type=common.count,
-        default=120,
-        help="signal the run so long before the limit (default: 120)",
-    )
+    add("--signal-seconds", type=common.count, default=120, help="signal it so long before the limit (default: 120)")
     add("--launcher", choices=["srun", "torchrun"], default="srun", help="who starts the processes (default: srun)")
     add("--max-restarts", type=int, default=0, help="restarts by torchrun after a failure (default: 0)")
     add("--name", default="train", help="name of the job (default: train)")
@@ -163,9 +154,7 @@ def parser() -> common.OptionsParser:
     add("--nccl-debug", metavar="LEVEL", help="NCCL_DEBUG: WARN, INFO, ...")
     add("--socket-interface", metavar="NAME", help="network interface of NCCL and gloo, such as ib0")
     add("--setup", action="append", default=[], metavar="LINE", help="line to run before, such as 'module load cuda'")
-    add(
-        "--command", default="fit", choices=["fit", "validate", "test", "predict"], help="command to run (default: fit)"
-    )
+    add("--command", default="fit", choices=[*FIT], help="command to run (default: fit)")
     common.add_output(parser, "file to write the script to (default: stdout)")
     add("--submit", action="store_true", help="submit it with sbatch")
     return parser
