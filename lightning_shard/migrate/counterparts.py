@@ -258,7 +258,9 @@ def _write_optimizer(target: Target, asked: Line) -> None:
 
 def _write_division(target: Target, asked: Line) -> None:
     """Write the order of dividing and summing gradients, which gives the same mean."""
-    if target.engine == "deepspeed":
+    # DeepSpeed refuses another one for the reduce-scatter of stages 2 and 3.
+    scatters = target.stage > 1 and target.arguments.get("buckets", {}).get("reduce_scatter") is not False
+    if target.engine == "deepspeed" and not scatters:
         target.set(asked, f"strategy.{asked.name}", asked.value)
     else:
         target.hold(asked, "the mean is the same, but for its last digits")

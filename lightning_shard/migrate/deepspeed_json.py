@@ -45,7 +45,7 @@ def read_deepspeed(
     reading.engine = reading.engine or "deepspeed"
     content = dict(copy.deepcopy(content))
     for key, reason in {**REMOVED, **FOREIGN}.items():
-        if key in content and not is_off(content[key], key):
+        if key in content and not is_off(content[key]):
             reading.lose(f"{prefix}{key}", content.pop(key), reason)
         elif key in content:
             reading.rest(f"{prefix}{key}", content.pop(key))

@@ -180,7 +180,7 @@ FILE = str(FILES / "deepspeed" / "zero3_bf16.json")
         (fsdp(1, fsdp_sharding_strategy=1, fsdp_reshard_after_forward="SHARD_GRAD_OP"), "make them equal"),
         (fsdp(3), "fsdp_version is '3', but must be 1 or 2"),
         (zero(zero_stage=7), "zero_stage is '7', but must be one of 0, 1, 2, 3"),
-        (zero(zero_stage=2, offload_param_device="cpu"), "only stage 3 shards, and so can offload, parameters"),
+        (zero(zero_stage=2, offload_param_device="cpu"), "with stage 2, but needs stage 3"),
         (zero(deepspeed_config_file="nope.json"), "'nope.json', but there is no such file"),
         ({**zero(deepspeed_config_file=FILE), "mixed_precision": "no"}, "make them equal, or remove one"),
     ],

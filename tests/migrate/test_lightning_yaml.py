@@ -146,7 +146,7 @@ def test_a_stock_precision_plugin_is_the_precision(migrated: Migrated, refused: 
         ({"trainer": "ddp"}, "trainer is 'ddp', but must be a mapping of keys"),
         (trainer("DeepSpeedStrategy", {"stage": 5}), "stage is '5', but must be one of 0, 1, 2, 3"),
         (trainer("DeepSpeedStrategy", {"hysteresis": "two"}), "hysteresis is 'two', but must be a number"),
-        (trainer("DeepSpeedStrategy", {"config": 5}), "5, of type int. Give the path of"),
+        (trainer("DeepSpeedStrategy", {"config": 5}), "5, but must be the path of"),
         (trainer("FSDPStrategy", {"auto_wrap_policy": "my.policy"}), "a function, which YAML can't carry over"),
         (trainer("FSDPStrategy", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2]}), "must be two numbers"),
         (trainer("FSDPStrategy", {"device_mesh": [2, 1]}), "goes with sharding_strategy HYBRID_SHARD"),
