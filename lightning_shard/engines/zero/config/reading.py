@@ -190,9 +190,6 @@ def parse_number(text: str) -> Any:
     return text
 
 
-ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
-"""Optimizers of older versions of DeepSpeed, with compressed communication."""
-
 MUON = (
     *("lr", "weight_decay", "momentum", "muon_lr", "adam_lr", "ns_method", "betas", "eps"),
     *("adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"),
