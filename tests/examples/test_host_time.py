@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from inspect import getattr_static
 from types import GetSetDescriptorType
 
@@ -31,6 +32,7 @@ def count(race: str) -> list[int]:
     place = Place(rank=dist.get_rank(), device=torch.device("cpu"))
     work, plan = workload(BLOCKS, race, processes=2), Plan(rounds=1, steps=1, warmup=WARMUP)
     calls = []
+    warnings.simplefilter("ignore")  # the harness shows each, by calls of its own
     by_hand, _, ours, _ = RACES[race]
     for name in (by_hand, ours):
         contestant = build_variant(name, work, place, plan)
@@ -45,5 +47,5 @@ def count(race: str) -> list[int]:
 
 @pytest.mark.parametrize("race", sampled(["fsdp", "stage_2", "ddp", "stage_3"], 0))
 def test_calls_of_a_steady_step(race: str) -> None:
-    for by_hand, ours in run_distributed(count, 2, race):
+    for by_hand, ours in run_distributed(count, 2, race, timeout=190):
         assert ours <= SHARE * by_hand + TRAINER, (ours, by_hand)
