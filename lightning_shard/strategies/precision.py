@@ -159,7 +159,7 @@ class ShardPrecision(Precision):
             skips = f"precision is {self.precision!r}, whose loss scale"
         if again and skips:
             raise (PrecisionError if self._scale is not None else ConfigurationError)(
-                f"{skips} skips steps, but {again[0]} computes the loss again in a step. Remove nonfinite, use "
+                f"{skips} may skip steps, but {again[0]} computes the loss again in a step. Remove nonfinite, use "
                 "'bf16-mixed' or '32-true', or another optimizer."
             )
         return super().connect(model, optimizers, lr_schedulers)
