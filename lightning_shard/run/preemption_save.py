@@ -104,8 +104,8 @@ class RunIdentity:
             path = Path(asked)
             if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", path.name) and path.parent.resolve() == Path(self.root).resolve():
                 raise CheckpointError(
-                    f"Lightning chose {path} by itself, since it lies in default_root_dir. It may be another job's: "
-                    "move it away, or set ckpt_path: auto to go on from this run's own checkpoints."
+                    f"Lightning chose {path} by itself, since it lies in default_root_dir. It does not say which job "
+                    "wrote it: move it away, or set ckpt_path: auto to go on from this run's own checkpoints."
                 )
             again = fitting and self.job is not None and self.job.restarts > 0
             return (self._newest(own + folders, speak=False) if again else None) or asked
