@@ -5,13 +5,14 @@ tensor that the code computes replaces it, in full on the host of every rank.
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.checkpoint.files.layout import MODEL_PREFIX, without_prefix
 from lightning_shard.checkpoint.files.manifest import Manifest
@@ -126,7 +127,7 @@ class StateDict:
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 raise CheckpointError(
-                    f"on_load_checkpoint put a {type(tensor).__name__} under {name!r} into the "
+                    f"on_load_checkpoint or load_state_dict put a {type(tensor).__name__} under {name!r} into the "
                     "state_dict: only tensors can be loaded. Keep other values under a key of their own in the "
                     "checkpoint."
                 )
@@ -156,14 +157,56 @@ def _place(tensor: Tensor) -> Any:
     return storage_key(own), own.storage_offset(), own.shape
 
 
-def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any]) -> StateDict:
-    """Return the tensors to load as ``state``, which hooks may have changed, names them. All ranks call it.
-
-    CheckpointError: values that are no tensors, or a module with a ``load_state_dict`` of its own.
+def follow_names(module: nn.Module, found: Manifest, state: Mapping[str, Any], strict: bool) -> tuple[StateDict, bool]:
+    """Apply the module's own ``load_state_dict``, if any, to ``state``, which hooks may have changed. Returned: the
+    tensors to load, and whether all must fit. All ranks call it. CheckpointError: values that are no tensors, or none.
     """
     if type(module).load_state_dict is not nn.Module.load_state_dict:
+        try:
+            # An invented missing key raises if the module asks torch to be strict.
+            state, strict = _given_to_torch(module, state, strict=strict, missing=[_INVENTED]), False
+        except RuntimeError as error:
+            if _INVENTED not in str(error):
+                raise
+            state, strict = _given_to_torch(module, state, strict=strict, missing=[]), True
+    return StateDict.of(found).edited(state, sharded_names(module)), strict
+
+
+_INVENTED = "a key that no module has"
+
+
+def _given_to_torch(
+    module: nn.Module, state: Mapping[str, Any], *, strict: bool, missing: Sequence[str]
+) -> Mapping[str, Any]:
+    """Record the state that ``module.load_state_dict`` passes to torch, by torch's hooks around it. Nothing is loaded.
+
+    ``missing`` are keys that a load of the whole module then misses. A load of a submodule alone misses none.
+    """
+    given: list[Mapping[str, Any]] = []
+    handles: list[RemovableHandle] = []
+    for name, part in module.named_modules():
+
+        def record(
+            _: nn.Module, state: dict[str, Any], prefix: str, *rest: Any, name: str = f"{name}." if name else ""
+        ) -> None:
+            # Torch calls the hooks of submodules too, with their prefix and the state that their parent leaves.
+            if not prefix:
+                given.append({name + key: tensor for key, tensor in state.items()})
+                state.clear()
+
+        def require(part: nn.Module, keys: Any) -> None:
+            keys.unexpected_keys.clear()
+            keys.missing_keys[:] = missing if part is module else []
+
+        handles += part.register_load_state_dict_pre_hook(record), part.register_load_state_dict_post_hook(require)
+    try:
+        module.load_state_dict(dict(state), strict=strict)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not given:
         raise CheckpointError(
-            f"{type(module).__name__} overrides load_state_dict, but parameters that are sharded are not loaded by it. "
-            "Change names and values of checkpoint['state_dict'] in on_load_checkpoint instead."
+            f"{type(module).__name__}.load_state_dict gives torch nothing to load, and parameters that are sharded "
+            "can't be filled by hand. Change the state_dict there and call super().load_state_dict with it."
         )
-    return StateDict.of(found).edited(state, sharded_names(module))
+    return {key: tensor for part in given for key, tensor in part.items()}

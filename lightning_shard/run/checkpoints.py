@@ -312,7 +312,7 @@ class Checkpoints:
             settled = optimizers and begins and not self._loading.path.name.startswith(".trial_")
             schedulers = resolve_schedules(schedules, hooked or state, configured=configured) if settled else []
             if hooked is not None and _follows_names(self.module):
-                edited = follow_names(self.module, self._loading.manifest, hooked["state_dict"])
+                edited, strict = follow_names(self.module, self._loading.manifest, hooked["state_dict"], strict=strict)
             report = load.load_training_state(
                 self._loading,
                 module=self.module,

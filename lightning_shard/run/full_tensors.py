@@ -386,6 +386,6 @@ def load_from_checkpoint(module_class: type[M], path: StrPath, *, strict: bool |
     materializer = Materializer(module, device=torch.device("cpu"), seed=0)
     materializer.fill(materializer.fqns)
     strict = module.strict_loading if strict is None else strict
-    edited = follow_names(module, checkpoint.manifest, state_dict)
+    edited, strict = follow_names(module, checkpoint.manifest, state_dict, strict=strict)
     load_training_state(checkpoint, module=module, strict=strict, state=edited)
     return module

@@ -1,4 +1,4 @@
-"""A module's own `on_load_checkpoint` acts on a checkpoint's tensors as without sharding."""
+"""A module's own `on_load_checkpoint` and `load_state_dict` act on a checkpoint's tensors as without sharding."""
 
 from __future__ import annotations
 
@@ -47,8 +47,24 @@ class New(Old):
 
 
 class Overriding(Old):
+    last = "classifier"
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        return super().load_state_dict(state_dict, strict=strict)
+        state = {name.replace("head.", "classifier."): tensor for name, tensor in state_dict.items()}
+        return super().load_state_dict({**state, "embed.weight": state["embed.weight"] * 2}, strict=strict)
+
+
+class ByHand(Old):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return None
+
+
+class InParts(Old):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        teacher = nn.Linear(1, 1)  # No part of the module: torch loads it.
+        teacher.load_state_dict({"weight": torch.full((1, 1), 3.0), "bias": torch.zeros(1)})
+        assert teacher.weight.item() == 3.0
+        return self.embed.load_state_dict({"weight": state_dict["embed.weight"]})
 
 
 def made(cls: type[Old], edit: Any = None, **attributes: Any) -> Old:
@@ -127,14 +143,30 @@ def run(strategy: str, precision: str, folder: str) -> None:
     assert all(torch.equal(stored[name], tensor) for name, tensor in found.items())
     assert full_tensor(trainer, "head.bias", "exp_avg") is None
 
+    # What people write against heads of another size.
     module = made(New, rows=ROWS + 2)
-    module.edit = lambda checkpoint: checkpoint["state_dict"].update(module.state_dict())
+
+    def where_it_fits(checkpoint: State) -> None:
+        state, own = checkpoint["state_dict"], module.state_dict()
+        state.update({name: own[name] for name in state if state[name].shape != own[name].shape})
+
+    module.edit = where_it_fits
     if "stage_3" in strategy:
         with pytest.raises(CheckpointMismatchError, match=r"state_dict\(\), which has no values of it under this"):
             loaded(module, strategy, precision, path)
+    else:
+        fresh, _ = fit(made(Old, rows=ROWS + 2), strategy, precision, 0)
+        found = loaded(module, strategy, precision, path)
+        assert torch.equal(found["embed.weight"], fresh["embed.weight"])
+        assert torch.equal(found["head.weight"], stored["head.weight"])
 
-    with pytest.raises(CheckpointError, match=r"Overriding overrides load_state_dict, .* in on_load_checkpoint"):
-        loaded(made(Overriding), strategy, precision, path)
+    found = loaded(made(Overriding), strategy, precision, path)
+    assert torch.equal(found["embed.weight"], 2 * stored["embed.weight"])
+    assert torch.equal(found["classifier.weight"], stored["head.weight"])
+    found = loaded(made(InParts), strategy, precision, path)
+    assert torch.equal(found["embed.weight"], stored["embed.weight"])
+    with pytest.raises(CheckpointError, match=r"ByHand\.load_state_dict gives torch nothing to load"):
+        loaded(made(ByHand), strategy, precision, path)
     with pytest.raises(CheckpointError, match=r"put a list under 'notes' into the state_dict"):
         loaded(made(New, lambda checkpoint: checkpoint["state_dict"].update(notes=[])), strategy, precision, path)
 
