@@ -28,7 +28,7 @@ require(_groups.FSDPParamGroup, "device fsdp_params mesh_info modules reshard")
 require(_groups.FSDPParamGroup, assigned="_register_post_backward_hook _training_state post_backward post_forward")
 require(_groups.FSDPParamGroup, assigned="pre_backward reshard_after_backward unshard wait_for_unshard")
 require(_groups.FSDPParam, "all_gather_outputs offload_to_cpu sharded_param unsharded_accumulated_grad unsharded_param")
-require(_groups.FSDPParam, "_sharded_post_forward_param sharded_state")
+require(_groups.FSDPParam, "sharded_state")
 if before_2_15.IS_NEEDED:
     require(_groups.FSDPParamGroup, "lazy_init")
     require(_groups.FSDPParam, "reduce_dtype", assigned="unsharded_accumulated_grad")
@@ -154,8 +154,7 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
 def reduction_dtypes(root: nn.Module) -> set[torch.dtype]:
     """The dtypes in which ``root``'s units with trainable parameters reduce gradients."""
     groups = ((module, _group_of(module)) for module in units_of(root))
-    trained = [m for m, group in groups if group and any(p.sharded_param.requires_grad for p in group.fsdp_params)]
-    return {dtypes_of(module)[1] for module in trained}
+    return {dtypes_of(m)[1] for m, g in groups if g and any(p.sharded_param.requires_grad for p in g.fsdp_params)}
 
 
 def round_each_use(root: nn.Module) -> None:
@@ -271,9 +270,6 @@ def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
         yield from parameter.all_gather_outputs
         if (full := _full(parameter)) is not None:
             yield full
-        # With an integer `reshard_after_forward` the shard over fewer ranks, while there is one.
-        if (shard := getattr(parameter, "_sharded_post_forward_param", None)) is not None:
-            yield shard
 
 
 def full_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Any]]:

@@ -33,13 +33,17 @@ _WRITES = (
 )
 _PARTS = "select slice unbind split split_with_sizes diagonal unfold index index_select gather take masked_select"
 _REDUCTIONS = (
-    "any all argmax argmin var var_mean std median nanmedian kthvalue nonzero _unique2 sort topk cumsum cumprod"
+    "mean any all argmax argmin var var_mean std median nanmedian kthvalue nonzero _unique2 sort topk cumsum cumprod"
     " flip roll _softmax _log_softmax"
 )
 _LOSSES = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits"
 CONTRACT = (
     "call tensor.full_tensor() on all ranks, or use lightning_shard.full_tensor(trainer, name) or "
     "lightning_shard.full_parameters(trainer, ...), on all ranks too (examples/guides/contract.md)"
+)
+ROOTS_UNIT = (
+    "to use an embedding or a head in a step outside of its forward set units: [{modules: auto}] (with shard_fsdp), "
+    "which leaves them to the root's unit"
 )
 BETWEEN_STEPS = (
     "write between steps, as in on_train_batch_start or on_train_batch_end, with "
@@ -58,7 +62,6 @@ def install_refusals() -> Callable[[], None]:
     if _engines == 0:
         table = dict.fromkeys(_overloads(_RANDOM, _WRITES, _PARTS, _REDUCTIONS, _LOSSES), _along_shards)
         table |= dict.fromkeys([READ_NUMBER, *_overloads(_NUMBERS)], _of_all_ranks)
-        table |= dict.fromkeys(_overloads("mean"), _mean)
         _replaced.update({op: handlers.get(op) for op in table})
         handlers.update(table)
     _engines += 1
@@ -115,15 +118,6 @@ def _along_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _of_torch(op, args, kwargs)
 
 
-def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Allow means over even shards, which torch computes as a partial value without communication."""
-    tensor = args[0]
-    uneven = any(
-        isinstance(placement, Shard) and tensor.shape[placement.dim] % ranks for placement, ranks in _placed(tensor)
-    )
-    return (_along_shards if uneven else _of_torch)(op, args, kwargs)
-
-
 def _dims_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> set[int]:
     """The dimensions that an operator works along: its argument ``dim``, or all."""
     for index, argument in enumerate(schema_of(op).arguments):
@@ -155,5 +149,5 @@ def _refusal(op: Any, tensor: DTensor) -> ConfigurationError:
     return ConfigurationError(
         f"{shown} of a DTensor of shape {tuple(tensor.shape)}, of which this rank has only a shard ("
         f"{', '.join(map(str, tensor.placements))}), would be wrong, lost, or wait for ranks that may not call it: "
-        f"{CONTRACT}."
+        f"{CONTRACT}; {ROOTS_UNIT}."
     )

@@ -1,9 +1,4 @@
-"""The `Engine` protocol: the interface between Lightning's hooks and the code that shards and steps a module.
-
-A strategy constructs an engine from its settings. `Engine.check`, `policy`, `memory_model` and `resolved_config` work
-before a run. In a run the strategy lets the engine prepare the module, attaches the optimizers of a fit, and takes the
-module back at the end. Nothing below this file knows Lightning.
-"""
+"""The `Engine` protocol, between Lightning's hooks and the code that shards and steps a module."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

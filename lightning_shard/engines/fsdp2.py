@@ -93,9 +93,7 @@ class FSDP2Engine(TorchOptimizerEngine):
             )
         self._ignored: list[nn.Parameter] = [] if earlier is None else earlier[1]
         if earlier is None:
-            self.upcast, self._ignored = shard_tree(
-                module, run, self._units, self._forward_options, self._applier(run), self.strategy
-            )
+            self.upcast, self._ignored = shard_tree(module, run, self._units, self._forward_options, self._applier(run))
             for part in module.modules():
                 part.register_load_state_dict_pre_hook(_take_full)
         self._averaged, self._unaveraged = dict[nn.Parameter, None](), set[Tensor]()

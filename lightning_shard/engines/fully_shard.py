@@ -50,11 +50,9 @@ class FullyShard(FSDP2Engine):
         of_rules = [rule.reshard_after_forward for rule in rules]
         for ranks in [self._units.reshard_after_forward, *(r for r in of_rules if r is not None)]:
             if not isinstance(ranks, bool) and (ranks < 2 or ranks >= size or size % ranks != 0):
-                divisors = [str(d) for d in range(2, size) if size % d == 0]
                 raise MeshError(
                     f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be "
-                    f"neither 1 (that is false) nor {size} (that is true). Possible here: "
-                    f"{', '.join(divisors) or 'none'}."
+                    f"neither 1 (that is false) nor {size} (that is true)."
                 )
         if any(rule.compute for rule in rules) and run.policy.autocast is not None:
             raise PrecisionError("units have a compute dtype under autocast, which casts by operator. Remove one.")

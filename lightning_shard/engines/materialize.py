@@ -101,23 +101,15 @@ class Materializer:
 
 def _find_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]:
     modules = dict(root.named_modules())
-    found: dict[nn.Module, Callable[[], object]] = {}
-    without: list[str] = []
-    for fqn, module in modules.items():
-        if not any(t.is_meta for t in own_tensors(module).values()):
-            continue
-        initialize = _initializer(module, fqn, modules)
-        if initialize is None:
-            without.append(f"{fqn or '(root)'} ({type(module).__name__})")
-        else:
-            found[module] = initialize
-    if without:
+    on_meta = {fqn: m for fqn, m in modules.items() if any(t.is_meta for t in own_tensors(m).values())}
+    found = {module: _initializer(module, fqn, modules) for fqn, module in on_meta.items()}
+    if without := [f"{fqn or '(root)'} ({type(m).__name__})" for fqn, m in on_meta.items() if found[m] is None]:
         raise MaterializationError(
             f"The model was built on the meta device, and {len(without)} of its modules can't be given values: "
             f"{listed(without)}. Give each a reset_parameters() method that initialises its own parameters and "
             "buffers, or build them on a real device in configure_model."
         )
-    return found
+    return found  # type: ignore[return-value]
 
 
 def _initializer(module: nn.Module, fqn: str, modules: Mapping[str, nn.Module]) -> Callable[[], object] | None:

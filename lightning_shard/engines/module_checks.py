@@ -3,17 +3,16 @@
 from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard.engines._fsdp2 import units_of
-from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS, CONTRACT
+from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS, ROOTS_UNIT
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 from lightning_shard.tensors.names import outside_graphs, unwrapped_modules
@@ -23,12 +22,16 @@ require(Tensor, "_backward_hooks _post_accumulate_grad_hooks")
 
 
 def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by_zero: bool = True) -> None:
-    """Raise ConfigurationError if FSDP2 or ZeRO-3 has sharded the module."""
-    if by_fsdp and units_of(module):
+    """Raise ConfigurationError if FSDP2, ZeRO-3 or a loader has sharded the module."""
+    by = "with FSDP2" if by_fsdp and units_of(module) else ""
+    # DeepSpeed's mark on a parameter, read without importing DeepSpeed.
+    if by_zero and any(hasattr(p, "ds_tensor") for p in module.parameters()):
+        by = "by ZeRO-3"
+    if by:
         raise ConfigurationError(
-            f"{strategy} needs a module with full parameters, but this one was sharded with FSDP2, by an earlier run "
-            "or in configure_model. Make it plain with lightning_shard.unshard(module), build a new one, or use "
-            "shard_fsdp."
+            f"{strategy} needs a module with full parameters, but this one was sharded {by}, by an earlier run or in "
+            "configure_model. Make it plain with lightning_shard.unshard(module), or build a new one and load the "
+            "earlier run's checkpoint with ckpt_path."
         )
     inside = {p for unit in units_of(module) for p in unit.parameters()}
     if found := [n for n, p in module.named_parameters() if isinstance(p, DTensor) and p not in inside]:
@@ -36,29 +39,12 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
             f"{strategy} shards full parameters, but {len(found)} come already sharded as DTensors, {found[0]} first, "
             "as from_pretrained with tp_plan or distributed_config makes them. Load the model without these."
         )
-    # DeepSpeed's mark on a parameter, read without importing DeepSpeed.
-    if by_zero and any(hasattr(p, "ds_tensor") for p in module.parameters()):
-        raise ConfigurationError(
-            f"{strategy} needs a module with full parameters, but this one was sharded by ZeRO-3, in an earlier run or "
-            "by deepspeed.zero.Init. Make it plain with lightning_shard.unshard(module), or build a new one and load "
-            "the earlier run's checkpoint with ckpt_path, or use shard_deepspeed_stage_3."
-        )
-
-
-def refuse_lazy(module: nn.Module, strategy: str, ignored: Container[Tensor] = ()) -> None:
-    """Raise ConfigurationError for parameters without a size, except ``ignored`` ones."""
-    if lazy := [name for name, p in module.named_parameters() if p not in ignored and is_lazy(p)]:
-        raise ConfigurationError(
-            f"{strategy} can't take parameters that are uninitialized, without a size before a first forward: "
-            f"{listed(lazy)}. Run a batch through the model in configure_model, or give the modules their sizes."
-        )
 
 
 def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, ignored: Container[Tensor] = ()) -> None:
     """Raise ConfigurationError for all parameters that a sharding engine can't step, except ``ignored`` ones.
     ``hooked``: also those that a module's own hook reads before the engine's hooks gather them.
     """
-    refuse_lazy(module, strategy, ignored)
     inside = dict(module.named_modules())
     sparse = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "sparse", False) is True}
     # With ``max_norm`` forward writes to the weights, which are gathered or cast copies there.
@@ -124,11 +110,8 @@ def refuse_lists(module: nn.Module, strategy: str) -> None:
         # torch updates the lists of recurrent modules.
         for attribute, value in {} if isinstance(part, nn.RNNBase) else vars(part).items():
             # The second attribute is DeepSpeed's, and the third FSDP2Engine's.
-            if (
-                attribute not in ("_parameters", "_original_parameters", "_shard_state")
-                and not isinstance(value, nn.Parameter)
-                and (found := held(value))
-            ):
+            own = attribute in ("_parameters", "_original_parameters", "_shard_state")
+            if not own and not isinstance(value, nn.Parameter) and (found := held(value)):
                 raise ConfigurationError(
                     f"{f'{owner}.{attribute}'.lstrip('.')} is a {type(value).__name__} that holds the parameters "
                     f"{listed(found)}, but {strategy} replaces parameters and would leave the old ones in it. Use "
@@ -180,14 +163,6 @@ def refuse_second_pass(loss: Tensor) -> Callable[[], None]:
     return loss.register_hook(once).remove
 
 
-def refuse_copy(strategy: str, memo: object) -> NoReturn:
-    """``__deepcopy__`` of a module whose parameters ``strategy`` has sharded."""
-    raise ConfigurationError(
-        f"A module is copied whose parameters {strategy} has sharded, and torch copies no such modules. Copy it "
-        "before, in __init__, setup or configure_model, or let EMACallback keep averages."
-    )
-
-
 def refuse_double(module: nn.Module, strategy: str, compute: torch.dtype) -> None:
     """Raise ConfigurationError for fp64 parameters that would become fp32 masters, or be rounded to fp32 as frozen ones
     if ``compute`` is fp32.
@@ -228,10 +203,6 @@ def explain_ungathered(strategy: str) -> Generator[None, None, None]:
         if not any(text in str(error) for text in _NOT_GATHERED):
             raise
         raise not_gathered(strategy) from error
-    except ConfigurationError as error:
-        if CONTRACT not in str(error):
-            raise
-        raise ConfigurationError(f"{error} {_OUTSIDE[0].upper()}{_OUTSIDE[1:]}.") from error
     except TypeError as error:
         if "(torch.nn.Parameter or None expected)" not in str(error):
             raise
@@ -241,11 +212,6 @@ def explain_ungathered(strategy: str) -> Generator[None, None, None]:
             "setup or configure_model, or use shard_ddp in '32-true'."
         ) from None
 
-
-_OUTSIDE = (
-    "to use parameters of an embedding or a head in a step outside of its forward, set units: [{modules: auto}] (with "
-    "shard_fsdp), which leaves them to the root's unit, gathered in all of a step"
-)
 
 _DISAGREE = "Detected a disagreement on list"
 """The error of DeepSpeed's stage 3 if ranks have run different modules."""
@@ -278,6 +244,6 @@ def not_gathered(strategy: str) -> ConfigurationError:
     return ConfigurationError(
         f"The step uses parameters that {strategy} has not gathered at that time: it gathers a module's parameters for "
         "its own forward and backward pass. For a sum over self.parameters() use the optimizer's weight_decay, or "
-        f"compute it in the modules; {_OUTSIDE}; take gradients of gradients after the step's other forward passes; "
+        f"compute it in the modules; {ROOTS_UNIT}; take gradients of gradients after the step's other forward passes; "
         f"{BETWEEN_STEPS}; or use shard_deepspeed_stage_2, or shard_ddp in '32-true'."
     )

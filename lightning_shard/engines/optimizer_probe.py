@@ -4,12 +4,12 @@ One that couples parameters can't be divided over ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -119,93 +119,130 @@ def _try(
     different[0] = [_turned(value) for value in values]
     # The first one twice, or optimizers that estimate the step size from their progress (Prodigy) do not change it.
     gradients = [different[0], *different]
+    name = type(optimizer).__qualname__
     with undrawn():
+        trial = _Trial(optimizer, group)
         try:
-            tried = _compared(partial(_stepped, optimizer, group), values, gradients)
+            trial.step_both(values, gradients)
         except Exception as error:
             if alone:
                 return Needs(full=True)
             raise _CanNotTry(
-                f"{type(optimizer).__qualname__} can't be tried on a tensor of shape {shape} "
-                f"({type(error).__name__}: {error}), so its steps on shards of a parameter are unknown. Use shard_ddp, "
-                "or an optimizer that makes its state when it steps and refers to its parameters only in its groups."
+                f"{name} can't be tried on a tensor of shape {shape} ({type(error).__name__}: {error}), so its steps "
+                "on shards of a parameter are unknown. Use shard_ddp, or an optimizer that makes its state when it "
+                "steps and refers to its parameters only in its groups."
             ) from error
-        needs = tried.needs
-        if alone and (needs.again or needs.draws or tried.coupled):
+        needs, exact = trial.needs, aligned or dtype == torch.float32
+        if alone and (needs.again or needs.draws or trial.coupled):
             return replace(needs, full=not needs.again)
-        exact = aligned or dtype == torch.float32
-        _refuse_unsharded(optimizer, tried, exact=exact)
+        if needs.draws and exact:
+            raise ConfigurationError(
+                f"{name} draws random numbers in its step, which can't be the same if parameters are sharded. Use "
+                "shard_ddp, or an optimizer that draws none."
+            )
         if needs.draws:
             return needs
+        if trial.coupled:
+            raise ConfigurationError(
+                f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
+                "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
+            )
         first = [pair[0] for pair in gradients]
-        same = not shape or _same_in_parts(tried.step, tried.stepped.values[0], values[0], first, exact=exact)
-        if not tried.stepped.insides and same and _takes_shards(tried.step, group, dtype):
+        same = not shape or trial.same_in_parts(trial.together[0], values[0], first, exact=exact)
+        if not trial.insides and same and trial.takes_shards(dtype):
             return needs
         if needs.again:
             raise ConfigurationError(
-                f"{type(optimizer).__qualname__} needs full parameters and a closure that computes the loss again, but "
-                "with sharded parameters it is called after backward, with only the loss. Use shard_ddp."
+                f"{name} needs full parameters and a closure that computes the loss again, but with sharded parameters "
+                "it is called after backward, with only the loss. Use shard_ddp."
             )
         return replace(needs, full=True)
 
 
-class _Stepped(NamedTuple):
-    """The result of a copy's steps."""
+class _Trial:
+    """Steps copies of an optimizer over made-up tensors."""
 
-    values: list[Tensor]
-    insides: bool  # Whether its state is not elementwise, such as quantised tensors.
-    again: bool  # Whether a closure was called twice in a step, or after values changed.
+    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        self._optimizer, self._group = optimizer, group
+        self._losses: Sequence[float] = ()  # Of the closures, if steps need one.
 
+    def step_copy(
+        self, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], losses: Sequence[float] = ()
+    ) -> list[Tensor]:
+        """The values after steps of a copy with each of ``gradients``, and with closures that return ``losses``."""
+        losses = losses or self._losses
+        tensors: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
+        copy = copy_of(self._optimizer, [_group_over(tensors, self._group)])
+        if callable(train := getattr(copy, "train", None)):
+            # schedulefree requires it before a step.
+            train()
+        # The class's function: a schedule may have replaced the instance's to count calls.
+        step: Any = type(copy).step
+        self._again = False  # Whether a closure was called twice in a step, or after values changed.
+        for index, each in enumerate(gradients):
+            for tensor, gradient in zip(tensors, each, strict=True):
+                tensor.grad = gradient.clone()
+            closure = _Closure(tensors, losses[index]) if losses else None
+            step(copy, *([] if closure is None else [closure]))
+            self._again |= closure is not None and closure.again
+        # Whether the state is not elementwise, such as quantised tensors. All values have one shape.
+        self._insides = not _of_elements(copy.state, values[0].shape)
+        return [tensor.detach() for tensor in tensors]
 
-class _Tried(NamedTuple):
-    """The result of two tensors of one shape, stepped together and each alone."""
-
-    step: Callable[..., _Stepped]  # Steps a copy, with a closure if the optimizer needs one.
-    stepped: _Stepped  # Both together.
-    coupled: bool
-    needs: Needs  # Without ``full``.
-
-
-def _compared(step: Callable[..., _Stepped], values: list[Tensor], gradients: list[list[Tensor]]) -> _Tried:
-    random, losses = rng_state(), [float(4 ** (index % 3)) for index in range(len(gradients))]
-    asks = False
-    try:
-        stepped = step(values, gradients)
-    except Exception as error:
-        asks, step = True, partial(step, losses=losses)
+    def step_both(self, values: list[Tensor], gradients: list[list[Tensor]]) -> None:
+        """Step two tensors of one shape, together and each alone."""
+        random, losses = rng_state(), [float(4 ** (index % 3)) for index in range(len(gradients))]
         try:
-            stepped = step(values, gradients)
+            self.together = self.step_copy(values, gradients)
+        except Exception as error:
+            self._losses = losses
+            try:
+                self.together = self.step_copy(values, gradients)
+            except Exception:
+                raise error from None
+        asks, draws, again, self.insides = bool(self._losses), not same(random, rng_state()), self._again, self._insides
+        reads = False
+        with suppress(Exception):  # It may accept no closure.
+            given = []
+            for each in ([1.0] * len(losses), losses):
+                set_rng_state(random)
+                given.append(self.step_copy(values, gradients, each))
+            again = self._again
+            if reads := not all(map(_equal, *given)):
+                self._losses, self.together, self.insides = losses, given[1], self._insides
+        apart = [self.step_copy([values[i]], [[pair[i]] for pair in gradients])[0] for i in range(2)]
+        self.coupled = not all(map(_equal, self.together, apart))
+        self.needs = Needs(loss=asks or reads, again=again, draws=draws)
+
+    def same_in_parts(self, full: Tensor, value: Tensor, gradients: Sequence[Tensor], *, exact: bool) -> bool:
+        """True if stepping 1-D slices equals stepping the full tensor. ``exact``: 7-element slices too (SIMD tails)."""
+        try:
+            for begin, end in pairwise([0, *(_FEW_CUTS if full.numel() < _CUTS[0] else _CUTS), full.numel()]):
+                own = [[gradient.view(-1)[begin:end]] for gradient in gradients]
+                if not _equal(self.step_copy([value.view(-1)[begin:end]], own)[0], full.view(-1)[begin:end]):
+                    return False
+            if not exact:
+                return True
+            value, *gradients = [tensor.view(-1)[:_MANY].clone() for tensor in (value, *gradients)]
+            value[::2] = 0  # so that no bit of an update is rounded away
+            (together,) = self.step_copy([value], [[gradient] for gradient in gradients])
+            apart = self.step_copy(value.split(_SHORT), [gradient.split(_SHORT) for gradient in gradients])
         except Exception:
-            raise error from None
-    draws = not same(random, rng_state())
-    reads, again = False, stepped.again
-    with suppress(Exception):  # It may accept no closure.
-        given = []
-        for each in (losses, [1.0] * len(losses)):
-            set_rng_state(random)
-            given.append(step(values, gradients, losses=each))
-        reads, again = not all(map(_equal, *(each.values for each in given))), given[0].again
-        step = partial(step, losses=losses) if reads else step
-        stepped = given[0] if reads else stepped
-    apart = [step([values[i]], [[pair[i]] for pair in gradients]).values[0] for i in range(2)]
-    coupled = not all(map(_equal, stepped.values, apart))
-    needs = Needs(loss=asks or reads, again=again, draws=draws)
-    return _Tried(step, stepped, coupled, needs)
+            return False  # It may require more dimensions, or more elements than a shard has.
+        return _equal(together, torch.cat(apart))
 
-
-def _refuse_unsharded(optimizer: Optimizer, tried: _Tried, *, exact: bool) -> None:
-    """Raise ConfigurationError if ranks can't each step a part of the parameters."""
-    name = type(optimizer).__qualname__
-    if tried.needs.draws and exact:
-        raise ConfigurationError(
-            f"{name} draws random numbers in its step, which can't be the same if parameters are sharded. Use "
-            "shard_ddp, or an optimizer that draws none."
-        )
-    if tried.coupled and not tried.needs.draws:
-        raise ConfigurationError(
-            f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
-            "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
-        )
+    def takes_shards(self, dtype: torch.dtype) -> bool:
+        """Whether a group of DTensors can be stepped: DTensor lacks some operators, such as Rprop's."""
+        like = next((p for p in self._group["params"] if isinstance(p, DTensor)), None)
+        if like is None:
+            return True
+        local = torch.ones((2,) * like.ndim, dtype=dtype, device=like.to_local().device)
+        part = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+        try:
+            self.step_copy([part], [[part], [-part]])
+        except Exception:
+            return False
+        return True
 
 
 def _turned(value: Tensor) -> Tensor:
@@ -218,32 +255,6 @@ def _turned(value: Tensor) -> Tensor:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
-
-
-def _stepped(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    values: Sequence[Tensor],
-    gradients: Sequence[Sequence[Tensor]],
-    losses: Sequence[float] = (),
-) -> _Stepped:
-    """Step a copy of ``optimizer`` over ``values`` with each of ``gradients``, and closures that return ``losses``."""
-    tensors: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
-    copy = copy_of(optimizer, [_group_over(tensors, group)])
-    if callable(train := getattr(copy, "train", None)):
-        # schedulefree requires it before a step.
-        train()
-    # The class's function: a schedule may have replaced the instance's to count calls.
-    step: Any = type(copy).step
-    again = False
-    for index, each in enumerate(gradients):
-        for tensor, gradient in zip(tensors, each, strict=True):
-            tensor.grad = gradient.clone()
-        closure = _Closure(tensors, losses[index]) if losses else None
-        step(copy, *([] if closure is None else [closure]))
-        again |= closure is not None and closure.again
-    insides = not _of_elements(copy.state, values[0].shape)  # all values have one shape
-    return _Stepped([tensor.detach() for tensor in tensors], insides, again)
 
 
 def _of_elements(state: Any, shape: torch.Size) -> bool:
@@ -274,44 +285,6 @@ class _Closure:
         return self._loss.clone()
 
 
-def _same_in_parts(
-    step: Callable[..., Any], full: Tensor, value: Tensor, gradients: Sequence[Tensor], *, exact: bool
-) -> bool:
-    """True if stepping 1-D slices equals stepping the full tensor. ``exact``: 7-element slices too (SIMD tails)."""
-    for begin, end in pairwise([0, *(_FEW_CUTS if full.numel() < _CUTS[0] else _CUTS), full.numel()]):
-        try:
-            own = [[gradient.view(-1)[begin:end]] for gradient in gradients]
-            (part,) = step([value.view(-1)[begin:end]], own).values
-        except Exception:
-            return False  # It may require more dimensions.
-        if not _equal(part, full.view(-1)[begin:end]):
-            return False
-    if not exact:
-        return True
-    value, *gradients = [tensor.view(-1)[:_MANY].clone() for tensor in (value, *gradients)]
-    value[::2] = 0  # so that no bit of an update is rounded away
-    try:
-        (together,) = step([value], [[gradient] for gradient in gradients]).values
-        apart = step(value.split(_SHORT), [gradient.split(_SHORT) for gradient in gradients]).values
-    except Exception:
-        return False  # It may require more elements than a shard has.
-    return _equal(together, torch.cat(apart))
-
-
-def _takes_shards(step: Callable[..., Any], group: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether a group of DTensors can be stepped: DTensor lacks some operators, such as Rprop's."""
-    like = next((p for p in group["params"] if isinstance(p, DTensor)), None)
-    if like is None:
-        return True
-    local = torch.ones((2,) * like.ndim, dtype=dtype, device=like.to_local().device)
-    part = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
-    try:
-        step([part], [[part], [-part]])
-    except Exception:
-        return False
-    return True
-
-
 def _group_over(tensors: list[Tensor], group: Mapping[str, Any]) -> dict[str, Any]:
     """``group`` with other parameters, and with a learning rate above 0."""
     lr = group.get("lr")
@@ -327,9 +300,9 @@ def rests_at_zero(optimizer: Optimizer) -> bool:
         return False
     value, gradients = torch.ones(3), [[torch.ones(3)], [torch.zeros(3)]]
     for group in optimizer.param_groups:
-        step = partial(_stepped, optimizer, group, [value])
+        step = partial(_Trial(optimizer, group).step_copy, [value])
         try:
-            (once,), (twice,) = step(gradients[:1]).values, step(gradients).values
+            (once,), (twice,) = step(gradients[:1]), step(gradients)
         except Exception:
             return False
         if not torch.equal(once, twice):

@@ -1,9 +1,8 @@
 """Compare an engine's numbers with a plain loop, for versions of libraries that this package was not tested with.
 
-A release can round gradients in another place without removing a name, as torch 2.15 did in FSDP2. The module of this
-check covers the known cases: an fp32 activation with a 16-bit parameter, a parameter that is used twice, two
-micro-batches, and a parameter that one of them does not use. All operators are elementwise, so that kernels round the
-same for every memory layout.
+The module covers known changes of rounding: an fp32 activation with a 16-bit parameter, a parameter that is used twice,
+two micro-batches, and a parameter that one of them does not use. All operators are elementwise, so that kernels round
+the same for every memory layout.
 """
 
 from collections.abc import Mapping

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_shard.engines import forward, module_checks
+from lightning_shard.engines import forward
 from lightning_shard.engines._fsdp2 import dtypes_of, leave_inputs_alone, round_each_use, units_of
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
@@ -25,9 +25,6 @@ from lightning_shard.engines.units import Unit, UnitSpec, compute_dtypes, find_u
 from lightning_shard.errors import PrecisionError, WrappingError
 from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.ranks import warn_on_first_rank
-from lightning_shard.tensors.names import compiled_in_place
-from lightning_shard.text import listed
 
 FORWARD_METHODS = ("encode", "generate")  # Common names of methods that run a model without ``forward``.
 
@@ -49,7 +46,7 @@ class UnitOptions:
 
 
 def shard_tree(
-    root: nn.Module, run: Run, options: UnitOptions, transforms: ForwardOptions, apply: ApplyUnit, strategy: str
+    root: nn.Module, run: Run, options: UnitOptions, transforms: ForwardOptions, apply: ApplyUnit
 ) -> tuple[Mapping[str, torch.dtype], list[nn.Parameter]]:
     """Shard ``root`` in place over the run's mesh. Collective: all ranks call it.
 
@@ -93,8 +90,6 @@ def shard_tree(
     upcast = casting.cast_trainable_parameters(root, policy.master)
     forward.gather_for_calls(root)
     made = units_of(root)
-    for module in made:
-        vars(module)["__deepcopy__"] = partial(module_checks.refuse_copy, strategy)
     round_each_use(root)
     for below_root in made[1:]:
         leave_inputs_alone(below_root, partial(forward.note_taken_gradients, root, below_root))
@@ -106,12 +101,6 @@ def _chosen_units(root: nn.Module, run: Run, spec: UnitSpec) -> list[Unit]:
     """The modules that configure_model applied ``fully_shard`` to, inner before outer, else the units by ``spec``."""
     sharded = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]
     if not sharded:
-        if names := compiled_in_place(root):
-            warn_on_first_rank(
-                f"{listed(names, most=3)} were compiled in place (module.compile()) with their hooks, and are no shard "
-                "units: the module around gathers their parameters together. Write module = torch.compile(module), or "
-                "compile: true of the strategy, which compiles each unit."
-            )
         return find_units(root, spec, with_children=not run.automatic)
     policy = run.policy
     if wrong := [fqn for fqn, m in sharded if dtypes_of(m) != (policy.compute, policy.reduce)]:

@@ -17,7 +17,7 @@ from lightning_shard.engines import optimizer_remap
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.memory_model import TorchDDPFacts
-from lightning_shard.engines.module_checks import refuse_lazy, refuse_sharded
+from lightning_shard.engines.module_checks import refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.torch_optimizer_engine import TorchOptimizerEngine
 from lightning_shard.engines.transforms import find_transforms
@@ -28,7 +28,7 @@ from lightning_shard.tensors.names import named_parameters
 from lightning_shard.text import listed
 
 require(DistributedDataParallel, "_remove_autograd_hooks")
-require(dist.Reducer, "_autograd_hook _check_reducer_finalized _delay_all_reduce _rebuild_buckets")
+require(dist.Reducer, "_autograd_hook _check_reducer_finalized _rebuild_buckets")
 
 CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
 
@@ -69,7 +69,8 @@ class TorchDDP(TorchOptimizerEngine):
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         refuse_sharded(module, "ShardDDPStrategy")
-        refuse_lazy(module, "ShardDDPStrategy")
+        if run.fitting and self._options.static_graph and not run.automatic:
+            raise ConfigurationError("static_graph is true, but manual optimization reduces inside a step. Remove it.")
         self._module, self._run, self.shares_buffers = module, run, self._options.broadcast_buffers
         optimizer_remap.remember_parameters(module)
         transforms = find_transforms(module, self.units(module), self._forward_options)
@@ -146,9 +147,6 @@ class TorchDDP(TorchOptimizerEngine):
                 with self._named():
                     prepare_for_backward(self._wrapped, loss)
             call(loss)
-            if self._records and not self._run.automatic:
-                # DDP delays the first reduction to the end of its own forward, which encloses this backward.
-                self._wrapped.reducer._delay_all_reduce()  # type: ignore[attr-defined]
             self._records = False
         if not self._options.static_graph:
             with self._named():  # DDP itself checks this only after the optimizer's step.

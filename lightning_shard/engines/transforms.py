@@ -36,12 +36,16 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
     if isinstance(spec, list):
         return of_classes(root, spec, "activation_checkpointing")
     modules = [unit.module for unit in units if not unit.standalone]
+    _refuse_without_units(modules, "activation_checkpointing")
+    return modules[::spec] if isinstance(spec, int) else modules
+
+
+def _refuse_without_units(modules: list[nn.Module], option: str) -> None:
     if not modules:
         raise WrappingError(
-            "activation_checkpointing goes by shard units, but the model has none below its root. Name the classes "
-            "to checkpoint, or set units."
+            f"{option} goes by shard units, but the model has none below its root. Set units if the strategy has them, "
+            "name classes to checkpoint, or call torch.compile in configure_model."
         )
-    return modules[::spec] if isinstance(spec, int) else modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +78,8 @@ def find_transforms(
     spec = options.activation_checkpointing
     checkpointed = checkpointed_modules(root, units, spec)
     compiled = [unit.module for unit in units if not unit.standalone] if options.compile else []
-    if options.compile and not compiled:
-        raise WrappingError(
-            "compile goes by shard units, but the model has none below its root. Set units if the strategy has them, "
-            "or call torch.compile in configure_model."
-        )
+    if options.compile:
+        _refuse_without_units(compiled, "compile")
     inputs = HostInputs()
     # Compilation outside, so that the compiler sees the recomputation.
     return lambda: [

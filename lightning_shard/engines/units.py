@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_shard.arguments import checked_fields
@@ -17,7 +16,6 @@ from lightning_shard.errors import WrappingError
 from lightning_shard.precision.policy import DTYPES
 from lightning_shard.precision.words import DType
 from lightning_shard.tensors.names import class_name, outside_graphs
-from lightning_shard.text import did_you_mean
 
 ClassNames = list[str | type[nn.Module]]  # Classes of modules, as a user names them.
 
@@ -60,8 +58,7 @@ class UnitRule:
         try:
             re.compile(self.pattern or "")
         except re.error as error:
-            reason = f"{error}. Write a backslash before a literal point, bracket or other special character"
-            raise WrappingError(f"units' pattern {self.pattern!r} is no regular expression: {reason}.") from error
+            raise WrappingError(f"units' pattern {self.pattern!r} is no regular expression: {error}.") from error
 
     @property
     def special(self) -> bool:
@@ -161,7 +158,7 @@ def _standalone(root: nn.Module, blocks: Collection[nn.Module]) -> dict[nn.Modul
     homes = Counter(id(p) for m in root.modules() for _, p in m.named_parameters(recurse=False, remove_duplicate=False))
     found: dict[nn.Module, UnitRule] = {}
     for module in _below(root).values() if sizes else ():
-        own = [p for p in module.parameters() if not is_lazy(p)]
+        own = [*module.parameters()]
         if not isinstance(module, nn.Embedding | nn.Linear) or not runs_forward(module):
             continue
         shared = any(id(p) in taken or homes[id(p)] > 1 for p in own)
@@ -228,21 +225,19 @@ def ignored_parameters(
     return modules, read
 
 
-def _children_first(module: nn.Module, name: str = "", seen: set[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """All modules of the tree ``module``, children first, each once, except metrics' own networks."""
-    seen = set() if seen is None else seen
-    found: dict[str, nn.Module] = {}
-    if module in seen or isinstance(module, Metric):
-        return found
-    seen.add(module)
-    for child_name, child in module.named_children():
-        found.update(_children_first(child, f"{name}.{child_name}" if name else child_name, seen))
-    found[name] = module
-    return found
-
-
 def _below(root: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in _children_first(root).items() if module is not root}
+    """All modules below ``root``, children first, each once, except metrics' own networks."""
+    seen = {root}
+
+    def walk(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {}
+        for name, child in module.named_children():
+            if child not in seen and not isinstance(child, Metric):
+                seen.add(child)
+                found |= {**walk(child, f"{prefix}{name}."), f"{prefix}{name}": child}
+        return found
+
+    return walk(root, "")
 
 
 def runs_forward(module: nn.Module) -> bool:
@@ -272,10 +267,9 @@ def _by_pattern(root: nn.Module, pattern: str) -> list[nn.Module]:
     below = {fqn: m for fqn, m in _below(root).items() if _has_parameters(m) and runs_forward(m)}
     found = [m for fqn, m in below.items() if re.fullmatch(pattern, fqn)]
     if not found:
-        near = did_you_mean(pattern.replace("\\", ""), below) or f" Modules that are there: {', '.join([*below][:20])}."
         raise WrappingError(
             f"units has the pattern {pattern!r}, but that is the whole name of no module with parameters and a forward "
-            f"of its own.{near}"
+            f"of its own. Modules that are there: {', '.join([*below][:20])}."
         )
     return found
 
@@ -311,10 +305,9 @@ def _drop_sharing_modules(root: nn.Module, modules: dict[str, nn.Module]) -> dic
     while True:
         dropped: set[str] = set()
         for homes in _homes(root, units).values():
-            if len(homes) > 1:
-                own = homes - {""}
-                inner = {fqn for fqn in own if any(o != fqn and units[fqn] in units[o].modules() for o in own)}
-                dropped |= inner or own
+            own = homes - {""} if len(homes) > 1 else set()
+            inner = {fqn for fqn in own if any(o != fqn and units[fqn] in units[o].modules() for o in own)}
+            dropped |= inner or own
         if not dropped:
             return units
         # The dropped modules' parameters move to the units around them, which may share them.

@@ -96,10 +96,10 @@ def install_casts(
     modules pass ``dtype`` to each other. Modules of ``float8`` multiply in float8.
     """
     for name, module in root.named_modules():
-        if part := _in_fp32_alone(module):
+        if _in_fp32_alone(module):
             raise PrecisionError(
-                f"{name} has {part} weights in {dtype}. "
-                "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
+                f"{name} has a spectral norm or an orthogonal parametrization, whose fp32 buffers don't take "
+                f"weights in {dtype}. Use precision '32-true', or ShardPrecision('bf16-mixed', autocast=True)."
             )
     undo = ExitStack()
     others = inside or {}
@@ -128,15 +128,13 @@ def install_casts(
     return undo.close
 
 
-def _in_fp32_alone(module: nn.Module) -> str:
-    """Words for a parametrization in ``module`` that torch computes in fp32 or with fp32 buffers. Empty: none."""
+def _in_fp32_alone(module: nn.Module) -> bool:
+    """Whether ``module`` is a parametrization that torch computes in fp32 or with fp32 buffers."""
     vectors = {key for key, _ in module.named_buffers(recurse=False) if key.endswith("_u")}
     if "_u" in vectors or any(hasattr(module, f"{key[:-2]}_orig") for key in vectors):
-        return "a spectral norm, whose vectors are fp32 and can't be multiplied with"
+        return True  # a spectral norm
     chart = getattr(module, "orthogonal_map", None)
-    if chart is not None and (hasattr(module, "base") or chart.name != "matrix_exp"):
-        return "an orthogonal parametrization, whose base is fp32 and whose kernels don't take"
-    return ""
+    return chart is not None and (hasattr(module, "base") or chart.name != "matrix_exp")
 
 
 def widen_statistics(root: nn.Module) -> None:
@@ -172,8 +170,6 @@ def _callable_by(module: nn.Module, *, is_root: bool = True) -> Iterator[nn.Modu
 
 _depth = 0  # Number of modules with a cast output that are being called, one inside the other.
 _autocast: dict[str, bool] = {}  # Device type to whether autocast was on at the call of the outermost of them.
-
-
 _LEAVING = 2**62  # The id of the hook after a module's call. No other hook has it.
 
 
@@ -274,13 +270,9 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     return replace_forward(module, forward)
 
 
-Places = Sequence[tuple[nn.Module, str]]
-"""Modules and the names of their parameters. Steps may find other tensors under these names."""
-
-
 @contextmanager
-def _seen_in(places: Places, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``owner.<name>`` give the parameters in ``places`` in ``dtype``, with gradients to the original."""
+def _seen_in(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> Iterator[None]:
+    """Let ``owner.<name>`` of each place give the parameter in ``dtype``, with gradients to the original."""
     hidden: list[tuple[dict[str, Any], str, Tensor | None]] = []
     try:
         for owner, name in places:

@@ -5,7 +5,7 @@ compares it with the aligned contract.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -96,51 +96,21 @@ class Ledger:
         return list(found.values())
 
 
-# By stage, words for the place of a tensor and the fix.
-_TEXTS = {
-    "prepared": ("after the strategy prepared it", "Leave its dtype alone, and let the strategy cast"),
-    "optimizer": ("in the optimizer's groups", "Build the optimizer in configure_optimizers from self.parameters()"),
-    "accumulated": ("as the gradient held between micro-batches", "Remove what casts gradients"),
-    "gradient": ("as the gradient handed to the optimizer", "Remove what casts or replaces gradients before the step"),
-    "step": ("at the optimizer step", "Remove the code that casts it after the fit's start"),
-    "reduction": ("where gradients are reduced over ranks", "Remove the setting that reduces them so"),
-}
-
-
-class Violation(NamedTuple):
-    """A tensor whose dtype breaks the contract."""
-
-    name: str
-    stage: str
-    found: str
-    required: str
-
-    @property
-    def texts(self) -> tuple[str, str]:
-        """Words for the place and the fix."""
-        place = f"in the optimizer's state {self.stage.removeprefix(STATE)!r}"
-        return _TEXTS.get(self.stage, (place, "Use an optimizer that keeps its state in its parameters' dtype"))
-
-    def text(self) -> str:
-        return f"{self.name} is {self.found} {self.texts[0]}, required is {self.required}"
-
-
-def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[Violation]:
-    """Violations of the contract under ``policy`` among the dtypes in ``ledger``. Trainable parameters and their
+def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[str]:
+    """Sentences about dtypes in ``ledger`` that break the contract under ``policy``. Trainable parameters and their
     gradients must have the policy's dtypes, optimizer state and reductions none that is narrower. Frozen parameters,
     buffers and, before the first step, metrics must keep the dtype that they were loaded in.
     """
-    found = [v for name, entry in ledger.entries.items() for v in _of_entry(name, entry, policy)]
+    found = [text for name, entry in ledger.entries.items() for text in _of_entry(name, entry, policy)]
     low = [dtype for dtype in ledger.reduced_in if dtype.itemsize < policy.reduce.itemsize]
-    found += [_violation("A gradient", "reduction", dtype, policy.reduce) for dtype in low]
-    return list(dict.fromkeys(found))
+    return [*found, *(_violation("A gradient", "reduction", dtype, policy.reduce) for dtype in low)]
 
 
-def _violation(name: str, stage: str, found: torch.dtype, required: torch.dtype) -> Violation:
-    return Violation(name, stage, short([found]), short([required]))
+def _violation(name: str, stage: str, found: torch.dtype, required: torch.dtype) -> str:
+    return f"{name} is {short([found])} at the stage {stage}, required is {short([required])}"
 
 
-def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Violation]:
+def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[str]:
     if entry.kind in ("trainable", "not in the module"):
         exact = dict.fromkeys(("prepared", "optimizer", "gradient", "step"), policy.master)
         exact["accumulated"] = policy.accumulate
@@ -160,10 +130,11 @@ def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Viol
                 yield _violation(name, stage, dtype, exact[stage])
 
 
-def contract_error(found: Sequence[Violation], when: str) -> PrecisionContractError:
+def contract_error(found: Sequence[str], when: str) -> PrecisionContractError:
     """The error that names the first of ``found``."""
-    shown = "; ".join(v.text() for v in found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+    shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
     return PrecisionContractError(
-        f"The aligned precision contract is broken {when}: {shown}. {found[0].texts[1]}, or use the strategy's name "
-        "without _aligned, which does not hold the contract."
+        f"The aligned precision contract is broken {when}: {shown}. Leave all casts to the strategy: remove the code, "
+        "the setting or the optimizer that makes it so, or use the strategy's name without _aligned, which does not "
+        "hold the contract."
     )

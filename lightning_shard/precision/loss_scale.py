@@ -70,9 +70,7 @@ class LossScaling:
                 " but the first must be greater than 1 and the second less."
             )
         if self.minimum > self.initial:
-            raise PrecisionError(
-                f"loss_scale.minimum is {self.minimum}, but loss_scale.initial is {self.initial}, which is less."
-            )
+            raise PrecisionError(f"loss_scale.minimum is {self.minimum}, but loss_scale.initial is {self.initial}.")
 
 
 @dataclass(frozen=True, kw_only=True)

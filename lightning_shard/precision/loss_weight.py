@@ -55,9 +55,8 @@ class WeightKey:
             entry = torch.as_tensor(self._entry(batch))
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
             keys = f" with the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-            has = f"a {type(batch).__name__}{keys or (f' of {len(batch)}' if isinstance(batch, Sequence) else '')}"
             raise DataError(
-                f"loss_weight_key names {self.name!r}, but the batch, {has}, has no such numbers."
+                f"loss_weight_key names {self.name!r}, but the batch ({type(batch).__name__}{keys}) has none."
             ) from None
         return (entry != self.ignored).sum() if self.ignored is not None else entry.sum()
 
@@ -103,10 +102,7 @@ class LossWeights:
                 )
             self.given = weight is not None
         if (weight is not None) != self.given:
-            raise DataError(
-                f"training_step {'gives a' if weight is not None else 'gives no'} weight with this loss, but "
-                f"{'none' if weight is not None else 'one'} with the losses before. Return the weight with every loss."
-            )
+            raise DataError("training_step gives a weight with some losses alone. Return it with every loss, or never.")
         if weight is None:
             return
         reduction = output.get(REDUCTION, "mean") if isinstance(output, Mapping) else "mean"
@@ -118,9 +114,8 @@ class LossWeights:
     def _scalar(self, weight: Any) -> Tensor:
         is_number = isinstance(weight, Tensor | Number)
         if not is_number or (tensor := torch.as_tensor(weight)).numel() != 1 or tensor.is_complex():
-            found = f"shape {tuple(tensor.shape)}" if is_number else repr(weight)
             raise DataError(
-                f"training_step returns a weight of {found}, but must return one number with its loss: the count of "
+                f"training_step returns a weight of {weight!r}, but must return one number with its loss: the count of "
                 "tokens or samples that the loss is the mean of."
             )
         # A check of a tensor on the device would wait for it.

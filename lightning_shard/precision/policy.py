@@ -70,8 +70,7 @@ class PrecisionPolicy:
         if self.accumulate not in (self.master, self.reduce):
             raise PrecisionError(
                 f"accumulate is {short(self.accumulate)}, with master {short(self.master)} and reduce "
-                f"{short(self.reduce)}, but must be one of these two: DDP and FSDP sum gradients of micro-batches in "
-                "the master's dtype after the reduction, and in the reduction's dtype before it."
+                f"{short(self.reduce)}, but must be one of these two: gradients are summed after or before reduction."
             )
         if self.output is not None:
             self._check("output", "compute", "modules return their results as computed, or widened")
@@ -86,28 +85,19 @@ class PrecisionPolicy:
         """Field ``name`` must be fp32 or equal to field ``other``."""
         value, allowed = getattr(self, name), getattr(self, other)
         if value not in (torch.float32, allowed):
-            choice = "fp32" if allowed == torch.float32 else f"fp32 or {short(allowed)}"
             raise PrecisionError(
-                f"{name} is {short(value)} while {other} is {short(allowed)}, but {name} must be {choice}: {reason}."
+                f"{name} is {short(value)} while {other} is {short(allowed)}, but must be fp32 or the same: {reason}."
             )
 
     def _check_loss_scale(self) -> None:
-        fp16 = torch.float16
-        if self.loss_scale is not None and (self.products != fp16 or self.master == fp16):
-            # torch.amp.GradScaler refuses fp16 gradients too.
-            reason = (
-                "fp16 gradients underflow again when they are scaled back"
-                if self.master == fp16
-                else "the range of bf16 and fp32 needs no scale"
-            )
+        # torch.amp.GradScaler refuses fp16 gradients too.
+        scales = self.products == torch.float16 and self.master != torch.float16
+        if (self.loss_scale is not None) != scales:
+            state = "is not set" if scales else "is set"
             raise PrecisionError(
-                f"loss_scale is set while compute is {short(self.products)} and master {short(self.master)}, but goes "
-                f"with compute fp16 and master fp32 alone: {reason}. Remove loss_scale, or use precision '16-mixed'."
-            )
-        if self.loss_scale is None and self.products == fp16 and self.master != fp16:
-            raise PrecisionError(
-                "loss_scale is not set while compute is fp16 and master fp32, but must be: fp16 gradients below 6e-8 "
-                "are zero. Set loss_scale=LossScaling()."
+                f"loss_scale {state} while compute is {short(self.products)} and master {short(self.master)}, but goes "
+                "with compute fp16 and master fp32, and only with them: fp16 gradients below 6e-8 are zero, and fp16 "
+                "masters' gradients underflow again when they are scaled back. Use precision '16-mixed'."
             )
 
     @property

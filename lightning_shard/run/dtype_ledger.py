@@ -180,7 +180,7 @@ class DtypeLedger:
             f"dtypes, measured on {len(ledger.entries)} tensors in the first step, are as asked: {self._policy.text()}"
         )
         if found or logging.getLogger("lightning_shard").isEnabledFor(logging.DEBUG):
-            text = "\n".join([ledger.table(), *(f"not as asked: {violation.text()}" for violation in found[:3])])
+            text = "\n".join([ledger.table(), *(f"not as asked: {violation}" for violation in found[:3])])
         rank_zero_info(text)
 
     def remove_hooks(self) -> None:

@@ -45,8 +45,8 @@ class ShardDDPStrategy(ShardStrategy):
         Args:
             find_unused_parameters: ranks may use different parameters in a step. Unused ones count as zero, and a
                 parameter that no rank used is not stepped. Both.
-            static_graph: the graph never changes between steps. torch's DDP only. The first step of a run, of a resumed
-                one too, sums in another order, which shows in the last bit from 3 ranks on.
+            static_graph: the graph never changes between steps. torch's DDP and automatic optimization only. The first
+                step of a run, of a resumed one too, sums in another order, which shows in the last bit from 3 ranks on.
             gradient_as_bucket_view: gradients lie in the reduction buckets, which saves a copy. torch's DDP only.
             broadcast_buffers: give every rank the buffers of rank 0 at each step's beginning, as other engines do.
                 False needs torch's DDP. Evaluation and checkpoints use rank 0's buffers in any case.

@@ -150,15 +150,6 @@ class FlatGroup:
     # Makes a zero tensor like ``flat`` for the slot of this name if slots are in files. None: slots are in memory.
     new_slot: Callable[[str], Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        assert self.flat.ndim == 1, "a flat tensor has one dimension"
-        assert len({member.fqn for member in self.members}) == len(self.members), "a name is there twice"
-        for member in self.members:
-            assert min(member.offset, member.start, member.length) >= 0, member
-            assert member.offset + member.length <= self.flat.numel(), member
-            assert member.start + member.length <= math.prod(member.shape), member
-            assert member.stepped or not member.length, member
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatOptimizer:

@@ -141,15 +141,6 @@ def outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Itera
             yield from outside_graphs(child, seen)
 
 
-def compiled_in_place(root: nn.Module) -> list[str]:
-    """FQNs of modules with parameters below ``root`` whose ``compile`` was called, which compiles their hooks too."""
-    return [
-        n
-        for n, m in unwrapped_modules(root)
-        if m._compiled_call_impl is not None and next(m.parameters(), None) is not None
-    ]
-
-
 def class_name(module: nn.Module) -> str:
     """Name of a module's own class, without an engine's class in front (``FSDPBlock``)."""
     return own_class(module).__name__

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.tensors.flat import FlatGroup, FlatMember, torch_optimizer
+from lightning_shard.tensors.flat import torch_optimizer
 from tests.checkpoint.calls import load_module, trainer_state
 from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.flat import FORMS, Run, build, padding
@@ -180,17 +180,3 @@ def test_weights_alone_go_to_the_masters_and_not_to_the_copies_of_the_module(wri
     for found in others:
         assert found["kept"]
         assert_equal(found["weights"], expected)
-
-
-@pytest.mark.parametrize(
-    "member",
-    [
-        {"offset": 3, "length": 2},
-        {"start": 5, "length": 2},
-        {"offset": -1, "length": 1},
-        {"length": 1, "stepped": False},
-    ],
-)
-def test_a_member_lies_inside_its_parameter_and_the_flat_tensor(member):
-    with pytest.raises(AssertionError, match="FlatMember"):
-        FlatGroup(flat=torch.zeros(4), members=(FlatMember(fqn="w", shape=(2, 3), **member),), group={})

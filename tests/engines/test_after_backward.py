@@ -51,7 +51,7 @@ def test_it_is_called_between_two_modules_and_sums_stay() -> None:
     found = _run(blocks, marked=True, events=events)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)), "sums changed"
     order = [event for event in events if " " in event]
-    assert order == [f"{what} {index}" for index in (0, 1, 0) for what in ("before", "after")]
+    assert order == [f"{time} {index}" for index in (0, 1, 0) for time in ("before", "after")]
     # Those of the block that runs twice are complete with its last run.
     for index, last in ((0, len(events) - 1), (1, events.index("after 1"))):
         begins = events.index(f"before {index}")
@@ -111,18 +111,6 @@ def test_a_gradient_inside_of_a_step_does_not_end_the_backward_pass() -> None:
     slope.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [18, 18]
-
-
-def test_transforms_of_functions_pass() -> None:
-    def squares(x: Tensor) -> Tensor:
-        begun = mark(lambda: None, CPU)
-        assert begun is not None
-        return join(x**2, begun).sum()
-
-    x = torch.tensor([1.0, 2.0])
-    assert torch.func.grad(squares)(x).tolist() == [2, 4]
-    assert torch.func.vmap(torch.func.grad(squares))(x[:, None]).tolist() == [[2], [4]]
-    assert torch.func.jvp(squares, (x,), (torch.ones(2),))[1].item() == 6
 
 
 def test_what_a_module_returns_may_lie_on_another_device() -> None:

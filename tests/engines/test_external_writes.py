@@ -1,4 +1,4 @@
-"""Writes to parameters that no optimizer makes: to shards between steps as under torch's DDP, to copies refused."""
+"""Writes to parameters without an optimizer: to shards between steps as under torch's DDP, to copies refused."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ class Clipped(Net):
         write(self.idiom, self.blocks[0][0].weight, lambda value: value.clamp(-0.1, 0.1))
 
 
-def _lost(names: list[str], kind: Callable[[str], Net]) -> list[str]:
+def _lost(names: list[str]) -> list[str]:
     """Idioms and engines whose numbers are not DDP's."""
     lost, before = [], vars(DTensor).get("data")
     for idiom in IDIOMS:
-        (expected, _), *others = [_fit(name, 4, kind=partial(kind, idiom)) for name in names]
-        moved = kind(idiom).state_dict()
+        kind = partial(Student, idiom)
+        (expected, _), *others = [_fit(name, 3, kind=kind) for name in names]
+        moved = kind().state_dict()
         assert not any(torch.equal(expected[fqn], moved[fqn]) for fqn in expected), "nothing was written"
         for name, (found, _) in zip(names[1:], others, strict=True):
             if not all(torch.equal(found[fqn], expected[fqn]) for fqn in expected):
@@ -79,13 +80,9 @@ def _lost(names: list[str], kind: Callable[[str], Net]) -> list[str]:
     return lost
 
 
-@pytest.mark.parametrize("kind", [Student, Clipped])
-def test_elementwise_writes_to_shards_between_steps_are_those_of_ddp(kind: Callable[[str], Net]) -> None:
-    assert run_distributed(_lost, 2, ["torch_ddp", "fully_shard"], kind) == [[], []]
-
-
-def test_a_teacher_that_nothing_steps_is_its_own_under_stages_1_and_2() -> None:
-    assert run_distributed(_lost, 2, ["torch_ddp", "zero_1", "zero_2"], Student) == [[], []]
+def test_elementwise_writes_between_steps_are_those_of_ddp() -> None:
+    """To shards, and under stages 1 and 2 to parameters that nothing steps."""
+    assert run_distributed(_lost, 2, ["torch_ddp", "fully_shard", "zero_2"]) == [[], []]
 
 
 class SetsFull(Net):
@@ -108,62 +105,52 @@ class Monotone(Net):
             write(self.idiom, block[0].weight, lambda value: value.clamp(0))
 
 
-def _refused(name: str, precision: str, kind: Callable[[], Net], steps: int = 3) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        _fit(name, steps, kind=kind, precision=precision)
-    return str(caught.value)
-
-
-def _all_refused(name: str, precision: str, kind: Callable[[str], Net]) -> list[str]:
-    return [_refused(name, precision, partial(kind, idiom)) for idiom in IDIOMS]
-
-
-LOST = "Written to by no optimizer (such as by clamp_, or through parameter.data): "
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "kind", "said"),
-    [
-        ("zero_1", "32-true", Clipped, "blocks.0.0.weight"),
-        ("zero_2", "bf16-mixed", Clipped, "blocks.0.0.weight"),
-        ("zero_3", "32-true", Clipped, "blocks.0.0.weight"),
-        ("zero_2", "bf16-mixed", Student, "teacher."),  # What was loaded is kept in fp32.
-        ("zero_3", "32-true", Student, "teacher."),
-        ("fully_shard", "32-true", Monotone, "blocks.0.0.weight"),
-        ("zero_3", "32-true", Monotone, "blocks.0.0.weight"),
-        ("fully_shard", "bf16-mixed", partial(Student, inside=True), "teacher."),
-    ],
-)
-def test_a_write_to_a_copy_is_refused_on_all_ranks(
-    name: str, precision: str, kind: Callable[[str], Net], said: str
-) -> None:
-    for rank in run_distributed(_all_refused, 2, name, precision, kind):
-        for text in rank:
-            assert text.startswith(LOST + said)
-            assert "full_parameters(trainer, write=True) or set_full_tensor (examples/guides/contract.md" in text
-
-
 class OnOneRank(Net):
-    """Writes what lies in another rank's part."""
+    """Writes to a part of another rank."""
 
     def after_step(self) -> None:
         if torch.distributed.get_rank() == 0:
             self.blocks[1][0].weight.data[0, 0] = 3.0
 
 
-@pytest.mark.parametrize("name", ["zero_2", "zero_3"])
-def test_a_write_of_one_rank_is_refused_on_all(name: str) -> None:
-    for said in run_distributed(_refused, 2, name, "32-true", OnOneRank):
-        assert said.startswith(f"{LOST}blocks.1.0.weight. ")
+LOST = "Written to by no optimizer (such as by clamp_, or through parameter.data): "
+REFUSED: dict[str, list[tuple[str, str, Callable[[], Net]]]] = {
+    f"{LOST}blocks.0.0.weight": [
+        *(("zero_3", "32-true", partial(Clipped, idiom)) for idiom in IDIOMS),
+        ("zero_1", "32-true", partial(Clipped, "data")),
+        ("zero_2", "bf16-mixed", partial(Clipped, "in place")),
+        *(("fully_shard", "32-true", partial(Monotone, idiom)) for idiom in IDIOMS),
+        ("zero_3", "32-true", partial(Monotone, "in place")),
+    ],
+    f"{LOST}teacher.": [
+        ("zero_2", "bf16-mixed", partial(Student, "data")),  # Loaded values are kept in fp32.
+        ("zero_3", "32-true", partial(Student, "set")),
+        ("fully_shard", "bf16-mixed", partial(Student, "in place", inside=True)),
+    ],
+    f"{LOST}blocks.1.0.weight. ": [("zero_2", "32-true", OnOneRank), ("zero_3", "32-true", OnOneRank)],
+    "parameter.data is set to a Tensor of (3, 6)": [("fully_shard", "32-true", SetsFull)],
+}
 
 
-def test_a_full_value_is_no_shard() -> None:
-    for said in run_distributed(_refused, 2, "fully_shard", "32-true", SetsFull):
-        assert "parameter.data is set to a Tensor of (3, 6)" in said
+def _refused() -> list[str]:
+    texts = []
+    for name, precision, kind in (case for cases in REFUSED.values() for case in cases):
+        with pytest.raises(ConfigurationError) as caught:
+            _fit(name, 3, kind=kind, precision=precision)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_write_to_a_copy_is_refused_on_all_ranks() -> None:
+    expected = [(start, case) for start, cases in REFUSED.items() for case in cases]
+    for texts in run_distributed(_refused, 2):
+        for text, (start, case) in zip(texts, expected, strict=True):
+            assert text.startswith(start), case
+            assert LOST not in start or "write=True) or set_full_tensor (examples/guides/contract.md" in text
 
 
 class Looks(Net):
-    """Whether its classes are torch's own, and how many hooks its modules have, after each step."""
+    """Records the number of the check's hooks on its modules after each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,34 +158,23 @@ class Looks(Net):
 
     def after_step(self) -> None:
         assert not {"grad", "data"} & vars(nn.Parameter).keys()
-        own = [
-            hook
-            for module in self.modules()
-            for hook in module._forward_hooks.values()
-            if isinstance(getattr(getattr(hook, "func", None), "__self__", None), ExternalWriteCheck)
-        ]
-        self.hooks.append(len(own))
+        hooks = [hook for module in self.modules() for hook in module._forward_hooks.values()]
+        makers = [getattr(getattr(hook, "func", None), "__self__", None) for hook in hooks]
+        self.hooks.append(sum(isinstance(maker, ExternalWriteCheck) for maker in makers))
 
 
-def _looked(name: str) -> list[int]:
-    module = Looks()
-    _fit(name, 4, kind=lambda: module)
-    return module.hooks
+def _looked() -> list[list[int]]:
+    found = []
+    for name in ("fully_shard", "zero_3", "zero_2"):
+        module = Looks()
+        _fit(name, 4, kind=lambda module=module: module)  # type: ignore[misc]
+        found.append(module.hooks)
+    _fit("fully_shard", 5, kind=partial(Monotone, "in place", 4))  # A later write costs nothing to find.
+    return found
 
 
-@pytest.mark.parametrize(("name", "units"), [("fully_shard", 3), ("zero_3", 3), ("zero_2", 0)])
-def test_three_steps_are_looked_at_and_nothing_is_set_on_torch(name: str, units: int) -> None:
-    found = run_distributed(_looked, 2, name)[0]
-    assert found == [units, units, 0, 0]
-
-
-def _late(name: str) -> None:
-    _fit(name, 5, kind=partial(Monotone, "in place", 4))
-
-
-@pytest.mark.parametrize("name", ["fully_shard", "zero_3"])
-def test_later_writes_cost_nothing_to_find(name: str) -> None:
-    run_distributed(_late, 2, name)
+def test_three_steps_are_looked_at_and_nothing_is_set_on_torch() -> None:
+    assert run_distributed(_looked, 2)[0] == [[3, 3, 0, 0], [3, 3, 0, 0], [0] * 4]
 
 
 def test_engines_that_shard_end_in_any_order() -> None:

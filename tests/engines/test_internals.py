@@ -19,6 +19,7 @@ from torch.distributed import fsdp
 
 import lightning_shard
 from lightning_shard import full_tensor, set_full_tensor
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES
@@ -178,11 +179,7 @@ def lacking(found: set[Use]) -> list[str]:
 
 @pytest.mark.parametrize(
     "engines",
-    [
-        ["full", "grad_op"],
-        ["zero_1", "zero_2", "zero_3"],
-        pytest.param(["zero_2_offload", "zero_3_offload"], marks=pytest.mark.matrix),
-    ],
+    sampled([["full"], ["zero_2", "zero_3"], ["grad_op", "zero_1", "zero_2_offload", "zero_3_offload"]], 0, 1),
 )
 def test_all_that_fits_use_of_internals_is_required(engines: list[str]) -> None:
     for found in run_distributed(used_by_fits, 2, engines, timeout=300):

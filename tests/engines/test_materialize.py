@@ -29,7 +29,6 @@ from tests.engines.meta_models import (
     tied_llama,
     values,
 )
-from tests.groups import sampled
 from tests.harness import run_distributed
 
 
@@ -48,30 +47,14 @@ def _on_every_engine(make: Callable[[], nn.Module], unit_specs: list[Any]) -> di
     return found
 
 
-def _reset_by_hand(root: Root) -> dict[str, Tensor]:
-    """What each module's constructor makes of it when its own seed is set before."""
-    expected = {}
-    for fqn, size in [("model.blocks.1.down", (13, 6)), ("model.conv", None), ("model.embed", None)]:
-        torch.manual_seed(derived_seed(SEED, fqn))
-        made = (
-            nn.Conv1d(6, 3, 2)
-            if fqn.endswith("conv")
-            else nn.Embedding(9, 6, padding_idx=0)
-            if fqn.endswith("embed")
-            else nn.Linear(*size)  # type: ignore[misc]
-        )
-        expected.update({f"{fqn}.{n}": p.detach() for n, p in made.named_parameters()})
-    return expected
-
-
 UNITS: list[Any] = ["auto", ["Linear", "MultiheadAttention"], ["Block", "Model"], 30, 1]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("make", "units"),
-    sampled([(Root, UNITS[1:3]), (Root, UNITS), (tied_llama, ["auto", ["LlamaMLP", "Linear"], 90])], 0),
-    ids=["few", "all", "llama"],
+    [(Root, UNITS), (tied_llama, ["auto", ["LlamaMLP", "Linear"], 90])],
+    ids=["all", "llama"],
 )
 def test_the_same_values_on_every_engine_mesh_and_world_size(make: Callable[[], nn.Module], units: list[Any]) -> None:
     reference = run_distributed(_on_every_engine, 1, make, units[:1])[0]["ddp"]
@@ -91,34 +74,25 @@ def test_the_same_values_on_every_engine_mesh_and_world_size(make: Callable[[], 
 
 
 def _check_values(found: dict[str, Tensor]) -> None:
-    for name, expected in _reset_by_hand(Root()).items():
-        if name != "model.embed.weight":  # tied to the head, whose bias is new and whose reset sets both
-            assert torch.equal(found[name], expected), name
+    torch.manual_seed(derived_seed(SEED, "model.conv"))
+    made = nn.Conv1d(6, 3, 2)  # A constructor after the module's own seed.
+    assert all(torch.equal(found[f"model.conv.{name}"], tensor) for name, tensor in made.named_parameters())
     assert torch.equal(found["model.head.weight"], found["model.embed.weight"])
-    for place in range(2):
-        assert torch.equal(found[f"model.blocks.{place}.again.weight"], found[f"model.blocks.{place}.up.weight"])
-    # Modules of one class differ, and so do the blocks.
+    for block in ("model.blocks.0", "model.blocks.1"):
+        assert torch.equal(found[f"{block}.again.weight"], found[f"{block}.up.weight"])
+        assert torch.equal(found[f"{block}.norm.running_var"], torch.ones(6))
     assert not torch.equal(found["model.blocks.0.up.weight"], found["model.blocks.1.up.weight"])
-    built = dict(Angles().named_buffers())
-    assert len(built) == 4
-    assert all(torch.equal(found[f"model.angles.{name}"], tensor) for name, tensor in built.items())
-    assert found["model.blocks.0.norm.num_batches_tracked"] == 0
-    assert torch.equal(found["model.blocks.0.norm.running_var"], torch.ones(6))
+    assert all(torch.equal(found[f"model.angles.{name}"], tensor) for name, tensor in Angles().named_buffers())
     assert torch.equal(found["gain"], torch.full((3,), 0.25))
 
 
 def _check_llama(found: dict[str, Tensor]) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = tied_llama().model.config
-    built = dict(LlamaRotaryEmbedding(config).named_buffers())
-    assert "inv_freq" in built
+    built = dict(LlamaRotaryEmbedding(tied_llama().model.config).named_buffers())
     assert all(torch.equal(found[f"model.model.rotary_emb.{name}"], tensor) for name, tensor in built.items())
     assert torch.equal(found["model.model.norm.weight"], torch.ones(8))
     assert torch.equal(found["model.lm_head.weight"], found["model.model.embed_tokens.weight"])
-    # normal(0, initializer_range): 96 values, so the deviation is known to a tenth or so.
-    weight = found["model.model.layers.1.mlp.up_proj.weight"]
-    assert 0.7 * config.initializer_range < weight.std() < 1.3 * config.initializer_range
 
 
 # What can't be done is said before anything is touched.
@@ -154,32 +128,23 @@ def fill(root: nn.Module) -> None:
     Materializer(root, device=CPU, seed=SEED).fill(root.modules())
 
 
-def test_modules_without_an_initialisation_are_all_named() -> None:
+def test_modules_without_an_initialisation_are_named() -> None:
     root = holding(good=lambda: nn.Linear(2, 2), bad=Bare, list=lambda: nn.ModuleList([Bare()]))
     with pytest.raises(MaterializationError, match=r"2 of its modules.*bad \(Bare\), list\.0 \(Bare\).*reset_parame"):
         fill(root)
     assert all(p.is_meta for p in root.parameters())
-
-
-def test_an_initialisation_that_leaves_something_out_is_named() -> None:
     with pytest.raises(MaterializationError, match=r"forgets \(Forgets\) left weight, position without values"):
         fill(holding(forgets=Forgets))
-
-
-def test_a_model_on_a_real_device_needs_no_initialisation() -> None:
-    root = nn.Module()
-    root.bare = Bare()
-    root.bare.weight.data.fill_(3.0)
-    assert not Materializer(root, device=CPU, seed=SEED).initializers
-    fill(root)
-    assert torch.equal(root.bare.weight, torch.full((3,), 3.0))
 
 
 def test_values_that_are_there_stay() -> None:
     root = holding(embed=lambda: nn.Embedding(5, 3), tied=lambda: nn.Linear(3, 5), part=lambda: nn.Linear(3, 5))
     root.tied.weight = root.embed.weight
     root.part.weight = nn.Parameter(torch.full((5, 3), 2.0))
+    root.bare = Bare()  # On a real device it needs no initialisation.
+    root.bare.weight.data.fill_(3.0)
     fill(root)
+    assert torch.equal(root.bare.weight, torch.full((3,), 3.0))
     alone = holding(embed=lambda: nn.Embedding(5, 3))
     fill(alone)
     assert root.tied.weight is root.embed.weight
@@ -228,34 +193,15 @@ def test_values_depend_on_seed_and_name_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before), "the run's own random numbers were used up"
 
 
-def test_seeds_of_names() -> None:
-    seeds = {derived_seed(seed, f"blocks.{i}") for seed in range(5) for i in range(200)}
-    assert len(seeds) == 1000
-    assert all(0 <= s < 2**63 for s in seeds)
-    assert derived_seed(1, "a") == derived_seed(1, "a")
-
-
-# Sharded by the user on the meta device
-
-
-def _sharded_by_the_user(make: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    root = make()
+def _sharded_by_the_user() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    root: Any = Root()
     mesh = build_mesh((1, 2), device_type="cpu")
     for block in root.model.blocks:
         fully_shard(block, mesh=mesh["shard"])
     assert isinstance(root.model.blocks[0].down.weight, DTensor)
     engine_of().prepare(root, replace(run_on((1, 2)), mesh=mesh))
     assert root.model.blocks[0].down.weight.to_local().shape == (3, 13)
-    return values(root), replicated(make)
-
-
-def test_a_tree_that_the_user_sharded_gets_the_same_values() -> None:
-    for found, expected in run_distributed(_sharded_by_the_user, 2, Root):
-        assert found.keys() == expected.keys()
-        assert not [n for n in found if not torch.equal(found[n], expected[n])]
-
-
-# Values that are there already
+    return values(root), replicated(Root)
 
 
 def _rank_0_wins() -> list[dict[str, Tensor]]:
@@ -272,12 +218,19 @@ def _rank_0_wins() -> list[dict[str, Tensor]]:
         return root
 
     built = values(make())
-    everything = [built, replicated(make), sharded(make, (1, 2)), sharded(make, (1, 2), units=["Block", "Angles"][:1])]
+    everything = [built, replicated(make), sharded(make, (1, 2)), sharded(make, (1, 2), units=["Block"])]
     return [*everything, sharded(make, (2, 1), replicate_only=True)]
 
 
-def test_ranks_that_built_different_values_get_those_of_rank_0() -> None:
-    first, second = run_distributed(_rank_0_wins, 2)
+def _both() -> tuple[tuple[dict[str, Tensor], dict[str, Tensor]], list[dict[str, Tensor]]]:
+    return _sharded_by_the_user(), _rank_0_wins()
+
+
+def test_a_tree_that_the_user_sharded_and_ranks_that_built_different_values() -> None:
+    (one, first), (other, second) = run_distributed(_both, 2)
+    for found, expected in (one, other):
+        assert found.keys() == expected.keys()
+        assert not [n for n in found if not torch.equal(found[n], expected[n])]
     assert not torch.equal(first[0]["block.up.weight"], second[0]["block.up.weight"])
     for found in [*first[1:], *second[1:]]:
-        assert not [n for n in found if not torch.equal(found[n], first[0][n])]
+        assert not [n for n in found if not torch.equal(found[n], first[0][n])], "ranks have rank 0's"

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_flatten
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.precision.casting import cast_trainable_parameters
 from tests.engines.meta_models import CPU, SEED, engine_of, run_on
+from tests.groups import sampled
 from tests.harness import run_distributed
-
-# Memory
 
 
 class LiveBytes(TorchDispatchMode):
@@ -76,20 +75,6 @@ def _peaks() -> tuple[int, int, int]:
     return whole.peak, cut.peak, cut.now()
 
 
-def test_a_rank_holds_its_shards_and_one_unit() -> None:
-    model = DEPTH * UNIT_BYTES
-    for world in (2, 4):
-        for full, peak, after in run_distributed(_peaks, world):
-            # The counting sees a full model where there is one.
-            assert full >= model
-            # Both dims divide evenly, so shards have no padding; a scalar or two may be left.
-            assert 0 <= after - model // world <= 64
-            # While the last unit is cut: all shards, that unit whole, and the temporary of one of its tensors
-            # (the check for values left unset makes a mask of a byte per element, RNG and cut make none).
-            assert peak <= model // world + 1.5 * UNIT_BYTES
-            assert peak < 0.7 * model
-
-
 def _fp32_peaks(copies: int) -> tuple[int, int, int]:
     """Most bytes in fp32 on this rank, replicated and sharded, of a model that was loaded in bf16; those that stay."""
     seen = []
@@ -111,11 +96,20 @@ def _fp32_peaks(copies: int) -> tuple[int, int, int]:
     return seen[0].peak, seen[1].peak, seen[1].now()
 
 
-@pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 1), (4, 2)])
-def test_no_rank_holds_a_whole_fp32_copy_of_a_model_loaded_in_bf16(world: int, copies: int) -> None:
+def _both(copies: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    return _peaks(), _fp32_peaks(copies)
+
+
+@pytest.mark.parametrize(("world", "copies"), sampled([(2, 1), (4, 1), (4, 2)], 0))
+def test_a_rank_holds_its_shards_and_one_unit(world: int, copies: int) -> None:
     model = DEPTH * UNIT_BYTES
-    for full, peak, after in run_distributed(_fp32_peaks, world, copies):
-        # The counting sees a full fp32 model where there is one.
-        assert full >= model
-        # Upcast after the cut: its own part in fp32, and never a byte of another rank's.
-        assert peak == after == model * copies // world
+    for (full, peak, after), (fp32, fp32_peak, fp32_after) in run_distributed(_both, world, copies):
+        # The counting sees a full model, and a full fp32 one, if there is one.
+        assert full >= model <= fp32
+        # Both dims divide evenly, so shards have no padding. A scalar or two may be left.
+        assert 0 <= after - model // world <= 64
+        # While the last unit is sharded: all shards, that unit, and the check's mask of a byte per element.
+        assert peak <= model // world + 1.5 * UNIT_BYTES
+        assert peak < 0.7 * model
+        # Masters are made of shards, and never a byte of another rank's.
+        assert fp32_peak == fp32_after == model * copies // world

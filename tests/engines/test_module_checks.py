@@ -31,13 +31,6 @@ def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
     refuse_kinds(module.frozen, "ShardFSDPStrategy")
 
 
-def test_parameters_without_a_size_are_refused() -> None:
-    module = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
-    with pytest.raises(ConfigurationError, match=r"uninitialized.*: 0\.weight, 0\.bias\. Run a batch"):
-        refuse_kinds(module, "ShardFSDPStrategy")
-    refuse_kinds(module, "ShardFSDPStrategy", ignored={*module.parameters()})
-
-
 def test_fp64_parameters_are_refused_where_they_would_be_rounded() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).double().requires_grad_(False))
     with pytest.raises(ConfigurationError, match=r"^1\.weight, 1\.bias are fp64"):

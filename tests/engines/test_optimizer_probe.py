@@ -1,4 +1,4 @@
-"""What an optimizer needs is seen by stepping copies, and neither the optimizer nor random numbers notice."""
+"""An optimizer's needs are found by stepping copies, which leave the optimizer and random numbers alone."""
 
 from __future__ import annotations
 
@@ -52,37 +52,83 @@ class Holding(optim.SGD):
         self.masters = {0: params}
 
 
-class Scattering(optim.SGD):
-    """Elementwise, by an operator for which DTensors have no sharding strategy."""
+class Own(optim.SGD):
+    """Steps as SGD, and then changes each parameter by ``extra``."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.masked_scatter_(parameter.isnan(), torch.zeros_like(parameter))
-        return super().step(closure)
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+            self.extra(parameter, self.state[parameter])
+
+    def extra(self, p: Any, state: dict[str, Any]) -> None: ...
 
 
-class ScatteringOnShards(Scattering):
-    """Uses the operator on shards and not on replicas, as Rprop's index writes were refused before torch 2.15."""
+class Projecting(Own):
+    """As AdamP: without the part along the parameter if there is next to none."""
 
-    def step(self, closure: Any = None) -> Any:
-        sharded = any(each.is_shard() for p in self.param_groups[0]["params"] for each in getattr(p, "placements", ()))
-        return super().step(closure) if sharded else optim.SGD.step(self, closure)
+    def extra(self, p: Any, state: dict[str, Any]) -> None:
+        if torch.cosine_similarity(p.grad.view(-1), (p + 1e-3 * p.grad).view(-1), dim=0).abs() < 1e-3 and p.ndim > 1:
+            p -= p * (p * p.grad).sum() / p.square().sum()
 
 
-class Projecting(Optimizer):
-    """As AdamP: without its part along the parameter where there is next to none."""
+class Later(Own):
+    """Keeps sums over rows, which it applies from step 1,000 on, as preconditioners do."""
+
+    class Sums:
+        rows: Any = 0.0
+
+    def extra(self, p: Any, state: dict[str, Any]) -> None:
+        sums = state.setdefault("sums", self.Sums())
+        sums.rows = sums.rows + p.grad.sum(-1, keepdim=True)
+        if state["steps"] > 1000:
+            p /= 1 + sums.rows
+
+
+class Warming(Own):
+    """Divides by the norm of a parameter from its 20th step on."""
+
+    def extra(self, p: Any, state: dict[str, Any]) -> None:
+        if state["steps"] > 20:
+            p /= p.norm()
+
+
+class RoundsShort(Own):
+    """As a kernel that treats elements apart that fill no vector."""
+
+    def extra(self, p: Any, state: dict[str, Any]) -> None:
+        if p.numel() < 8:
+            p *= 1.01
+
+
+class AsksForMany(Own):
+    """Has no kernel for short tensors."""
+
+    def extra(self, p: Any, state: dict[str, Any]) -> None:
+        assert p.numel() > 64
+
+
+class AsksForFew(Own):
+    """As Shampoo, whose matrices of large vectors are too large."""
+
+    def extra(self, p: Any, state: dict[str, Any]) -> None:
+        assert p.numel() < 1000
+        p /= p.norm()
+
+
+class InBlocks(Optimizer):
+    """Gradient descent with signs, scaled by full blocks of 2,048 elements."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            step = p.grad + 0.1 * p
-            if torch.cosine_similarity(p.grad.view(-1), p.view(-1), dim=0).abs() < 1e-3 and p.ndim > 1:
-                step -= p * (p * step).sum() / p.square().sum()
-            p.sub_(0.1 * step)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            blocks = p.grad.reshape(-1, 2048 if p.numel() % 2048 == 0 else 1)
+            self.state[p] = {"scale": blocks.abs().amax(1)}
+            p.sub_((blocks.sign() * self.state[p]["scale"][:, None]).view_as(p), alpha=0.1)
 
 
 class DecayedTogether(Optimizer):
@@ -99,56 +145,69 @@ class DecayedTogether(Optimizer):
             p.mul_(1 - 1e-6 / size).sub_(0.1 * p.grad)
 
 
-def test_parameters_that_stage_3_emptied_are_on_no_device() -> None:
-    class Unseen(optim.AdamW):
-        """What the probes of this process found of AdamW does not count."""
+class TrainsFirst(optim.SGD):
+    """As schedulefree's, has values for training and for evaluation, and steps in its train mode alone."""
 
-    assert not probed(Unseen(nn.Linear(4, 4, device="meta").parameters()))
+    trains = False
 
+    def train(self) -> None:
+        self.trains = True
 
-ELEMENTWISE: list[Any] = [
-    optim.AdamW,
-    lambda p: optim.Adagrad(p, fused=True),
-    lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
-    lambda p: optim.AdamW(p, lr=0.0),
-    lambda p: Wrapping(optim.Adam(p)),
-]
+    def eval(self) -> None: ...
 
-
-@pytest.mark.parametrize("make", ELEMENTWISE, ids=["adamw", "fused", "momentum", "begins at 0", "wrapped"])
-def test_elementwise_optimizers_need_shards(make: Any) -> None:
-    assert not probed(make(parameters()))
+    def step(self, closure: Any = None) -> Any:
+        assert self.trains, "not in train mode"
+        return super().step(closure)
 
 
-class Squaring(Noisy):
-    """Has a matrix of as many rows and columns as a parameter has elements, for which many have no memory."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if any(p.numel() > 1000 for group in self.param_groups for p in group["params"]):
-            raise MemoryError
-        super().step(closure)
-
-
-FULL: list[Any] = [
-    Lamb,
-    lambda p: Lamb(p, lr=0.0),
-    optim.Adafactor,
-    lambda p: optim.Muon(p[:1]),
-    lambda p: Wrapping(Lamb(p)),
-    Projecting,
+ELEMENTWISE: dict[str, Any] = {
+    "adamw": optim.AdamW,
+    "fused adagrad": lambda p: optim.Adagrad(p, fused=True),
+    "lr of 0": lambda p: optim.AdamW(p, lr=0.0),
+    "wrapped": lambda p: Wrapping(optim.Adam(p)),
+    "train mode": TrainsFirst,
+}
+FULL: dict[str, Any] = {
+    "lamb, lr of 0": lambda p: Lamb(p, lr=0.0),
+    "adafactor": optim.Adafactor,
+    "muon": lambda p: optim.Muon(p[:1]),
+    "wrapped": lambda p: Wrapping(Lamb(p)),
+    "projecting": Projecting,
     # On a CPU torch rounds a tensor's last elements, which fill no vector, otherwise than the others.
-    lambda p: optim.AdamW(p, fused=True),
-    lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-]
+    "fused": lambda p: optim.AdamW(p, fused=True),
+    "rounds short": RoundsShort,
+    "later": Later,
+    "warming": Warming,
+    "asks for many": AsksForMany,
+    "asks for few": AsksForFew,
+    "in blocks": InBlocks,
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    FULL,
-    ids=["lamb", "begins at 0", "adafactor", "muon", "wrapped", "projecting", "fused adamw", "fused sgd"],
-)
+@pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_elementwise_optimizers_need_shards(make: Any) -> None:
+    optimizer = make(parameters())
+    assert not probed(optimizer)
+    assert not getattr(optimizer, "trains", False), "the user's own keeps its mode"
+
+
+@pytest.mark.parametrize("make", FULL.values(), ids=FULL)
 def test_others_need_full_parameters(make: Any) -> None:
     assert probed(make(parameters()))
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8"])
+def test_quantised_states_of_torchao_need_full_parameters(kind: str) -> None:
+    ao = pytest.importorskip("torchao.optim")
+    with torch.compiler.set_stance("force_eager"):
+        assert probed(getattr(ao, kind)([nn.Parameter(torch.zeros(4))]))
+
+
+def test_parameters_that_stage_3_emptied_are_on_no_device() -> None:
+    class Unseen(optim.AdamW):
+        """Unknown to earlier probes of this process."""
+
+    assert not probed(Unseen(nn.Linear(4, 4, device="meta").parameters()))
 
 
 @pytest.mark.parametrize(
@@ -158,205 +217,52 @@ def test_others_need_full_parameters(make: Any) -> None:
         (DecayedTogether, "DecayedTogether couples parameters"),
         (optim.LBFGS, "LBFGS couples parameters"),
         (Noisy, "Noisy draws random numbers"),
-        (Squaring, "Squaring draws random numbers"),
         (Holding, "Holding can't be tried .* its attribute masters holds the parameters"),
     ],
 )
-def test_what_no_rank_can_step_in_part_is_refused(make: Any, message: str) -> None:
+def test_optimizers_that_no_rank_can_step_in_part_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         probed(make(parameters()))
 
 
-class InBlocks(Optimizer):
-    """Gradient descent with signs, scaled by blocks of 2,048 elements where there are only full ones."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            blocks = p.grad.reshape(-1, 2048 if p.numel() % 2048 == 0 else 1)
-            self.state[p] = {"scale": blocks.abs().amax(1)}
-            p.sub_((blocks.sign() * self.state[p]["scale"][:, None]).view_as(p), alpha=0.1)
-
-
-class RoundsShort(optim.SGD):
-    """As a kernel that treats what fills no vector apart."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"] if p.numel() < 8):
-            p *= 1.01
-
-
-def test_what_is_rounded_otherwise_needs_full_parameters_where_bits_count() -> None:
-    assert probed(RoundsShort(parameters()))
+def test_bits_and_noise_count_in_fp32_and_under_aligned() -> None:
     assert probed(RoundsShort(parameters()), dtype=BF16, aligned=True)
     assert not probed(RoundsShort(parameters()), dtype=BF16)
-
-
-class Roots(optim.SGD):
-    """As Shampoo, whose matrices have a row and a column for each element of a vector."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            assert p.numel() < 1000, "its matrix is too large"
-            p -= torch.linalg.matrix_exp(torch.outer(p.grad.view(-1), p.grad.view(-1)) / p.numel()).sum(1).view_as(p)
-
-
-@pytest.mark.matrix
-def test_what_shows_on_few_elements_is_not_tried_on_many() -> None:
-    assert probed(Roots(parameters()))
-
-
-class AsksForMany(optim.SGD):
-    """Has no kernel for short tensors."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert all(p.numel() > 64 for group in self.param_groups for p in group["params"])
-        super().step(closure)
-
-
-def test_what_steps_no_short_tensors_needs_full_parameters() -> None:
-    assert probed(AsksForMany(parameters()))
-
-
-def test_states_in_full_blocks_need_full_parameters() -> None:
-    assert probed(InBlocks(parameters()))
-
-
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_quantised_states_of_torchao_need_full_parameters(kind: str) -> None:
-    ao = pytest.importorskip("torchao.optim")
-    with torch.compiler.set_stance("force_eager"):
-        assert probed(getattr(ao, kind)([nn.Parameter(torch.zeros(4))]))
-
-
-def test_one_rank_may_couple_what_it_steps_alone() -> None:
-    assert probed(NormalizedTogether(parameters()), alone=True)
-    assert not probed(optim.LBFGS(parameters()), alone=True)
-
-
-def test_noise_is_allowed_in_low_memory() -> None:
-    # Optimizers that round bf16 stochastically draw numbers; no other engine's numbers are promised there.
     assert not probed(Noisy(parameters()), dtype=BF16)
     with pytest.raises(ConfigurationError, match="draws random numbers"):
         probed(Noisy(parameters()), dtype=BF16, aligned=True)
 
 
-@pytest.mark.parametrize("make", [optim.AdamW, Lamb, optim.LBFGS, FULL[-1]], ids=["adamw", "lamb", "lbfgs", "wrapped"])
-def test_nothing_is_left_of_a_probe(make: Any) -> None:
-    stepped = parameters()
-    optimizer, random = make(stepped), torch.get_rng_state()
-    before = [p.detach().clone() for p in stepped]
-    described = copy.deepcopy(optimizer.state_dict())
-    for parameter in stepped:
-        parameter.grad = torch.ones_like(parameter)
-    with suppress(ConfigurationError):
-        probed(optimizer)
-    assert all(torch.equal(p, b) for p, b in zip(stepped, before, strict=True))
-    assert optimizer.state_dict() == described
-    assert torch.equal(random, torch.get_rng_state())
+def test_a_rank_with_all_parameters_may_couple_them_or_step_untried() -> None:
+    class Untried(optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise KeyError("made elsewhere")
+
+    assert probed(NormalizedTogether(parameters()), alone=True)
+    assert probed(Untried(parameters(), lr=0.1), alone=True)
+    assert not probed(optim.LBFGS(parameters()), alone=True)
 
 
 @pytest.mark.parametrize(
-    ("make", "rests"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), True),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), False),
-        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), False),
-        (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0), False),
-        (lambda p: torch.optim.AdamW(p, lr=0.0), False),
-        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.0)), False),
-    ],
-    ids=["sgd", "momentum", "decay", "adamw", "warm-up", "warm-up in a tensor"],
+    "make", [optim.AdamW, Lamb, optim.LBFGS, FULL["wrapped"]], ids=["adamw", "lamb", "lbfgs", "wrapped"]
 )
-def test_whether_gradients_of_zero_change_nothing(make: Any, rests: bool) -> None:
-    assert rests_at_zero(make([torch.nn.Parameter(torch.ones(2, 2))])) is rests
+def test_nothing_is_left_of_a_probe(make: Any) -> None:
+    probed_ones = parameters()
+    optimizer, random = make(probed_ones), torch.get_rng_state()
+    before = [p.detach().clone() for p in probed_ones]
+    described = copy.deepcopy(optimizer.state_dict())
+    for parameter in probed_ones:
+        parameter.grad = torch.ones_like(parameter)
+    with suppress(ConfigurationError):
+        probed(optimizer)
+    assert all(torch.equal(p, b) for p, b in zip(probed_ones, before, strict=True))
+    assert optimizer.state_dict() == described
+    assert torch.equal(random, torch.get_rng_state())
 
 
 class AsksForClosure(optim.SGD):
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         return super().step(closure)
-
-
-def test_what_asks_for_a_closure_can_not_be_tried_without() -> None:
-    assert not probed(AsksForClosure(parameters()))
-    assert not rests_at_zero(AsksForClosure(parameters()))
-
-
-def _probed_on_shards() -> list[bool]:
-    undo = dtensor_refusals.install_refusals()  # as in a fit
-    try:
-        return _probed_apart()
-    finally:
-        undo()
-
-
-def _probed_apart() -> list[bool]:
-    mesh = init_device_mesh("cpu", (1,))
-    shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters()]
-    return [probed(make(shards)) for make in (optim.AdamW, Scattering)]
-
-
-def _probed_by_placement() -> list[bool]:
-    mesh, full = init_device_mesh("cpu", (1,)), []
-    for placement in (Replicate(), Shard(0)):
-        shards = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))]
-        full.append(probed(ScatteringOnShards(shards)))
-    return full
-
-
-def test_what_one_placement_takes_another_may_refuse() -> None:
-    assert run_distributed(_probed_by_placement, 1) == [[False, True]]
-
-
-def test_an_elementwise_optimizer_whose_operators_dtensors_refuse_needs_full_parameters() -> None:
-    assert run_distributed(_probed_on_shards, 1) == [[False, True]]
-
-
-class TwoKinds(optim.SGD):
-    """As ScheduleFree, has values for training and for evaluation."""
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
-
-
-class TrainsFirst(TwoKinds):
-    """As schedulefree's, made for evaluation; the user calls ``train`` when training begins."""
-
-    trains = False
-
-    def train(self) -> None:
-        self.trains = True
-
-    def step(self, closure: Any = None) -> Any:
-        assert self.trains, "not in train mode"
-        return super().step(closure)
-
-
-def test_an_optimizer_that_steps_in_its_train_mode_alone_is_tried_in_that() -> None:
-    optimizer = TrainsFirst(parameters(), lr=0.1)
-    assert not probed(optimizer)
-    assert not optimizer.trains
-
-
-def test_values_for_evaluation_of_what_owners_step_are_refused() -> None:
-    optimizer: Any = TwoKinds(parameters())
-    with pytest.raises(ConfigurationError, match="TwoKinds writes values for training and for evaluation"):
-        OwnerSteps(optimizer, [], step=optimizer.step, group=None, device=torch.device("cpu"))  # type: ignore[arg-type]
-
-
-def test_an_optimizer_that_can_not_be_tried_steps_full_parameters_where_each_rank_has_all() -> None:
-    class Untried(optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            raise KeyError("made elsewhere")
-
-    assert probed(Untried(parameters(), lr=0.1), alone=True)
 
 
 class Sharpness(optim.SGD):
@@ -383,12 +289,59 @@ class Polyak(optim.SGD):
     [
         (optim.AdamW, Needs()),
         (Polyak, Needs(loss=True)),
-        (lambda p: AsksForClosure(p), Needs(loss=True)),
+        (AsksForClosure, Needs(loss=True)),
         (optim.LBFGS, Needs(loss=True, again=True)),
         (Sharpness, Needs(loss=True, again=True)),
         (Noisy, Needs(full=True, draws=True)),
     ],
-    ids=["adamw", "polyak", "asks", "lbfgs", "sharpness", "noisy"],
 )
-def test_what_a_step_takes_beside_gradients(make: Any, needs: Needs) -> None:
+def test_inputs_of_a_step_besides_gradients(make: Any, needs: Needs) -> None:
     assert probe(make(parameters()), dtype=FP32, aligned=True, alone=True) == needs
+
+
+@pytest.mark.parametrize(
+    ("make", "rests"),
+    [
+        (lambda p: optim.SGD(p, lr=0.1), True),
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9), False),
+        (lambda p: optim.SGD(p, lr=0.1, weight_decay=0.1), False),
+        (lambda p: optim.AdamW(p, lr=torch.tensor(0.0)), False),
+        (AsksForClosure, False),
+    ],
+    ids=["sgd", "momentum", "decay", "warm-up in a tensor", "closure"],
+)
+def test_whether_gradients_of_zero_change_nothing(make: Any, rests: bool) -> None:
+    assert rests_at_zero(make([nn.Parameter(torch.ones(2, 2))])) is rests
+
+
+class Scattering(optim.SGD):
+    """Elementwise, by an operator that DTensors lack for shards."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if any(each.is_shard() for each in getattr(p, "placements", ())):
+                p.masked_scatter_(p.isnan(), torch.zeros_like(p))
+        return super().step(closure)
+
+
+def _probed_on_shards() -> list[bool]:
+    undo, mesh = dtensor_refusals.install_refusals(), init_device_mesh("cpu", (1,))
+    try:
+        shards, replicas = (
+            [nn.Parameter(distribute_tensor(p.detach(), mesh, [placement])) for p in parameters()]
+            for placement in (Shard(0), Replicate())
+        )
+        return [probed(optim.AdamW(shards)), probed(Scattering(replicas)), probed(Scattering(shards))]
+    finally:
+        undo()
+
+
+def test_an_elementwise_optimizer_whose_operators_dtensors_refuse_needs_full_parameters() -> None:
+    assert run_distributed(_probed_on_shards, 1) == [[False, False, True]]
+
+
+def test_values_for_evaluation_of_optimizers_stepped_at_owners_are_refused() -> None:
+    optimizer: Any = TrainsFirst(parameters())
+    with pytest.raises(ConfigurationError, match="TrainsFirst writes values for training and for evaluation"):
+        OwnerSteps(optimizer, [], step=optimizer.step, group=None, device=torch.device("cpu"))  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def test_a_steady_step_exchanges_nothing(two: Any) -> None:
     assert two(steps) == [[6, 7, 8, 8, 8, 13, 13]] * 2
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("before", [0, 1])
 def test_other_modules_in_the_first_steps_end_both(two: Any, before: int) -> None:
     def steps(rank: Rank) -> None:
         own = Steps(rank)
@@ -109,22 +109,15 @@ def test_other_modules_in_the_first_steps_end_both(two: Any, before: int) -> Non
         assert told.startswith(f"Ranks take different branches: rank 0 runs other, rank 1 {where}.")
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (("stem", "one", "head"), "This step runs head where each step before runs other"),
-        (("stem", "one", "other"), "This step is at the end of the step's forward where each step before runs head"),
-    ],
-)
-def test_a_rank_that_leaves_a_module_out_late_is_told_at_once(two: Any, names: tuple[str, ...], said: str) -> None:
+def test_a_rank_that_leaves_a_module_out_late_is_told_at_once(two: Any) -> None:
     def steps(rank: Rank) -> int:
         own = Steps(rank)
         for _ in range(3):
             own.run(*ALL)
-        return own.run(*(names if rank.rank == 0 else ALL))
+        return own.run(*(("stem", "one", "head") if rank.rank == 0 else ALL))
 
     told, exchanges = two(steps)
-    assert told.startswith(said)
+    assert told.startswith("This step runs head where each step before runs other")
     assert "find_unused_parameters: true" in told
     assert exchanges == 8
 

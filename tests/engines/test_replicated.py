@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
-from lightning_shard.meters.throughput_windows import gather_rows
 from lightning_shard.run.checkpoints import restore_buffers
 from tests.harness import run_distributed
 
@@ -38,13 +37,7 @@ def _broadcast() -> tuple[list[bool], set[torch.dtype]]:
     return [bool((tensor == 1).all()) for tensor in tensors], sent
 
 
-def test_tensors_of_every_dtype_are_broadcast_in_those_that_nccl_has() -> None:
-    for of_rank_0, sent in run_distributed(_broadcast, 2):
-        assert all(of_rank_0)
-        assert sent <= NCCL
-
-
-def _broadcast_before_backward() -> float:
+def _before_backward() -> float:
     weight, module = nn.Parameter(torch.ones(())), nn.BatchNorm1d(1)
     assert module.running_mean is not None
     loss = weight * module.running_mean.fill_(2.0)
@@ -53,10 +46,6 @@ def _broadcast_before_backward() -> float:
     loss.sum().backward()
     assert weight.grad is not None
     return weight.grad.item()
-
-
-def test_a_save_between_forward_and_backward_leaves_the_graph_whole() -> None:
-    assert run_distributed(_broadcast_before_backward, 2) == [2.0, 2.0]
 
 
 def _average() -> list[Any]:
@@ -72,23 +61,14 @@ def _average() -> list[Any]:
     return [parameter.grad if parameter.grad is None else parameter.grad.tolist() for parameter in parameters]
 
 
-def test_the_hosts_agree_which_parameters_have_gradients_that_were_not_averaged_yet() -> None:
-    assert run_distributed(_average, 2) == [[[0.5 + rank] * 2, [0.5, 0.5], None] for rank in range(2)]
+def _all() -> tuple[Any, float, Any]:
+    return _broadcast(), _before_backward(), _average()
 
 
-def _rows() -> tuple[list[list[Any]], int]:
-    read, tolist = [0], Tensor.tolist
-
-    def counted(tensor: Tensor) -> Any:
-        read[0] += 1
-        return tolist(tensor)
-
-    Tensor.tolist = counted  # type: ignore[method-assign]
-    try:
-        return gather_rows([dist.get_rank(), 5], dtype=torch.int64, device=torch.device("cpu")), read[0]
-    finally:
-        Tensor.tolist = tolist  # type: ignore[method-assign]
-
-
-def test_the_rows_of_all_ranks_are_read_at_once() -> None:
-    assert run_distributed(_rows, 2) == [([[0, 5], [1, 5]], 1)] * 2
+def test_tensors_are_broadcast_averaged_and_left_to_the_graph() -> None:
+    for rank, ((of_rank_0, sent), gradient, averaged) in enumerate(run_distributed(_all, 2)):
+        assert all(of_rank_0)
+        assert sent <= NCCL, "dtypes that NCCL has"
+        assert gradient == 2.0, "a save between forward and backward leaves the graph alone"
+        # The hosts agree on gradients that were not averaged yet.
+        assert averaged == [[0.5 + rank] * 2, [0.5, 0.5], None]

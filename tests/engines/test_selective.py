@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -13,10 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import transforms
 from lightning_shard.engines.activation_offload import HostInputs
@@ -29,6 +24,7 @@ from lightning_shard.engines.transforms import (
 )
 from lightning_shard.meters.memory_account import StepMeter
 from lightning_shard.precision.casting import install_casts
+from tests.groups import sampled
 
 aten = torch.ops.aten
 WIDTH, BATCH, TIME = 16, 2, 8
@@ -78,7 +74,7 @@ def run(spec: Checkpointing, block: nn.Module | None = None) -> tuple[list[Tenso
     return [x.grad, *(p.grad for p in block.parameters())], operators.ran, meter.count_resident().device.activations  # type: ignore[list-item]
 
 
-def test_no_product_runs_again_and_all_else_does() -> None:
+def test_products_are_kept_and_measured_and_all_else_runs_again() -> None:
     plain, units, kept = run(None), run("units"), run("selective")
     for found in (units, kept):
         assert all(torch.equal(a, b) for a, b in zip(found[0], plain[0], strict=True))
@@ -89,15 +85,11 @@ def test_no_product_runs_again_and_all_else_does() -> None:
     for name in ("native_layer_norm", "gelu", "bernoulli_"):
         assert (plain[1][name], kept[1][name]) == (0, units[1][name]), name
         assert kept[1][name] > 0
-
-
-def test_what_is_kept_is_measured() -> None:
-    plain, units, kept = (run(spec)[2] for spec in (None, "units", "selective"))
     x = 4 * BATCH * TIME * WIDTH
     logsumexp = 4 * BATCH * 2 * TIME
-    # The results of the three products and of attention; `units` has the block's input alone.
-    assert kept - units == 3 * x + x + x + logsumexp
-    assert units < kept < plain
+    # The results of the three products and of attention. `units` has the block's input alone.
+    assert kept[2] - units[2] == 3 * x + x + x + logsumexp
+    assert units[2] < kept[2] < plain[2]
 
 
 class Hooked(Block):
@@ -135,67 +127,21 @@ def test_attention_that_drops_out_runs_again() -> None:
     assert not is_kept(aten.gelu.default)
 
 
-def test_a_result_that_was_overwritten_is_an_error() -> None:
-    layer = nn.Linear(4, 4)
-    x = torch.randn(2, 4, requires_grad=True)
-
-    def overwrite(x: Tensor) -> Tensor:
-        return layer(x).mul_(2).tanh()
-
-    with pytest.raises(RuntimeError, match="has been mutated"):
-        checkpoint(overwrite, x, use_reentrant=False, context_fn=transforms.selective_contexts).sum().backward()
-
-
-class Graphs:
-    """A backend of torch.compile that runs graphs as they are, partitioned as inductor's, and looks at them."""
-
-    def __init__(self) -> None:
-        self.forward: list[Counter[str]] = []
-        self.backward: list[Counter[str]] = []
-
-    def backend(self) -> Any:
-        def keep(found: list[Counter[str]]) -> Callable[..., Any]:
-            def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-                targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
-                found.append(Counter(getattr(getattr(t, "overloadpacket", t), "__name__", str(t)) for t in targets))
-                from torch._functorch.aot_autograd import make_boxed_func
-
-                return make_boxed_func(graph.forward)
-
-            return compiler
-
-        return aot_autograd(
-            fw_compiler=keep(self.forward),
-            bw_compiler=keep(self.backward),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-
-@pytest.mark.parametrize("spec", [None, "units", "selective"])
+@pytest.mark.parametrize("spec", sampled([None, "units", "selective"], 2))
 def test_a_unit_is_one_graph_whatever_is_cast_and_checkpointed(spec: Checkpointing) -> None:
     """The casts of a 16-bit precision are hooks on each module: compiled with them, and without a break."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    root = nn.Sequential(*(Block() for _ in range(10)))
-    for parameter in root.parameters():
-        parameter.data = parameter.data.bfloat16()
+    root = nn.Sequential(*(Block() for _ in range(10))).bfloat16()
     undo = install_casts(root, torch.bfloat16)
-    graphs = Graphs()
-    backend = graphs.backend()
     for block in root:
         if spec is not None:
             checkpoint_forward(block, spec)
-        block.forward = torch.compile(block.forward, backend=backend)
+        block.forward = torch.compile(block.forward, backend="aot_eager")
     root(torch.randn(BATCH, TIME, WIDTH, requires_grad=True)).float().sum().backward()
     undo()
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    (forward,), (backward,) = graphs.forward, graphs.backward
-    assert forward["addmm"] + forward["mm"] == 2
-    # Two for each layer; one more where the layer itself runs again, which the last one needs not for any gradient.
-    assert backward["addmm"] + backward["mm"] == (6 if spec == "units" else 4)
-    # And what is not kept runs again.
-    assert spec is None or backward["gelu"] == 1
 
 
 class Other(Block):
@@ -207,16 +153,13 @@ class Third(Block):
         return super().forward(x).tanh()
 
 
+@pytest.mark.matrix
 def test_each_class_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo stops at eight of a code object, which checkpointed modules would all share."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     blocks = [kind() for kind in (Block, Other, Third) for _ in range(3)]
-    signature = inspect.signature(blocks[0].forward)
-    undo = [compile_forward(blocks[0])]
-    assert inspect.signature(blocks[0].forward) == signature
-    undo.pop()()
     undo = [*(checkpoint_forward(block, "units") for block in blocks), *map(compile_forward, blocks)]
 
     def run(batch: int, time: int) -> None:

@@ -50,87 +50,52 @@ def layers(count: int) -> list[nn.Module]:
     return [Layer() for _ in range(count)]
 
 
-def test_a_list_of_class_names() -> None:
-    root = Root(embed=nn.Embedding(3, 4), blocks=nn.ModuleList(layers(2)), head=nn.Linear(4, 3))
-    assert names(root, ["Layer"]) == ["blocks.0", "blocks.1"]
-    assert names(root, ["Embedding", "Layer"]) == ["embed", "blocks.0", "blocks.1"]
-    assert names(root, []) == []
-    units = find_units(root, ["Layer"])
-    assert [u.module for u in units] == [*root.blocks]  # type: ignore[index, operator]
+def numbered(parts: list[nn.Module]) -> nn.ModuleDict:
+    return nn.ModuleDict({str(index): part for index, part in enumerate(parts)})
 
 
-def test_inner_units_come_before_outer_ones() -> None:
-    root = Root(blocks=nn.ModuleList(layers(1)))
-    assert names(root, ["Layer", "Linear"]) == ["blocks.0.a", "blocks.0.b", "blocks.0"]
+def mixed() -> nn.Module:
+    return Root(embed=nn.Embedding(3, 4), blocks=nn.ModuleList(layers(2)), head=nn.Linear(4, 3))
 
 
-def test_the_root_is_no_unit_of_its_own() -> None:
-    root = Root(inner=Root(layer=Layer()))
-    assert names(root, ["Root"]) == ["inner"]
+def repeated() -> nn.Module:
+    return nn.ModuleList([Layer()] * 3)
 
 
 @pytest.mark.parametrize(
-    ("smallest", "expected"),
+    ("make", "spec", "expected"),
     [
-        # Linear(4, 4) has 20 parameters, gain 4: a whole Layer has 44.
-        (20, ["layer.a", "layer.b"]),
-        (21, ["layer"]),
-        (44, ["layer"]),
-        (45, []),
-        (4, ["layer.a", "layer.b", "layer"]),
+        (mixed, ["Layer"], "blocks.0 blocks.1"),
+        (mixed, ["Embedding", "Layer"], "embed blocks.0 blocks.1"),
+        (mixed, [], ""),
+        # Inner units come before outer ones, and the root is none of its own.
+        (lambda: Root(blocks=nn.ModuleList(layers(1))), ["Layer", "Linear"], "blocks.0.a blocks.0.b blocks.0"),
+        (lambda: Root(inner=Root(layer=Layer())), ["Root"], "inner"),
+        # By size: Linear(4, 4) has 20 parameters, gain 4, a whole Layer 44.
+        (lambda: Root(layer=Layer()), 20, "layer.a layer.b"),
+        (lambda: Root(layer=Layer()), 21, "layer"),
+        (lambda: Root(layer=Layer()), 45, ""),
+        (lambda: Root(layer=Layer()), 4, "layer.a layer.b layer"),
+        # "auto" takes the outermost repeated blocks of lists, dicts and sequences.
+        (lambda: Root(first=nn.Linear(4, 4), stack=nn.ModuleList(layers(2))), "auto", "stack.0 stack.1"),
+        (lambda: Root(stack=nn.Sequential(*layers(2))), "auto", "stack.0 stack.1"),
+        (lambda: Root(stack=numbered(layers(2))), "auto", "stack.0 stack.1"),
+        (lambda: Root(stack=repeated()), "auto", "stack.0"),
+        (lambda: Root(s=nn.ModuleList(Root(parts=nn.ModuleList(layers(2))) for _ in range(2))), "auto", "s.0 s.1"),
+        # A list has no forward for a unit's hooks.
+        (lambda: Root(n=nn.ModuleList(nn.ModuleList(layers(2)) for _ in "ab")), "auto", "n.0.0 n.0.1 n.1.0 n.1.1"),
+        # Lone layers and single blocks are the root's.
+        (lambda: Root(mlp=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), one=nn.ModuleList(layers(1))), "auto", ""),
+        (lambda: Root(free=nn.ModuleList([nn.ReLU(), nn.ReLU()])), "auto", ""),
+        # Hugging Face's models name their blocks.
+        (lambda: Root(m=llama(tie_word_embeddings=True)), "auto", "m.model.layers.0 m.model.layers.1"),
     ],
+    ids=[str(number) for number in range(18)],
 )
-def test_a_number_takes_the_smallest_modules_with_as_many(smallest: int, expected: list[str]) -> None:
-    assert names(Root(layer=Layer()), smallest) == expected
-
-
-@pytest.mark.parametrize(
-    "container",
-    [nn.ModuleList, nn.Sequential, lambda blocks: nn.ModuleDict({str(i): b for i, b in enumerate(blocks)})],
-    ids=["ModuleList", "Sequential", "ModuleDict"],
-)
-def test_auto_takes_repeated_blocks(container: Callable[..., nn.Module]) -> None:
-    blocks = layers(2)
-    held = nn.Sequential(*blocks) if container is nn.Sequential else container(blocks)
-    assert names(Root(first=nn.Linear(4, 4), stack=held), "auto") == ["stack.0", "stack.1"]
-
-
-def test_auto_takes_the_outermost_repetition_only() -> None:
-    inner = Root(parts=nn.ModuleList(layers(2)))
-    other = Root(parts=nn.ModuleList(layers(2)))
-    assert names(Root(stages=nn.ModuleList([inner, other])), "auto") == ["stages.0", "stages.1"]
-
-
-def test_auto_looks_inside_lists_of_lists() -> None:
-    # A list has no forward that a unit's hooks could lie around.
-    nested = nn.ModuleList([nn.ModuleList(layers(2)), nn.ModuleList(layers(2))])
-    assert names(Root(n=nested), "auto") == ["n.0.0", "n.0.1", "n.1.0", "n.1.1"]
-
-
-def test_auto_leaves_lone_layers_and_single_blocks_to_the_root() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    assert (
-        names(Root(mlp=plain, one=nn.ModuleList(layers(1)), free=nn.ModuleList([nn.ReLU(), nn.ReLU()])), "auto") == []
-    )
-    assert names(Root(heads=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])), "auto") == ["heads.0", "heads.1"]
-
-
-def test_auto_takes_a_block_that_is_repeated_by_sharing() -> None:
-    block = Layer()
-    assert names(Root(stack=nn.ModuleList([block, block, block])), "auto") == ["stack.0"]
-
-
-@pytest.mark.parametrize("tie", [False, True])
-def test_auto_asks_a_hugging_face_model(tie: bool) -> None:
-    expected = ["model.model.layers.0", "model.model.layers.1"]
-    assert names(Root(model=llama(tie_word_embeddings=tie)), "auto") == expected
-
-
-def test_auto_asks_gpt2() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2))
-    assert names(Root(net=model), "auto") == ["net.transformer.h.0", "net.transformer.h.1"]
+def test_units_of_plain_trees(make: Callable[[], nn.Module], spec: object, expected: str) -> None:
+    root = make()
+    assert names(root, spec) == expected.split()
+    assert [unit.module for unit in find_units(root, spec)] == [root.get_submodule(n) for n in expected.split()]  # type: ignore[arg-type]
 
 
 def test_auto_prefers_what_the_model_declares_to_repetition() -> None:
@@ -144,70 +109,42 @@ def test_auto_prefers_what_the_model_declares_to_repetition() -> None:
 # Sharing: a parameter belongs to exactly one unit.
 
 
-def test_a_shared_module_is_one_unit() -> None:
-    layer = Layer()
-    assert names(Root(x=layer, y=layer), ["Layer"]) == ["x"]
-
-
-def test_a_tie_inside_one_unit_changes_nothing() -> None:
+def test_a_shared_module_or_a_tie_inside_is_one_unit() -> None:
     layer = Layer()
     layer.b.weight = layer.a.weight
-    assert names(Root(layer=layer), ["Layer"]) == ["layer"]
+    assert names(Root(x=layer, y=layer), ["Layer"]) == ["x"]
+    layer.register_parameter("own", layer.a.bias)
+    assert names(Root(layer=layer), ["Layer", "Linear"]) == ["layer"], "an inner unit tied to its outer one"
 
 
-def test_what_side_by_side_modules_share_is_the_roots() -> None:
+def test_ties_between_modules_side_by_side_are_the_roots() -> None:
     blocks = layers(4)
     blocks[3].a.weight = blocks[1].a.weight  # type: ignore[union-attr]
-    root = Root(blocks=nn.ModuleList(blocks))
-    assert names(root, ["Layer"]) == ["blocks.0", "blocks.2"]
-
-
-def test_a_unit_tied_to_the_root_is_left_to_the_root() -> None:
-    root = Root(embed=nn.Embedding(4, 4), blocks=nn.ModuleList(layers(2)))
-    root.embed.weight = root.blocks[1].a.weight  # type: ignore[index, operator, union-attr]
-    assert names(root, ["Layer"]) == ["blocks.0"]
+    assert names(Root(blocks=nn.ModuleList(blocks)), ["Layer"]) == ["blocks.0", "blocks.2"]
     own = Root(layer=Layer(), other=Layer())
     own.register_parameter("own", own.layer.gain)  # type: ignore[arg-type, union-attr]
     assert names(own, ["Layer"]) == ["other"]
 
 
-def test_an_inner_unit_tied_to_its_outer_one_is_left_to_it() -> None:
-    layer = Layer()
-    layer.register_parameter("own", layer.a.weight)
-    assert names(Root(layer=layer), ["Layer", "Linear"]) == ["layer.b", "layer"]
-
-
-def test_what_is_inside_of_modules_that_share_stays_a_unit() -> None:
-    first, second = Layer(), Root(layer=Layer())
-    first.b.weight = second.layer.a.weight  # type: ignore[union-attr]
-    root = Root(first=first, second=second)
-    second.layer.a.weight = first.b.weight  # type: ignore[union-attr]
-    # Linear layers have 20 parameters; second.layer.a has less left, so its weight's home there is `second`.
-    assert names(root, 20, with_children=True) == ["first.a", "second.layer.b"]
-
-
-def test_units_that_are_inside_each_other_crosswise() -> None:
+def test_modules_inside_of_modules_that_share_stay_units() -> None:
     one, other = Layer(), Layer()
     one.register_parameter("borrowed", other.a.bias)
     other.register_parameter("borrowed", one.a.bias)
     assert names(Root(one=one, other=other), ["Layer", "Linear"]) == ["one.b", "other.b"]
+    shared = nn.Linear(4, 4)
+    # The root calls it outside of the unit's forward, in which it would be sharded.
+    root = Root(block=Root(inner=shared), shared=shared)
+    assert names(root, ["Root"]) == []
+    assert names(root, ["Root", "Linear"]) == ["block.inner", "block"]
 
 
 def test_tied_embeddings_by_size() -> None:
-    # The head has no parameter left that an inner unit has not taken, and so is no unit; the model around is.
+    # The head has no parameter that an inner unit has not, and so is no unit.
     model = Root(embed=nn.Embedding(20, 4), layer=Layer(), head=nn.Linear(4, 20, bias=False))
     model.head.weight = model.embed.weight  # type: ignore[union-attr]
     assert names(Root(model=model), 20) == ["model.layer.a", "model.layer.b"]
     model.register_parameter("positions", nn.Parameter(torch.zeros(8, 4)))
     assert names(Root(model=model), 20) == ["model.layer.a", "model.layer.b", "model"]
-
-
-def test_a_module_shared_between_a_unit_and_the_root() -> None:
-    shared = nn.Linear(4, 4)
-    root = Root(block=Root(inner=shared), shared=shared)
-    # The root calls it outside of the unit's forward, where it would be cut.
-    assert names(root, ["Root"]) == []
-    assert names(root, ["Root", "Linear"]) == ["block.inner", "block"]
 
 
 @st.composite
@@ -348,26 +285,13 @@ def test_settings_that_sharing_would_lose_are_refused() -> None:
 # Mistakes.
 
 
-def test_a_name_that_matches_nothing_lists_what_is_there() -> None:
+def test_names_of_no_class_to_shard_are_refused() -> None:
     root = Root(blocks=nn.ModuleList(layers(2)), norm=nn.LayerNorm(4), relu=nn.ReLU())
-    with pytest.raises(WrappingError, match=r"'Blok'.*LayerNorm \(x1\), Linear \(x4\)") as e:
+    with pytest.raises(WrappingError, match=r"'Blok'.*Layer \(x2\), LayerNorm \(x1\), Linear \(x4\)") as caught:
         find_units(root, ["Layer", "Blok"])
-    assert "Layer (x2)" in str(e.value)
-    # What has no parameters can be no unit.
-    assert "ReLU" not in str(e.value)
-
-
-@pytest.mark.parametrize("container", ["ModuleList", "ModuleDict", "ParameterList"])
-def test_containers_are_refused(container: str) -> None:
-    root = Root(
-        blocks=nn.ModuleList(layers(2)),
-        heads=nn.ModuleDict({"a": Layer()}),
-        free=nn.ParameterList([nn.Parameter(torch.ones(2))]),
-    )
-    with pytest.raises(WrappingError, match=f"'{container}', whose forward never runs"):
-        find_units(root, [container])
-    # By size they are passed over.
-    assert names(root, 45) == []
+    assert "ReLU" not in str(caught.value), "it has no parameters"
+    with pytest.raises(WrappingError, match="'ModuleList', whose forward never runs"):
+        find_units(root, ["ModuleList"])
 
 
 @pytest.mark.parametrize("spec", ["Layer", 0, -5, True])

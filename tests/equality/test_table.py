@@ -18,7 +18,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "module", "optimizer"), sampled(SAMPLE, 1, 2))
+@pytest.mark.parametrize(("name", "module", "optimizer"), sampled(SAMPLE, 2))
 def test_a_sample_is_equal(name: str, module: str, optimizer: str) -> None:
     assert table.cell(2, name, module, optimizer) == table.EQUAL
 

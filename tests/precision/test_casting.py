@@ -13,14 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torchmetrics import MeanMetric
 
 from lightning_shard.engines.transforms import checkpoint_forward
 from lightning_shard.errors import PrecisionError
-from lightning_shard.precision import casting
-from lightning_shard.precision.casting import cast_trainable_parameters, install_casts, replace_forward
+from lightning_shard.precision.casting import cast_trainable_parameters, install_casts
 from lightning_shard.precision.policy import autocasting, policy_from
 from tests.harness import run_distributed
 from tests.precision.test_cast_values import f32
@@ -66,21 +63,12 @@ def test_inputs_are_cast_at_modules_with_parameters() -> None:
     assert root.free(f32()).dtype == torch.float32
     root.metric.update(f32())
     assert root.metric.compute() == f32()
-
-
-def test_the_root_gets_its_inputs_as_they_are() -> None:
-    root = Sees()
-    install_casts(root, BF16)
-    root(f32())
-    assert root.seen[0][0][0].dtype == torch.float32
-
-
-def test_a_list_to_write_to_arrives_itself() -> None:
-    root = Model(inner=Sees())
-    install_casts(root, BF16)
     collected: list[Tensor] = []
     root.inner(f32(), collected)
-    assert root.inner.seen[0][0][1] is collected
+    assert root.inner.seen[1][0][1] is collected, "a list to write to"
+    install_casts(seer := Sees(), BF16)
+    seer(f32())
+    assert seer.seen[0][0][0].dtype == torch.float32, "the root itself"
 
 
 def rounded(module: nn.Module) -> nn.Module:
@@ -119,15 +107,13 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
 
 
 NORMS = [
-    (nn.BatchNorm1d(6), (8, 6)),
     (nn.BatchNorm1d(6), (4, 6, 5)),
-    (nn.BatchNorm2d(6, momentum=0.3), (4, 6, 3, 3)),
     (nn.InstanceNorm1d(6, affine=True, track_running_stats=True), (4, 6, 5)),
     (nn.BatchNorm1d(6, affine=False), (8, 6)),
 ]
 
 
-@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=["1d", "1d, sequences", "2d", "instance", "without weights"])
+@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=["sequences", "instance", "without weights"])
 def test_running_statistics_meet_fp32(norm: nn.Module, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     for parameter in norm.parameters():
@@ -168,15 +154,14 @@ def test_a_norm_without_running_statistics_is_cast_like_the_rest() -> None:
     assert root.norm(x).dtype == BF16
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_in_eval_takes_no_path_around_the_casts(masked: bool) -> None:
+def test_attention_in_eval_takes_no_path_around_the_casts() -> None:
     # torch's fast path of TransformerEncoderLayer reads the weights of its parts without calling them.
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     encoder = nn.TransformerEncoder(layer, 2)
     root = Model(encoder=shown_in_bf16(encoder))
     install_casts(root, BF16)
-    mask = torch.tensor([[False, False, True], [False, False, False]]) if masked else None
+    mask = torch.tensor([[False, False, True], [False, False, False]])
     x = torch.randn(2, 3, 8)
     root.train()
     in_training = root.encoder(x, src_key_padding_mask=mask)
@@ -184,10 +169,9 @@ def test_attention_in_eval_takes_no_path_around_the_casts(masked: bool) -> None:
     with torch.no_grad():
         in_eval = root.encoder(x, src_key_padding_mask=mask)
     assert in_eval.dtype == in_training.dtype == BF16
-    kept = slice(None) if mask is None else ~mask
     # Without gradients torch's attention sums in another order: a spacing of bf16 or two.
     eps = torch.finfo(BF16).eps
-    torch.testing.assert_close(in_eval[kept], in_training[kept], rtol=2 * eps, atol=2 * eps)
+    torch.testing.assert_close(in_eval[~mask], in_training[~mask], rtol=2 * eps, atol=2 * eps)
 
 
 def test_modules_that_no_engine_casts_are_cast_for_their_forward() -> None:
@@ -213,25 +197,19 @@ def test_modules_that_no_engine_casts_are_cast_for_their_forward() -> None:
     assert all(not any(n in m.__dict__ for n in ("weight", "bias", "in_proj_weight")) for m in root.modules())
 
 
-def test_a_failing_forward_leaves_no_cast_behind() -> None:
-    norm = nn.BatchNorm1d(6)
-    root = Model(norm=norm)
-    install_casts(root, BF16, whole=[norm])
-    with pytest.raises(ValueError, match="expected 2D or 3D"):
-        norm(torch.ones(1))
-    assert "weight" not in norm.__dict__
-
-
 def test_undo_restores_everything() -> None:
     whole = nn.Linear(2, 2)
     root = Model(norm=nn.BatchNorm1d(2), linear=nn.Linear(2, 2), whole=whole, patched=nn.Linear(2, 2))
     patch = lambda x: x  # noqa: E731
     root.patched.forward = patch
     before = {name: dict(m.__dict__) for name, m in root.named_modules()}
-    undo = install_casts(root, BF16, whole=[whole, root.patched])
+    undo = install_casts(root, BF16, whole=[whole, root.patched, root.norm])
     assert root.linear._forward_pre_hooks
     assert "forward" in root.norm.__dict__
     assert root.patched.forward is not patch
+    with pytest.raises(ValueError, match="expected 2D or 3D"):
+        root.norm(torch.ones(1))
+    assert "weight" not in root.norm.__dict__, "a failing forward leaves no cast"
     undo()
     assert root.patched.forward is patch
     for name, module in root.named_modules():
@@ -239,18 +217,6 @@ def test_undo_restores_everything() -> None:
         assert not module._forward_pre_hooks_with_kwargs
         assert module.__dict__.keys() == before[name].keys()
     assert root.linear(torch.ones(1, 2)).dtype == torch.float32
-
-
-def test_forwards_are_put_back_in_turn() -> None:
-    module = nn.Identity()
-    outer = replace_forward(module, lambda x: x + 1)
-    inner = replace_forward(module, lambda x: x + 2)
-    assert module(1) == 3
-    inner()
-    assert module(1) == 2
-    outer()
-    assert module(1) == 1
-    assert "forward" not in module.__dict__
 
 
 # cast_trainable_parameters
@@ -283,31 +249,13 @@ def test_trainable_parameters_become_masters() -> None:
     assert cast_trainable_parameters(root, torch.float32) == {}
 
 
-class LargestNewTensor(TorchDispatchMode):
-    """Remembers the bytes of the largest storage that an operation returned."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, Tensor):
-                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                self.largest = max(self.largest, local.untyped_storage().nbytes())
-        return out
-
-
 def _cast_sharded() -> None:
     mesh = init_device_mesh("cpu", (2,))
     root = nn.Module()
-    whole = torch.randn(2000, 3, generator=torch.Generator().manual_seed(0)).to(BF16)
+    whole = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)).to(BF16)
     root.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
     root.tied = root.weight
-    counted = LargestNewTensor()
-    with counted:
-        changed = cast_trainable_parameters(root, torch.float32)
-    # The rank's half in fp32, and never the whole of it.
-    assert counted.largest == 1000 * 3 * 4
+    changed = cast_trainable_parameters(root, torch.float32)
     assert changed == {"weight": BF16}
     assert root.weight is root.tied
     assert isinstance(root.weight, nn.Parameter)
@@ -344,19 +292,13 @@ class Residual(nn.Module):
 def test_the_roots_code_gets_fp32_and_modules_get_the_compute_dtype() -> None:
     root = Model(net=Residual(), blocks=nn.ModuleList([Residual()]))
     undo = install_casts(root.to(BF16), BF16, output=torch.float32)
-    # Called from the root: the module, one inside of it, one in a list.
+    with pytest.raises(TypeError):
+        root.net("no tensor")
+    # Called from the root, also after a failed call: the module, one inside of it, one in a list.
     assert [called(f32()).dtype for called in (root.net, root.net.first, root.blocks[0])] == [torch.float32] * 3
     assert root.net.second.seen[0][0][0].dtype == BF16
     undo()
     assert root.net(f32().to(BF16)).dtype == BF16
-
-
-def test_a_failed_call_does_not_hide_the_next_ones() -> None:
-    root = Model(net=Residual())
-    install_casts(root.to(BF16), BF16, output=torch.float32)
-    with pytest.raises(TypeError):
-        root.net("no tensor")
-    assert root.net(f32()).dtype == torch.float32
 
 
 def test_what_runs_again_in_backward_computes_as_in_forward() -> None:
@@ -384,16 +326,8 @@ def test_the_roots_code_runs_under_autocast_and_modules_do_not() -> None:
     assert seen == [False]
 
 
-def test_an_input_that_has_the_dtype_costs_no_look_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
-    install_casts(layer, torch.bfloat16)
-    monkeypatch.setattr(casting, "map_tensors", lambda *args: pytest.fail("looked into"))
-    assert layer(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("kind", ["spectral_norm", "parametrizations.spectral_norm", "parametrizations.orthogonal"])
-def test_what_torch_computes_of_fp32_weights_alone_is_refused_in_16_bits(kind: str) -> None:
-    what = "an orthogonal parametrization" if "orthogonal" in kind else "a spectral norm"
+def test_parametrizations_that_need_fp32_weights_are_refused_in_16_bits(kind: str) -> None:
     root = nn.Sequential(attrgetter(kind)(nn.utils)(nn.Linear(3, 3)))
-    with pytest.raises(PrecisionError, match=f"has {what}, whose .* fp32"):
+    with pytest.raises(PrecisionError, match="a spectral norm or an orthogonal parametrization, whose fp32 buffers"):
         install_casts(root, torch.bfloat16)

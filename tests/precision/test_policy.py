@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +12,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
-from lightning_shard import LossScaling, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision
+from lightning_shard import LossScaling, ShardPrecision
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.policy import PrecisionPolicy, policy_from
 from lightning_shard.precision.words import PRECISIONS
@@ -46,20 +45,11 @@ def test_the_table(precision: str, aligned: bool, compute: torch.dtype, rest: to
     assert expected.is_low_memory == (rest != FP32)
 
 
-def test_the_table_is_whole() -> None:
-    assert PRECISIONS == ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
-
-
 def test_a_policy_in_one_line() -> None:
     fp32 = "master fp32, reduce fp32, accumulate fp32, buffers as loaded"
     assert policy_from("bf16-mixed", aligned=False).text() == f"compute bf16, {fp32}, output fp32"
     widened = policy_from("16-true", aligned=True, output=FP32)
     assert widened.text() == f"compute fp16, {fp32}, output fp32, loss scale dynamic"
-
-
-def test_a_policy_can_not_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
-        policy_from("32-true", aligned=False).compute = BF16  # type: ignore[misc]
 
 
 def test_overrides() -> None:
@@ -76,19 +66,16 @@ def test_overrides() -> None:
     ("precision", "aligned", "overrides", "message"),
     [
         ("bf16-mixed", True, {"reduce": BF16}, "reduce is bf16 while aligned is true"),
-        ("16-true", True, {"reduce": FP16}, "reduce is fp16 while aligned is true"),
-        ("32-true", False, {"reduce": BF16}, "reduce is bf16 while compute is fp32, but reduce must be fp32:"),
         (
             "bf16-mixed",
             False,
             {"reduce": FP16},
-            "reduce is fp16 while compute is bf16, .* fp32 or bf16:",
+            "reduce is fp16 while compute is bf16, but must be fp32 or the same:",
         ),
-        ("32-true", False, {"output": BF16}, "output is bf16 while compute is fp32, but output must be fp32:"),
+        ("32-true", False, {"output": BF16}, "output is bf16 while compute is fp32, but must be fp32"),
         ("bf16-mixed", True, {"output": torch.float64}, "output is float64, but must be one of fp32, bf16, fp16"),
         ("bf16-mixed", False, {"loss_scale": LossScaling()}, "loss_scale is set while compute is bf16 and master fp32"),
-        ("32-true", False, {"loss_scale": LossScaling()}, "loss_scale is set while compute is fp32 and master fp32"),
-        ("16-true", False, {"loss_scale": LossScaling()}, "master fp16, .*underflow again"),
+        ("16-true", False, {"loss_scale": LossScaling()}, "loss_scale is set .*master fp16, .*underflow again"),
     ],
 )
 def test_contradictory_overrides(precision: str, aligned: bool, overrides: Any, message: str) -> None:
@@ -99,8 +86,7 @@ def test_contradictory_overrides(precision: str, aligned: bool, overrides: Any, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"master": BF16, "compute": FP32}, "master is bf16 while compute is fp32, but master must be fp32:"),
-        ({"master": FP16}, "master is fp16 while compute is bf16, but master must be fp32 or bf16:"),
+        ({"master": FP16}, "master is fp16 while compute is bf16, but must be fp32 or the same:"),
         ({"accumulate": BF16}, "accumulate is bf16, with master fp32 and reduce fp32"),
         ({"compute": torch.float64}, "compute is float64, but must be one of fp32, bf16, fp16"),
         ({"compute": FP16}, "loss_scale is not set while compute is fp16 and master fp32"),
@@ -114,18 +100,12 @@ def test_contradictory_fields(changes: dict[str, Any], message: str) -> None:
         PrecisionPolicy(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("precision", ["64-true", "fp32", "transformer-engine", "", "bf16"])
-def test_another_precision_is_refused_with_the_list(precision: Any) -> None:
-    with pytest.raises(PrecisionError, match=f"precision is {precision!r}") as e:
-        ShardPrecision(precision)
-    assert all(name in str(e.value) for name in (*PRECISIONS, "fp8-mixed"))
-
-
 def test_the_plugin_knows_its_policy_and_refuses_at_once() -> None:
     assert ShardPrecision("bf16-true").policy(aligned=True) == policy_from("bf16-true", aligned=True)
     assert ShardPrecision().precision == "32-true"
-    with pytest.raises(PrecisionError, match="'8-true'"):
-        ShardPrecision("8-true")  # type: ignore[arg-type]
+    with pytest.raises(PrecisionError, match="precision is '64-true'") as caught:
+        ShardPrecision("64-true")  # type: ignore[arg-type]
+    assert all(name in str(caught.value) for name in (*PRECISIONS, "fp8-mixed"))
     with pytest.raises(PrecisionError, match="reduce is 'float32', but must be 'fp32', 'bf16', 'fp16' or None"):
         ShardPrecision("bf16-mixed", reduce="float32")  # type: ignore[arg-type]
     with pytest.raises(PrecisionError, match="loss_scale is set while compute is bf16"):
@@ -174,18 +154,8 @@ def test_stock_plugins_are_translated(plugin: Precision, precision: str) -> None
     translated = shard_precision_of(plugin)
     assert translated is not None
     assert translated.precision == precision
-
-
-def test_own_plugins_and_none_pass() -> None:
-    own = ShardPrecision("bf16-mixed")
-    assert shard_precision_of(own) is own
+    assert shard_precision_of(translated) is translated
     assert shard_precision_of(None) is None
-
-
-class QuantizedPrecision(Precision):
-    """As Bitsandbytes' plugin: a subclass that replaces layers."""
-
-    precision = "int8-training"  # type: ignore[assignment]
 
 
 class NamesakePrecision(MixedPrecision):
@@ -196,7 +166,6 @@ class NamesakePrecision(MixedPrecision):
     ("plugin", "name"),
     [
         (DoublePrecision(), "DoublePrecision"),
-        (QuantizedPrecision(), "QuantizedPrecision"),
         (NamesakePrecision("bf16-mixed", device="cpu"), "NamesakePrecision"),
     ],
 )
@@ -221,10 +190,9 @@ class OwnScaler(torch.amp.GradScaler):
     "scaler",
     [
         torch.amp.GradScaler("cpu", init_scale=4.0),
-        torch.amp.GradScaler("cpu", growth_interval=7),
         OwnScaler("cpu"),
     ],
-    ids=["init_scale", "growth_interval", "subclass"],
+    ids=["init_scale", "subclass"],
 )
 def test_an_own_scaler_is_refused(scaler: torch.amp.GradScaler) -> None:
     name = type(scaler).__name__
@@ -236,17 +204,14 @@ def trainer(**settings: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **settings)
 
 
-@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp_aligned"])
 @pytest.mark.parametrize(
-    ("flag", "precision"),
+    ("strategy", "flag", "precision"),
     [
-        (None, "32-true"),
-        (32, "32-true"),
-        ("32", "32-true"),
-        ("bf16", "bf16-mixed"),
-        ("bf16-mixed", "bf16-mixed"),
-        ("bf16-true", "bf16-true"),
-        ("16-true", "16-true"),
+        ("shard_ddp", None, "32-true"),
+        ("shard_fsdp_aligned", 32, "32-true"),
+        ("shard_ddp", "bf16", "bf16-mixed"),
+        ("shard_fsdp_aligned", "bf16-true", "bf16-true"),
+        ("shard_ddp", "16-true", "16-true"),
     ],
 )
 def test_the_trainers_flag(strategy: str, flag: Any, precision: str) -> None:
@@ -257,13 +222,9 @@ def test_the_trainers_flag(strategy: str, flag: Any, precision: str) -> None:
     assert made.strategy.policy == policy_from(precision, aligned=aligned)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("make", [ShardDDPStrategy, ShardFSDPStrategy])
-def test_the_trainers_flag_refused(make: Any) -> None:
-    with pytest.raises(PrecisionError, match="DoublePrecision"):
-        trainer(strategy=make(), precision="64-true")
-
-
 def test_the_plugin_instead_of_the_flag() -> None:
+    with pytest.raises(PrecisionError, match="DoublePrecision"):
+        trainer(strategy="shard_ddp", precision="64-true")
     plugin = ShardPrecision("bf16-mixed")
     made = trainer(strategy="shard_fsdp", plugins=[plugin])
     assert made.strategy.precision_plugin is plugin

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -190,8 +189,7 @@ def _own_graphs(name: str, how: str, whole: bool, precision: str) -> tuple[int, 
 
 def _check_own_graphs(how: str, whole: bool, precision: str) -> None:
     graphs, breaks, wanted = _own_graphs("shard_ddp", how, whole, precision)
-    with pytest.warns(match="^net.* compiled in place") if how == "in place" else nullcontext():
-        found = _own_graphs("shard_fsdp", how, whole, precision)
+    found = _own_graphs("shard_fsdp", how, whole, precision)
     assert found[:2] == (graphs, breaks) == (2 if whole else 3, 0)
     assert differences(wanted, found[2]) == {}
 

@@ -46,6 +46,10 @@ OPTIONS = [
 
 
 def _options_that_change_nothing() -> list[Any]:
+    module = TinyLM()
+    module.automatic_optimization = False
+    with pytest.raises(ConfigurationError, match="static_graph is true, but manual optimization"):
+        quiet_trainer(strategy=ShardDDPStrategy(static_graph=True), max_steps=1).fit(module, loader())
     plain = _fit()
     return [options for options in OPTIONS if _largest_difference(plain, _fit(**options)) != 0.0]  # type: ignore[arg-type]
 

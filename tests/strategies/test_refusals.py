@@ -34,16 +34,16 @@ def test_none_is_a_batch_left_out_in_one_process_alone() -> None:
         refuse_loss({"loss": None}, module)
 
 
-class Lazy(BoringModel):
+class Double(BoringModel):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.LazyLinear(2)
+        self.layer.double()
 
 
-def test_lazy_parameters_are_refused_in_a_sentence() -> None:
+def test_double_parameters_are_refused_in_a_sentence() -> None:
     trainer = Trainer(strategy="shard_fsdp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(ConfigurationError, match="Run a batch through the model in configure_model") as raised:
-        trainer.fit(Lazy())
+    with pytest.raises(ConfigurationError, match=r"are fp64, but .* Call \.float\(\) on the module") as raised:
+        trainer.fit(Double())
     packages = [package_of(frame) for frame, _ in traceback.walk_tb(raised.value.__traceback__)]
     assert packages == ["tests", "lightning"], "the user's line, and Trainer.fit"
 

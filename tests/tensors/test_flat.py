@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.errors import CheckpointError
 from lightning_shard.tensors.flat import Box, FlatSlice, FlatTensor, boxes
 from tests.checkpoint.calls import load_into, save_tensors
+
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @st.composite
@@ -57,12 +59,6 @@ def test_whole_rows_are_one_box():
     assert boxes((), 0, 0) == []
 
 
-@pytest.mark.parametrize(("start", "length"), [(-1, 2), (5, 2), (0, 7), (0, -1)])
-def test_a_range_outside_of_the_tensor_is_refused(start, length):
-    with pytest.raises(ValueError, match=r"not all in a tensor of shape \(2, 3\)"):
-        boxes((2, 3), start, length)
-
-
 @given(ranges(), st.data())
 def test_views_lie_in_the_flat_memory(case, data):
     """Writing through every view fills the range, and nothing beside it."""
@@ -85,8 +81,9 @@ def cut(tensor: torch.Tensor, bounds: list[int]) -> list[FlatSlice]:
     return [FlatSlice(flat[a:b].clone(), a) for a, b in itertools.pairwise([0, *bounds, flat.numel()])]
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (9,), (5, 3), (3, 4, 2), (2, 1, 3, 3), (0, 4), (3, 0)])
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "source"), [((), FP32), ((9,), BF16), ((5, 3), BF16), ((2, 1, 3, 3), FP32), ((0, 4), FP32)]
+)
 def test_pieces_are_written_and_filled_in_place_whatever_the_cuts(tmp_path, shape, source):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(source)
     size = values.numel()
@@ -110,17 +107,10 @@ def test_a_part_alone_is_filled(tmp_path):
     load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [])})
 
 
-def test_another_shape_is_told(tmp_path):
-    save_tensors(tmp_path / "a.ckpt", {"model.w": torch.ones(4, 5)})
-    with pytest.raises(CheckpointMismatchError, match=r"model\.w \(4, 5\) there, \(5, 4\) here"):
-        load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((5, 4), torch.float32, [])})
-
-
 @pytest.mark.parametrize(
     ("shape", "pieces", "message"),
     [
         ((4, 2), [(3, 0)], "the ranks have 3 elements of model.w of shape"),
-        ((4, 2), [], "no rank has a part of model.w"),
         ((), [], "no rank has a part of model.w"),
     ],
 )
@@ -134,7 +124,6 @@ def test_a_tensor_that_nobody_has_whole_is_not_saved(tmp_path, shape, pieces, me
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        ([FlatSlice(torch.ones(2, 2), 0)], r"is \(2, True, torch.float32\)"),
         ([FlatSlice(torch.ones(4)[::2], 0)], r"is \(1, False, torch.float32\)"),
         ([FlatSlice(torch.ones(2, dtype=torch.float64), 0)], "flat torch.float32 tensor.*torch.float64"),
         ([FlatSlice(torch.ones(3), 0), FlatSlice(torch.ones(2), 2)], "one begins at 2, the one before ends at 3"),
