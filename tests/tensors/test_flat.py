@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.errors import CheckpointError
-from lightning_shard.tensors.flat import Box, FlatSlice, FlatTensor, boxes
+from lightning_shard.tensors.flat import FlatSlice, FlatTensor, boxes
 from tests.checkpoint.calls import load_into, save_tensors
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -50,13 +50,6 @@ def test_boxes_are_the_range_once_in_order_and_few(case):
         )
         covered += elements
     assert covered == list(range(start, start + length)), "every element once"
-
-
-def test_whole_rows_are_one_box():
-    assert boxes((4, 3, 2), 0, 24) == [Box(offsets=(0, 0, 0), sizes=(4, 3, 2), start=0)]
-    assert boxes((4, 3, 2), 6, 12) == [Box(offsets=(1, 0, 0), sizes=(2, 3, 2), start=0)]
-    assert boxes((7,), 2, 3) == [Box(offsets=(2,), sizes=(3,), start=0)]
-    assert boxes((), 0, 0) == []
 
 
 @given(ranges(), st.data())
