@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ def synced_generation(config: Mapping[str, Any]) -> Generator[None, None, None]:
         yield
         return
     # Stands for ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate. transformers holds it weakly.
-    shown = SimpleNamespace(config=config, is_zero3=lambda: True)
+    shown = type("Shown", (), {"config": config, "is_zero3": lambda self: True})()
     known.set_hf_deepspeed_config(shown)
     try:
         yield
