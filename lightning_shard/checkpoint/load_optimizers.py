@@ -222,7 +222,8 @@ def _new_tensor(
         follows = weights is not None and weights.dtype == entry.dtype and entry.shape == part.shapes[fqn]
         dtypes.append(part.tensor.dtype if follows else entry.dtype)
     shape = next(iter(entries.values())).shape
-    is_scalar = slot in source.scalars and all(entry.shape == () for entry in entries.values())
+    has_dims = any(part.shapes[fqn] != () for fqn in entries)
+    is_scalar = all(entry.shape == () for entry in entries.values()) and (slot in source.scalars or has_dims)
     if part.flat is not None:
         shape = () if is_scalar else tuple(part.tensor.shape)
     # A flat tensor has one dtype, which holds the values of all its parameters.
