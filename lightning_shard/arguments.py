@@ -37,10 +37,16 @@ def converted(value: "T | Mapping[str, Any]") -> T:
     return cast(T, value)
 
 
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 def checked(
     whose: str, *, error: type[ConfigurationError] = ConfigurationError, foreign: Callable[[str], str] = lambda name: ""
 ) -> Callable[[C], C]:
-    """Convert a constructor's arguments by its signature. ``foreign`` gives a hint for another tool's argument."""
+    """Decorate a constructor so that its arguments are converted by its signature. Messages name ``whose`` they are.
+
+    ``foreign`` gives a hint for another tool's argument, as a sentence with a blank before it.
+    """
 
     def decorate(constructor: C) -> C:
         @functools.wraps(constructor)
@@ -87,8 +93,7 @@ def read(
     path = f"{whose}.{name}" if whose.islower() else name
     *words, last = [word for kind in kinds for word in _words(kind)]
     rule = f"{', '.join(words)} or {last}" if words else last
-    literals = [a for each in kinds if get_origin(each) is Literal for a in get_args(each) if isinstance(a, str)]
-    raise error(f"{path} is {repr(value)[:120]}, but must be {rule}.{did_you_mean(str(_word(value)), literals)}")
+    raise error(f"{path} is {_shown(value)}, but must be {rule}.{_fix(kinds, value, name)}")
 
 
 class _Mismatch(Exception):
@@ -168,6 +173,11 @@ def imported(path: str) -> Any:
         return None
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
 def _words(kind: Any) -> list[str]:
     origin = get_origin(kind) or kind
     if origin is Literal:
@@ -175,7 +185,10 @@ def _words(kind: Any) -> list[str]:
     if is_dataclass(kind):
         return [kind.__name__, f"a mapping ({', '.join(f.name for f in fields(kind))})"]  # type: ignore[union-attr]
     if origin in (list, tuple):
-        return [f"a list ({' or '.join(word for item in _members(get_args(kind)[0]) for word in _words(item))})"]
+        items = {str: "names", type: "classes", int: "integers"}
+        members = [get_origin(member) or member for member in _members(get_args(kind)[0])]
+        words = [items.get(m) or f"mappings ({', '.join(f.name for f in fields(m))})" for m in members]
+        return [f"a list of {' or '.join(words)}"]
     return [_NAMED.get(origin, getattr(origin, "__name__", str(origin)))]
 
 
@@ -183,3 +196,22 @@ _NAMED: dict[Any, str] = {
     bool: "True or False", int: "an integer", float: "a number", str: "a string", type: "a class",
     dict: "a mapping", NoneType: "None", None: "None", Callable: "a function or its import path",
 }  # fmt: skip
+
+
+def _fix(kinds: Sequence[Any], value: Any, name: str) -> str:
+    """Suggestion of a valid value, if it is plain."""
+    if bool in kinds and str(value).lower() in _SWITCHES:
+        return f" Write {name}={_SWITCHES[str(value).lower()]}."
+    if tuple(kinds) == (bool,):
+        return f" Write {name}=True to turn it on."
+    words = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
+    groups = [fields(kind) for kind in kinds if is_dataclass(kind)]
+    if value is True and (words or groups):
+        shown = words[0] if words else {field.name: field.default for field in groups[0][:1]}
+        return f" Write {name}={shown!r}."
+    if isinstance(value, list | tuple) and [group for group in groups if len(group) == len(value)]:
+        return f" Write {name}={dict(zip((field.name for field in groups[0]), value, strict=False))}."
+    text = _word(value)
+    near = did_you_mean(text, words) if isinstance(text, str) else ""
+    takes_names = any(str in _members(get_args(kind)[0]) for kind in kinds if get_origin(kind) is list)
+    return f" Write {name}={[text]}." if isinstance(text, str) and takes_names and not near else near

@@ -1,5 +1,22 @@
 """Every error that this package raises on purpose.
 
+::
+
+    ShardError
+    ├── ConfigurationError (ValueError)
+    │   ├── MeshError
+    │   ├── WrappingError
+    │   ├── PrecisionError
+    │   └── MaterializationError
+    ├── PrecisionContractError
+    ├── DataError (RuntimeError)
+    └── CheckpointError (RuntimeError)
+        ├── CheckpointNotFoundError (FileNotFoundError)
+        ├── CheckpointCorruptError
+        ├── CheckpointMismatchError
+        ├── CheckpointReplacedError
+        └── CheckpointUnreachableError
+
 A message says the value, the rule that it breaks and the fix. Errors of one cause are raised on every rank.
 """
 

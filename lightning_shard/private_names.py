@@ -1,8 +1,9 @@
 """Check on import that the private names of other libraries exist and can be assigned."""
 
+import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -14,15 +15,16 @@ from lightning_shard.versions import tested
 def require(owner: type | ModuleType, names: str = "", *, assigned: str = "") -> None:
     """Raise an ImportError, which names the tested versions, if ``owner`` lacks one of ``names`` or ``assigned``.
 
-    ``owner`` is a class, or a module with its own classes. Attributes that a class' methods name on any object count.
+    ``owner`` is a class, or a module with its own classes. Attributes that a class' methods set on any object count.
     Names are separated by blanks. Each of ``assigned`` must also be settable on an instance of a class.
     """
-    if missing := {name for name in (*names.split(), *assigned.split()) if not hasattr(owner, name)}:
+    if missing := [name for name in (*names.split(), *assigned.split()) if not hasattr(owner, name)]:
         inside = [owner] if isinstance(owner, type) else [c for c in vars(owner).values() if isinstance(c, type)]
         for cls in (cls for cls in inside if cls is owner or cls.__module__ == owner.__name__):
-            missing -= {*dir(cls), *_named_by_methods(cls)}
+            found = {*dir(cls), *_set_on_instances(cls, missing)}
+            missing = [name for name in missing if name not in found]
     if missing:
-        raise _untested(owner, f"has no {', '.join(sorted(missing))}, which lightning_shard uses")
+        raise _untested(owner, f"has no {', '.join(missing)}, which lightning_shard uses")
     if isinstance(owner, type) and (fixed := [name for name in assigned.split() if not _can_be_set(owner, name)]):
         raise _untested(owner, f"lets nobody assign {', '.join(fixed)}, as lightning_shard does")
 
@@ -39,7 +41,9 @@ def _can_be_set(owner: type, name: str) -> bool:
     held = inspect.getattr_static(owner, name, None)
     if isinstance(held, property):
         return held.fset is not None
-    return not getattr(getattr(owner, "__dataclass_params__", None), "frozen", False)
+    frozen = getattr(getattr(owner, "__dataclass_params__", None), "frozen", False)
+    # An instance without a dict takes the names of its slots alone.
+    return not frozen and (owner.__dictoffset__ != 0 or inspect.isdatadescriptor(held))
 
 
 def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -47,14 +51,15 @@ def wrap(owner: Any, name: str, call: Callable[..., Any]) -> None:
     setattr(owner, name, partial(call, getattr(owner, name)))
 
 
-def _named_by_methods(owner: type) -> set[str]:
-    """Attributes that methods of a class and its bases read or set, and annotated ones."""
+def _set_on_instances(owner: type, wanted: Sequence[str]) -> set[str]:
+    """Names set on objects by methods that mention a wanted one: disassembling all would take longer than imports."""
     found: set[str] = set()
     for cls in owner.__mro__:
         found.update(vars(cls).get("__annotations__", ()))
         for value in vars(cls).values():
             for code in _codes(value):
-                found.update(code.co_names)
+                if not set(wanted).isdisjoint(code.co_names):
+                    found.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
     return found
 
 

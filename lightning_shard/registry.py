@@ -1,6 +1,7 @@
 """The strategy names: presets of a class and a few constructor arguments, and their entry into Lightning's registry."""
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -72,11 +73,30 @@ PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _presets()}
 """Every registered name, in the order of the table."""
 
 
+_STRATEGIES = "lightning.pytorch.strategies"
+_OTHER_REGISTRIES = {
+    "pytorch_lightning.strategies": (
+        "StrategyRegistry",
+        "pytorch_lightning's; import lightning_shard.pytorch_lightning ahead of it, or lightning.pytorch in its place",
+    ),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "Fabric; use the Trainer, or Fabric's own strategies"),
+}
+"""Registries that can't use the names. There a name raises an error with the reason."""
+
+
 def register() -> None:
     """Register factories for all names in Lightning's ``StrategyRegistry``. It may be repeated."""
-    registry = importlib.import_module("lightning.pytorch.strategies").StrategyRegistry
+    registry = importlib.import_module(_STRATEGIES).StrategyRegistry
     for preset in PRESETS.values():
         registry.register(preset.name, partial(build, preset.name), description=preset.description, override=True)
+    for other, (name, where) in _OTHER_REGISTRIES.items():
+        for preset in PRESETS.values() if other in sys.modules else ():
+            refuse = partial(_refuse, preset.name, where)
+            getattr(sys.modules[other], name).register(preset.name, refuse, description="", override=True)
+
+
+def _refuse(name: str, where: str) -> None:
+    raise ConfigurationError(f"{name} is a strategy of lightning.pytorch's Trainer, and this is {where}.")
 
 
 def build(name: str, **more: Any) -> Any:
@@ -94,8 +114,10 @@ def find(name: str) -> Preset:
 
 def unknown_name(name: str) -> str:
     """Message for a name that neither this package nor Lightning knows, with the nearest names and the list."""
+    loaded = sys.modules.get(_STRATEGIES)
+    lightning = [other for other in loaded.StrategyRegistry if other not in (*PRESETS, name)] if loaded else []
     return (
-        f"there is no strategy {name!r}.{did_you_mean(name, PRESETS)}\n"
+        f"there is no strategy {name!r}.{did_you_mean(name, [*PRESETS, *lightning])}\n"
         f"Strategies of lightning_shard: {', '.join(PRESETS)}. "
         "Lightning's own (auto, ddp, fsdp, ...) are allowed too."
     )

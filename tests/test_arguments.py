@@ -82,11 +82,15 @@ def test_a_torch_dtype_is_taken_for_its_name() -> None:
 
 
 REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
-    (ShardFSDPStrategy, {"aligned": "false"}, "aligned is 'false', but must be True or False."),
+    (ShardFSDPStrategy, {"aligned": "false"}, "aligned is 'false', but must be True or False. Write aligned=False."),
+    (ShardFSDPStrategy, {"mesh": (1, 2)}, "or None. Write mesh={'replicate': 1, 'shard': 2}."),
+    (ShardFSDPStrategy, {"activation_checkpointing": True}, "Write activation_checkpointing='units'."),
+    (ShardDeepSpeedStrategy, {"offload_optimizer": True}, "Write offload_optimizer={'device': 'cpu'}."),
+    (ShardFSDPStrategy, {"units": "Block"}, "Write units=['Block']."),
     (ShardFSDPStrategy, {"mesh": {"replicas": 2}}, "mesh has no argument 'replicas'. Did you mean replicate?"),
     (ShardFSDPStrategy, {"mesh": {"replicate": "two"}}, "mesh.replicate is 'two', but must be an integer or 'auto'."),
     (ShardFSDPStrategy, {"mesh": 2}, "mesh is 2, but must be MeshConfig, a mapping (replicate, shard) or None."),
-    (ShardFSDPStrategy, {"units": [3]}, "an integer or a list (a string or a class or UnitRule or a mapping"),
+    (ShardFSDPStrategy, {"units": [3]}, "an integer or a list of names or classes or mappings (modules, pattern, "),
     (ShardFSDPStrategy, {"units": [{"pattern": "a["}]}, "units' pattern 'a[' is no regular expression: unterminated"),
     (ShardFSDPStrategy, {"units": [{"pattern": "a", "modules": 3}]}, "modules is 3 and pattern is 'a' in an entry"),
     (ShardFSDPStrategy, {"forward_prefetch": 2.0}, "forward_prefetch is 2.0, but must be an integer."),

@@ -101,7 +101,7 @@ USES = {
     ),
     "resume/metrics.py": (
         "torchmetrics' counters and caches",
-        "_cache _is_synced _reduce_states _update_count",
+        "_cache _is_synced _num_vals_seen _reduce_states _update_count",
     ),
     "run/preemption_save.py": ("os._exit is documented", "_exit"),
     "tensors/clipping.py": ("the norms of many gradients in one kernel", "_foreach_norm"),
@@ -184,9 +184,17 @@ def test_the_tables_have_no_dead_entries() -> None:
     assert {*NOT_REQUIRED} - {name for _, names in USES.values() for name in names.split()} == set()
 
 
+# Names of the table that are neither torch's nor Lightning's.
+_OTHERS = {
+    *("_actions", "_current_frames", "_exit", "_make"),  # Python's
+    *("_init_weights", "_no_split_modules"),  # Hugging Face's
+    *("_cache", "_is_synced", "_num_vals_seen", "_reduce_states", "_update_count"),  # torchmetrics'
+}
+
+
 def test_few_private_names_are_used() -> None:
     names = {name for module, (_, listed) in USES.items() if "/zero/" not in module for name in listed.split()}
-    assert len(names) <= 74, "look for a public way"
+    assert len(names - _OTHERS) <= 64, "look for a public way"
 
 
 def test_lightnings_and_deepspeeds_private_names_have_a_home() -> None:

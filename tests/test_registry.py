@@ -112,3 +112,18 @@ def test_every_name_has_a_line_in_the_tables_for_readers() -> None:
     rows = {page: re.findall(r"^\| `(shard_\w+)`", (ROOT / page).read_text(), re.MULTILINE) for page in PAGES}
     assert set(rows["examples/guides/strategies.md"]) == set(PLAIN)
     assert {name for name in PLAIN if "deepspeed" not in name} <= set(rows["README.md"])
+
+
+@pytest.mark.parametrize(
+    ("module", "table", "said"),
+    [
+        ("pytorch_lightning.strategies", "StrategyRegistry", "pytorch_lightning's; import lightning_shard.pytorch"),
+        ("lightning.fabric.strategies", "STRATEGY_REGISTRY", "Fabric; use the Trainer"),
+    ],
+)
+def test_a_name_says_why_it_is_of_no_use_elsewhere(module: str, table: str, said: str) -> None:
+    strategies = getattr(pytest.importorskip(module), table)
+    registry.register()  # as an import of this package after that one does
+    for name in PLAIN:
+        with pytest.raises(ConfigurationError, match=f"^{name} is a strategy of lightning.pytorch's Trainer.*{said}"):
+            strategies.get(name)

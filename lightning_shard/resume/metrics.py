@@ -3,7 +3,7 @@
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,7 @@ from lightning_shard.tensors.tracing import tree_map, tree_map_only
 from lightning_shard.text import first_line
 
 require(Metric, "_cache _is_synced _reduce_states _update_count")
-
-_STATE_ELSEWHERE = Running, MinMaxMetric  # torchmetrics keeps a part in plain attributes
+require(Running, "_num_vals_seen")
 
 
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -36,7 +35,7 @@ def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
             refused.append(f"{name} ({error})")
     if refused:
         warnings.warn(
-            f"The state of these metrics is not saved, because it is not made of states of tensors and plain values: "
+            f"The state of these metrics is not saved, because it is not made of tensors, numbers and strings: "
             f"{', '.join(refused)}. They start again when the run is resumed.",
             stacklevel=2,
         )
@@ -86,13 +85,11 @@ def load_metric_states(module: nn.Module, by_rank: list[dict[str, dict[str, Any]
 def _read(metric: nn.Module) -> dict[str, Any]:
     if isinstance(metric, MetricTracker):
         return {"steps": metric.n_steps}
-    if isinstance(metric, _STATE_ELSEWHERE):
-        raise TypeError("attributes")
     assert isinstance(metric, Metric)
     # This rank's own state, also between ``metric.sync()`` and ``unsync()``.
     before_sync = metric._cache if metric._is_synced else None
     states = dict(metric.metric_state if before_sync is None else before_sync)
-    return {"count": metric.update_count, "states": states}
+    return {"count": metric.update_count, "states": states, "extra": _read_extra(metric)}
 
 
 def _write(metric: Metric, saved: Mapping[str, Any]) -> None:
@@ -101,12 +98,13 @@ def _write(metric: Metric, saved: Mapping[str, Any]) -> None:
         device = torch.device("cpu") if isinstance(value, list) and metric.compute_on_cpu else metric.device
         setattr(metric, name, tree_map_only(Tensor, partial(Tensor.to, device=device, copy=True), value))
     set_update_count(metric, saved["count"])
+    _write_extra(metric, saved["extra"])
 
 
 def _mismatch(metric: Metric, saved: Mapping[str, Any]) -> str | None:
     """The reason that ``saved`` is no state of ``metric``, which was just reset, or None."""
-    if "states" not in saved or isinstance(metric, _STATE_ELSEWHERE):
-        return "has a state of another kind"
+    if "states" not in saved:
+        return "is another kind of metric"
     defaults, states = metric.metric_state, saved["states"]
     if defaults.keys() != states.keys():
         return f"has states {sorted(defaults)}, but {sorted(states)} were saved"
@@ -130,7 +128,7 @@ def _merge(metric: Metric, parts: list[dict[str, Any]]) -> None:
     """Set ``metric`` to the states of several ranks, merged in their order."""
     _write(metric, parts[0])
     for position, part in enumerate(parts[1:], start=2):
-        before = metric.metric_state
+        before, extra = metric.metric_state, _read_extra(metric)
         _write(metric, part)
         # merge_state takes the incoming state for the mean of `count - 1` updates. torchmetrics' mean across ranks
         # weights them equally, so the count is the number of ranks so far.
@@ -142,6 +140,8 @@ def _merge(metric: Metric, parts: list[dict[str, Any]]) -> None:
             # merge_state, made for merging batches, refuses metrics whose updates need the full state. Their ranks are
             # merged by the same reductions, as in compute.
             metric._reduce_states(before)
+        merges = {name: merge for name, (_, merge) in _extra_of(metric).items()}
+        _write_extra(metric, {name: merge(extra[name], part["extra"][name]) for name, merge in merges.items()})
     set_update_count(metric, sum(part["count"] for part in parts))
 
 
@@ -160,6 +160,29 @@ def _why_not_mergeable(metric: Metric, saved: list[dict[str, Any]]) -> str | Non
         if isinstance(one, Tensor) and (not isinstance(value, Tensor) or value.dim() != one.dim()):
             return f"can't be merged across ranks (its state {name} has no reduction)"
     return None
+
+
+_EXTRA: dict[type[Metric], dict[str, tuple[str, Callable[[Any, Any], Any]]]] = {
+    Running: {"seen": ("_num_vals_seen", max)},  # Windows are merged slot by slot, as ranks update in step.
+    MinMaxMetric: {"min": ("min_val", torch.minimum), "max": ("max_val", torch.maximum)},
+}
+"""Further attributes of torchmetrics' own wrappers, by saved name, and the merge of two ranks' values."""
+
+
+def _extra_of(metric: Metric) -> dict[str, tuple[str, Callable[[Any, Any], Any]]]:
+    return next((extra for kind, extra in _EXTRA.items() if isinstance(metric, kind)), {})
+
+
+def _read_extra(metric: Metric) -> dict[str, Any]:
+    extra = {name: getattr(metric, attribute) for name, (attribute, _) in _extra_of(metric).items()}
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in extra.items()}
+
+
+def _write_extra(metric: Metric, extra: Mapping[str, Any]) -> None:
+    for name, (attribute, _) in _extra_of(metric).items():
+        if name in extra:
+            value = extra[name]
+            setattr(metric, attribute, value.to(metric.device) if isinstance(value, Tensor) else value)
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

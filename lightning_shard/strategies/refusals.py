@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_shard._lightning import callbacks
+from lightning_shard.checkpoint.files.location import location
 from lightning_shard.cluster.traces import keep_user_frames
 from lightning_shard.engines.dtensor_refusals import BETWEEN_STEPS
 from lightning_shard.engines.engine import Engine
@@ -31,6 +32,7 @@ from lightning_shard.engines.module_checks import MIXED, RELEASED, DifferentUse
 from lightning_shard.errors import ConfigurationError, PrecisionError, ShardError
 from lightning_shard.meters.memory_account import append_to_message
 from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
+from lightning_shard.ranks import Ranks
 from lightning_shard.run.run_memory import RunMemory, explain_out_of_memory
 from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.text import listed
@@ -111,6 +113,17 @@ def refuse_trainer(trainer: Trainer) -> None:
                 f"{name} saves into {folder}, but {there} is no folder that can be written. Set "
                 "dirpath of the callback or default_root_dir of the Trainer to one."
             )
+
+
+def refuse_stores(trainer: Trainer) -> None:
+    """Refuse stores of a fit's checkpoints that rank 0 can't reach (CheckpointError). All ranks call it, before
+    callbacks end in raw errors there.
+    """
+    stores = [folder for folder in _folders(trainer) if "://" in folder]
+    if stores:
+        Ranks.of().first(
+            "looking into the stores of checkpoints", lambda: [location(store).exists() for store in stores]
+        )
 
 
 def _folders(trainer: Trainer) -> dict[str, str]:

@@ -203,6 +203,7 @@ class ShardStrategy(ParallelStrategy):
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
         # First, because a rank may fail in any later call.
         self._watch.start_watch(parts.count_run(), self._identity.failure_folder, self._replacements, trainer)
+        refusals.refuse_stores(trainer)
         processes.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
 
     @override
