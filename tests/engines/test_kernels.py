@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,31 +135,22 @@ def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
     assert problem == "DeepSpeed has no kernel fused_lamb for cpu: use another option or optimizer"
 
 
-@contextmanager
-def nothing_loaded() -> Iterator[None]:
-    """Forget the kernels that earlier tests have loaded into this process."""
+def fit_without_tools(rank_without: int) -> str:
+    """The error of a run that needs async_io. One rank lacks a compiler, and the others have loaded the kernels."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     loaded = dict(OpBuilder._loaded_ops)
     OpBuilder._loaded_ops.clear()
-    try:
-        yield
-    finally:
-        OpBuilder._loaded_ops.update(loaded)
-
-
-def fit_with_nvme() -> str:
-    """The error of a run that needs async_io."""
-    strategy = ShardDeepSpeedStrategy(stage=3, offload_optimizer=OptimizerOffload(device="nvme", nvme_path="swap"))
-    with nothing_loaded(), pytest.raises(ConfigurationError) as caught:
-        quiet_trainer(strategy=strategy, max_steps=1).fit(TinyLM(), loader())
-    return str(caught.value)
-
-
-def fit_without_tools(rank_without: int) -> str:
     if torch.distributed.get_rank() == rank_without:
         os.environ["CXX"] = "no-such-compiler"
-    return fit_with_nvme()
+    else:
+        OpBuilder._loaded_ops.update(async_io=None, pin_memory=None)
+    strategy = ShardDeepSpeedStrategy(stage=3, offload_optimizer=OptimizerOffload(device="nvme", nvme_path="swap"))
+    with pytest.raises(ConfigurationError) as caught:
+        quiet_trainer(strategy=strategy, max_steps=1).fit(TinyLM(), loader())
+    OpBuilder._loaded_ops.clear()
+    OpBuilder._loaded_ops.update(loaded)
+    return str(caught.value)
 
 
 def test_what_is_missing_on_one_rank_is_an_error_on_all() -> None:
