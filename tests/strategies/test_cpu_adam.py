@@ -38,14 +38,14 @@ class Chosen(TinyLM):
 
 def fit(name: str, precision: str, optimizer: str, *, resume: str | None = None, **trainer: Any) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
-    module, final = Chosen(optimizer), Final()
+    module, final, saves = Chosen(optimizer), Final(), bool(trainer) and resume is None
     save = ModelCheckpoint(dirpath="saved", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     quiet_trainer(
         strategy=name,
         plugins=[ShardPrecision(precision)],
         max_steps=STEPS,
-        callbacks=[final, save] if trainer else [final],
-        enable_checkpointing=bool(trainer),
+        callbacks=[final, save] if saves else [final],
+        enable_checkpointing=saves,
         **trainer,
     ).fit(module, loader(), ckpt_path=resume)
     return {"parameters": final.parameters, "optimizer": final.optimizer, "losses": module.losses}
