@@ -8,6 +8,7 @@ Autograd runs ready nodes newest first. This node is older than the module's, so
 accumulation of their gradients, and before the nodes of earlier modules.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,11 +61,22 @@ def replaced(output: Any, given: Given, replace: Callable[[Tensor], Tensor]) -> 
     return map_tensors(output, is_own, replace)
 
 
+def _with_signature(function: Callable[..., Any]) -> Any:
+    """``function`` as a static method with a stored signature: autograd computes the signature in each call."""
+    vars(function)["__signature__"] = inspect.signature(function)
+    return staticmethod(function)
+
+
 class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, after: Callable[[], Any]) -> Tensor:
-        ctx.after = after
+    generate_vmap_rule = True
+
+    @_with_signature
+    def forward(anchor: Tensor, after: Callable[[], Any]) -> Tensor:
         return anchor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.after = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -73,11 +85,17 @@ class _Mark(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, marked: Tensor, before: Callable[[], Any] | None) -> Tensor:
-        ctx.before, ctx.device = before, marked.device
+    generate_vmap_rule = True
+
+    @_with_signature
+    def forward(output: Tensor, marked: Tensor, before: Callable[[], Any] | None) -> Tensor:
         # Not a view, because torch refuses to change views of a custom function in place.
         return output.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, marked, ctx.before = inputs
+        ctx.device = marked.device
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

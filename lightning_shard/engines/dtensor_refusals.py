@@ -33,7 +33,7 @@ _WRITES = (
 )
 _PARTS = "select slice unbind split split_with_sizes diagonal unfold index index_select gather take masked_select"
 _REDUCTIONS = (
-    "mean any all argmax argmin var var_mean std median nanmedian kthvalue nonzero _unique2 sort topk cumsum cumprod"
+    "any all argmax argmin var var_mean std median nanmedian kthvalue nonzero _unique2 sort topk cumsum cumprod"
     " flip roll _softmax _log_softmax"
 )
 _LOSSES = "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits"
@@ -62,6 +62,7 @@ def install_refusals() -> Callable[[], None]:
     if _engines == 0:
         table = dict.fromkeys(_overloads(_RANDOM, _WRITES, _PARTS, _REDUCTIONS, _LOSSES), _along_shards)
         table |= dict.fromkeys([READ_NUMBER, *_overloads(_NUMBERS)], _of_all_ranks)
+        table |= dict.fromkeys(_overloads("mean"), _mean)
         _replaced.update({op: handlers.get(op) for op in table})
         handlers.update(table)
     _engines += 1
@@ -116,6 +117,15 @@ def _along_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
                 continue
             raise _refusal(op, tensor)
     return _of_torch(op, args, kwargs)
+
+
+def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Allow means over even shards, which torch computes as a partial value without communication."""
+    tensor = args[0]
+    uneven = any(
+        isinstance(placement, Shard) and tensor.shape[placement.dim] % ranks for placement, ranks in _placed(tensor)
+    )
+    return (_along_shards if uneven else _of_torch)(op, args, kwargs)
 
 
 def _dims_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> set[int]:

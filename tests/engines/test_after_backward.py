@@ -119,3 +119,15 @@ def test_what_a_module_returns_may_lie_on_another_device() -> None:
     assert begun is not None
     join(torch.ones(2, requires_grad=True) * 2, begun).sum().backward()
     assert ended == ["after"]
+
+
+def test_transforms_of_functions_pass() -> None:
+    def squares(x: Tensor) -> Tensor:
+        begun = mark(lambda: None, CPU)
+        assert begun is not None
+        return join(x**2, begun).sum()
+
+    x = torch.tensor([1.0, 2.0])
+    assert torch.func.grad(squares)(x).tolist() == [2, 4]
+    assert torch.func.vmap(torch.func.grad(squares))(x[:, None]).tolist() == [[2], [4]]
+    assert torch.func.jvp(squares, (x,), (torch.ones(2),))[1].item() == 6
