@@ -9,8 +9,9 @@ of a file. Exported weights are safetensors files with an index (https://github.
 import json
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,10 +65,9 @@ def export(
     target.mkdir(parents=True, exist_ok=True)
     try:
         for name, chosen in files.items():
-            write_tensors(target / name, chosen)
+            _write_in_place(target, name, partial(write_tensors, tensors=chosen))
         for name, data in index.items():  # last: without it no reader takes the files for complete
-            write_file(target / name, data)
-        commit.sync_directory(target)
+            _write_in_place(target, name, partial(write_file, data=data))
     except BaseException:
         for path in written:
             path.unlink(missing_ok=True)
@@ -136,6 +136,15 @@ def write_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> FileEntry:
         for tensor in tensors.values():
             stream.write(raw_bytes(tensor.read()))
     return stream.entry()
+
+
+def _write_in_place(folder: Path, name: str, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name, then rename it."""
+    temporary = layout.temporary_sibling(folder / name, layout.new_token())
+    with commit.deleted_on_failure(temporary):
+        write(temporary)
+        os.replace(temporary, folder / name)
+    commit.sync_directory(folder)
 
 
 _MODELS = {"PreTrainedModel", "PeftModel"}
