@@ -47,6 +47,7 @@ EXAMPLES: Mapping[str, str] = {
 }
 """Arguments of the example in the help, if there are any."""
 
+_FIT_ELSEWHERE = ("train", "launch", "run", "start")  # names of the command in other programs
 _QUICK = ("strategies", "slurm", "env", "selftest", "init")
 
 
@@ -77,9 +78,8 @@ def run_quick(program: str, arguments: Sequence[str]) -> int | None:
             return None
         else:
             known = [*FIT, *COMMANDS]
-            raise UsageError(
-                f"there is no command {first!r}.{did_you_mean(first, known)}\nCommands: {', '.join(known)}."
-            )
+            near = " Did you mean fit?" if first in _FIT_ELSEWHERE else did_you_mean(first, known)
+            raise UsageError(f"there is no command {first!r}.{near}\nCommands: {', '.join(known)}.")
     except (UsageError, ConfigurationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

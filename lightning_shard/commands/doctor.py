@@ -26,6 +26,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.traffic import Links, links_text
 from lightning_shard.ranks import Ranks, set_timeout
 from lightning_shard.text import columns
+from lightning_shard.versions import newer_than_tested, tested
 
 _DESCRIPTION = """\
 Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
@@ -252,6 +253,14 @@ def find_oddities(ranks: Sequence[Rank]) -> list[str]:
     return found
 
 
+def untested_versions() -> list[str]:
+    """Return a line for each library newer than the tested versions, which is not odd."""
+    return [
+        f"untested: {library} {version}, tested is {tested(library)}: a fit checks its numbers, as selftest does"
+        for library, version in newer_than_tested().items()
+    ]
+
+
 def slowest_speeds(ranks: Sequence[Rank]) -> Links:
     inside = min((1e9 * rank.inside for rank in ranks if rank.inside), default=None)
     between = min((1e9 * rank.between for rank in ranks if rank.between), default=None)
@@ -285,6 +294,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     found = list(find_oddities(ranks))
     if at.rank == 0:
         print(table(ranks))
+        print("".join(f"{line}\n" for line in untested_versions()), end="")
         links = slowest_speeds(ranks)
         shown = {"of a device inside its node": links.intra_node, "of a node to others": links.inter_node}
         print("".join(f"all-gather: {speed / 1e9:.2f} GB/s {of}\n" for of, speed in shown.items() if speed), end="")

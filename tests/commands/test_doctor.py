@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_shard import versions
 from lightning_shard.commands import doctor
 from lightning_shard.commands.doctor import Rank
 from lightning_shard.planning.traffic import Links, links_text, read_links
@@ -70,11 +71,15 @@ def test_links_for_a_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_alone_writes_that_it_has_no_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "newer_than_tested", lambda: {"torch": "9.1"})
     path = tmp_path / "links.json"
     assert doctor.main(["--backend", "gloo", "--megabytes", "1", "--output", str(path)], {}) == 0
     printed = capsys.readouterr().out
     assert f"links: {path}" in printed
+    assert f"untested: torch 9.1, tested is {versions.tested('torch')}: a fit checks its numbers" in printed
     links = read_links(path)
     assert links == Links(intra_node=None, inter_node=None, device=links.device)
     assert set(links.device) == {"products", "single", "memory", "host", "launch"}
