@@ -98,7 +98,8 @@ def canonical_config(config: Mapping[str, Any], problems: list[str]) -> dict[str
 
     content: dict[str, Any] = _tidy(config)
     for key, reason in {**REMOVED, **FOREIGN}.items():
-        if not is_off(content.pop(key, None)):
+        value = content.pop(key, None)
+        if not is_off(value) and not (key.endswith("_parallel_size") and value == 1):
             problems.append(f"{key} can't be used: {reason}. Remove it")
     if content.get("steps_per_print") in (math.inf, "inf", "Infinity"):
         del content["steps_per_print"]  # Never.
