@@ -101,26 +101,6 @@ def test_a_tensor_that_is_handed_on_stays_itself() -> None:
     assert output["made"] is not made
 
 
-def test_a_gradient_inside_of_a_step_does_not_end_the_backward_pass() -> None:
-    calls: list[int] = []
-    begun = mark(lambda: calls.append(1), CPU)
-    assert begun is not None
-    x = torch.full((2,), 3.0, requires_grad=True)
-    (slope,) = torch.autograd.grad(join(x**3, begun).sum(), x, create_graph=True)
-    assert calls == []
-    slope.sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [18, 18]
-
-
-def test_what_a_module_returns_may_lie_on_another_device() -> None:
-    ended: list[str] = []
-    begun = mark(lambda: ended.append("after"), torch.device("meta"))
-    assert begun is not None
-    join(torch.ones(2, requires_grad=True) * 2, begun).sum().backward()
-    assert ended == ["after"]
-
-
 def test_transforms_of_functions_pass() -> None:
     def squares(x: Tensor) -> Tensor:
         begun = mark(lambda: None, CPU)

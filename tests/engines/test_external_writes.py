@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines.external_writes import ExternalWriteCheck, ForeignStepCheck, assignable_data
+from lightning_shard.engines.external_writes import ForeignStepCheck
 from lightning_shard.errors import ConfigurationError
 from tests.engines.test_engine import Net, _fit
 from tests.harness import run_distributed
@@ -147,44 +147,6 @@ def test_a_write_to_a_copy_is_refused_on_all_ranks() -> None:
         for text, (start, case) in zip(texts, expected, strict=True):
             assert text.startswith(start), case
             assert LOST not in start or "write=True) or set_full_tensor (examples/guides/contract.md" in text
-
-
-class Looks(Net):
-    """Records the number of the check's hooks on its modules after each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hooks: list[int] = []
-
-    def after_step(self) -> None:
-        assert not {"grad", "data"} & vars(nn.Parameter).keys()
-        hooks = [hook for module in self.modules() for hook in module._forward_hooks.values()]
-        makers = [getattr(getattr(hook, "func", None), "__self__", None) for hook in hooks]
-        self.hooks.append(sum(isinstance(maker, ExternalWriteCheck) for maker in makers))
-
-
-def _looked() -> list[list[int]]:
-    found = []
-    for name in ("fully_shard", "zero_3", "zero_2"):
-        module = Looks()
-        _fit(name, 4, kind=lambda module=module: module)  # type: ignore[misc]
-        found.append(module.hooks)
-    _fit("fully_shard", 5, kind=partial(Monotone, "in place", 4))  # A later write costs nothing to find.
-    return found
-
-
-def test_three_steps_are_looked_at_and_nothing_is_set_on_torch() -> None:
-    assert run_distributed(_looked, 2)[0] == [[3, 3, 0, 0], [3, 3, 0, 0], [0] * 4]
-
-
-def test_engines_that_shard_end_in_any_order() -> None:
-    first, second = assignable_data(), assignable_data()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert "data" in vars(DTensor)
-    second.__exit__(None, None, None)
-    assert "data" not in vars(DTensor)
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -37,12 +37,9 @@ class Derived(DeepSpeedCPUAdam):
     ("config", "optimizer", "expected"),
     [
         (zero(), None, ()),
-        (zero(offload_optimizer=CPU, offload_param=None), torch.optim.AdamW, ()),
         (zero(offload_optimizer=NVME), torch.optim.AdamW, ("async_io", "pin_memory")),
-        (zero(offload_param=NVME), None, ("async_io", "pin_memory")),
         ({**zero(offload_param=NVME), "aio": {"use_gds": True}}, None, ("async_io", "gds", "pin_memory")),
         (zero(zero_quantized_weights=True), None, ("quantizer",)),
-        (zero(zero_quantized_gradients=False), None, ()),
         (zero(), Derived, ("cpu_adam",)),
         (zero(offload_optimizer=NVME), DeepSpeedCPUAdam, ("async_io", "cpu_adam", "pin_memory")),
     ],
@@ -57,10 +54,8 @@ def test_which_kernels_are_needed(config: dict[str, Any], optimizer: Any, expect
     [
         ({"type": "Adam"}, ("fused_adam",), ("cpu_adam",)),
         ({"type": "AdamW", "params": {"torch_adam": True}}, (), ()),
-        ({"type": "Adagrad"}, (), ("cpu_adagrad",)),
         ({"type": "Lion"}, ("fused_lion",), ("cpu_lion",)),
         ({"type": "Lamb"}, ("fused_lamb",), ("fused_lamb",)),
-        ({"type": "SGD"}, (), ()),
     ],
 )
 def test_kernels_of_the_optimizer_section(

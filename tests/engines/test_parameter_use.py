@@ -142,28 +142,3 @@ def test_branches_that_all_take_late_are_followed_on_request(two: Any) -> None:
         return unused
 
     assert two(steps) == [[[]] * 4 + [["other"]] + [[]]] * 2
-
-
-def test_parameters_that_only_some_ranks_use(two: Any) -> None:
-    def steps(rank: Rank) -> list[Any]:
-        use = ParameterUse()
-        use.compare_parameters(ALL)
-        found = []
-        for _ in range(5):
-            use.used_in_step.update(dict.fromkeys(("stem", ("one", "other")[rank.rank])))
-            found.append((sorted(use.finish_step()), sorted(use.partly_unused), use.is_steady))
-        return found
-
-    assert two(steps) == [[(["head"], ["head", "one", "other"], False)] * 5] * 2
-
-
-def test_gradients_in_another_order_or_of_others(two: Any) -> None:
-    def orders(rank: Rank) -> Any:
-        use = ParameterUse()
-        use.compare_parameters(ALL)
-        own = list(ALL) if rank.rank else list(ALL[::-1])
-        return use.before_reduction(own, repeats=True), use.before_reduction(own[:1], repeats=True)
-
-    for (partly, everywhere), (differ, none) in two(orders):
-        assert (set(partly), everywhere) == (set(), [list(ALL[::-1]), list(ALL)])
-        assert (set(differ), none) == ({"stem", "head"}, [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +18,6 @@ from lightning_shard.engines.memory_breakdown import module_tensors
 from lightning_shard.engines.transforms import (
     Checkpointing,
     checkpoint_forward,
-    compile_forward,
     is_kept,
 )
 from lightning_shard.meters.memory_account import StepMeter
@@ -92,26 +90,6 @@ def test_products_are_kept_and_measured_and_all_else_runs_again() -> None:
     assert units[2] < kept[2] < plain[2]
 
 
-class Hooked(Block):
-    """Gathers in forward what is there already in backward, as ZeRO-3 does."""
-
-    gathered = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.gathered:
-            torch.empty(3).copy_(torch.ones(3))
-            self.gathered = True
-        else:
-            torch.zeros(2).add_(1)
-        return super().forward(x)
-
-
-def test_engines_may_do_other_things_in_backward() -> None:
-    found, plain = run("selective", Hooked()), run(None, Block())
-    assert all(torch.isfinite(g).all() for g in found[0])
-    assert found[1]["mm"] == plain[1]["mm"]
-
-
 def test_attention_that_drops_out_runs_again() -> None:
     """Else what comes after it would draw other random numbers in backward than in forward."""
     flash = aten._scaled_dot_product_flash_attention.default
@@ -142,42 +120,6 @@ def test_a_unit_is_one_graph_whatever_is_cast_and_checkpointed(spec: Checkpointi
     undo()
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-class Other(Block):
-    """Its forward is `Block`'s."""
-
-
-class Third(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).tanh()
-
-
-@pytest.mark.matrix
-def test_each_class_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo stops at eight of a code object, which checkpointed modules would all share."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    blocks = [kind() for kind in (Block, Other, Third) for _ in range(3)]
-    undo = [*(checkpoint_forward(block, "units") for block in blocks), *map(compile_forward, blocks)]
-
-    def run(batch: int, time: int) -> None:
-        x = torch.randn(batch, time, WIDTH, requires_grad=True)
-        for block in blocks:
-            x = block(x)
-        if x.requires_grad:
-            x.sum().backward()
-
-    run(BATCH, TIME)
-    run(BATCH + 1, TIME + 1)
-    with torch.no_grad():
-        run(BATCH, TIME)
-    frames = torch._dynamo.utils.counters["frames"]
-    assert frames["ok"] == frames["total"] > 8
-    while undo:
-        undo.pop()()
-    assert all("forward" not in vars(block) for block in blocks)
 
 
 class Copies(HostInputs):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shard import PrecisionContractError, versions
-from lightning_shard.engines import _fsdp2_before_2_15, self_check, sharding
+from lightning_shard.engines import self_check, sharding
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
@@ -79,17 +79,6 @@ def test_engines_equal_a_plain_loop_and_a_reduction_in_16_bits_is_told(ranks: in
     for found, faults in run_distributed(_differences, ranks):
         assert dict(zip(CHECKED, found, strict=True)) == dict.fromkeys(CHECKED, "")
         assert all(text.startswith("units.") for text in faults), faults
-
-
-def _without_rounding() -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "round_each_use", lambda root: None)
-        return _difference(ENGINES["fully_shard"], "bf16-mixed")
-
-
-@pytest.mark.skipif(_fsdp2_before_2_15.IS_NEEDED, reason="torch before 2.15 rounds each use by itself")
-def test_torch_2_15s_own_rounding_is_told() -> None:
-    assert all(text.startswith("units.") for text in run_distributed(_without_rounding, 2))
 
 
 def _fit(strategy: str, precision: str = "bf16-mixed") -> tuple[str, int]:

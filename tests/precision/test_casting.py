@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchmetrics import MeanMetric
 
-from lightning_shard.engines.transforms import checkpoint_forward
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.casting import cast_trainable_parameters, install_casts
 from lightning_shard.precision.policy import autocasting, policy_from
-from tests.harness import run_distributed
 from tests.precision.test_cast_values import f32
 
 BF16 = torch.bfloat16
@@ -145,15 +141,6 @@ def test_running_statistics_meet_fp32(norm: nn.Module, shape: tuple[int, ...]) -
     close(root.norm(x), reference(x.float()))
 
 
-def test_a_norm_without_running_statistics_is_cast_like_the_rest() -> None:
-    norm = nn.BatchNorm1d(6, track_running_stats=False)
-    root = Model(norm=shown_in_bf16(norm))
-    install_casts(root, BF16)
-    x = torch.randn(8, 6)
-    assert torch.equal(root.norm(x), root.norm(x.to(BF16)))
-    assert root.norm(x).dtype == BF16
-
-
 def test_attention_in_eval_takes_no_path_around_the_casts() -> None:
     # torch's fast path of TransformerEncoderLayer reads the weights of its parts without calling them.
     torch.manual_seed(0)
@@ -249,25 +236,6 @@ def test_trainable_parameters_become_masters() -> None:
     assert cast_trainable_parameters(root, torch.float32) == {}
 
 
-def _cast_sharded() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    root = nn.Module()
-    whole = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)).to(BF16)
-    root.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-    root.tied = root.weight
-    changed = cast_trainable_parameters(root, torch.float32)
-    assert changed == {"weight": BF16}
-    assert root.weight is root.tied
-    assert isinstance(root.weight, nn.Parameter)
-    assert isinstance(root.weight.data, DTensor)
-    assert root.weight.placements == (Shard(0),)
-    assert torch.equal(root.weight.full_tensor(), whole.float())
-
-
-def test_sharded_parameters_are_cast_shard_by_shard() -> None:
-    run_distributed(_cast_sharded, 2)
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     # Sums in one order, for comparisons bit by bit.
@@ -299,16 +267,6 @@ def test_the_roots_code_gets_fp32_and_modules_get_the_compute_dtype() -> None:
     assert root.net.second.seen[0][0][0].dtype == BF16
     undo()
     assert root.net(f32().to(BF16)).dtype == BF16
-
-
-def test_what_runs_again_in_backward_computes_as_in_forward() -> None:
-    root = Model(net=Residual())
-    seen: list[torch.dtype] = []
-    install_casts(root.to(BF16), BF16, output=torch.float32)
-    root.net.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    checkpoint_forward(root.net, "units")
-    root.net(f32().requires_grad_()).sum().backward()
-    assert seen == [BF16, BF16]
 
 
 def test_the_roots_code_runs_under_autocast_and_modules_do_not() -> None:

@@ -126,14 +126,3 @@ def _scaled_back(scaler: LossScaler, parameters: Iterable[nn.Parameter]) -> bool
 def test_scaling_back_is_exact_and_an_overflow_on_one_rank_is_found_on_both() -> None:
     expected = [(False, True), *[(True, True)] * 4], [(False, True), *[(True, False)] * 4]
     assert run_distributed(_unscale, 2) == [*expected]
-
-
-def _unscale_nothing() -> bool:
-    parameters = [nn.Parameter(torch.ones(1))]
-    if torch.distributed.get_rank() == 1:
-        parameters[0].grad = torch.full((1,), torch.inf)
-    return _scaled_back(LossScaler(LossScaling()), parameters)
-
-
-def test_a_rank_without_gradients_takes_part() -> None:
-    assert run_distributed(_unscale_nothing, 2) == [True, True]

@@ -45,13 +45,6 @@ def test_the_table(precision: str, aligned: bool, compute: torch.dtype, rest: to
     assert expected.is_low_memory == (rest != FP32)
 
 
-def test_a_policy_in_one_line() -> None:
-    fp32 = "master fp32, reduce fp32, accumulate fp32, buffers as loaded"
-    assert policy_from("bf16-mixed", aligned=False).text() == f"compute bf16, {fp32}, output fp32"
-    widened = policy_from("16-true", aligned=True, output=FP32)
-    assert widened.text() == f"compute fp16, {fp32}, output fp32, loss scale dynamic"
-
-
 def test_overrides() -> None:
     narrow = policy_from("bf16-mixed", aligned=False, reduce=BF16, output=FP32)
     assert (narrow.reduce, narrow.accumulate, narrow.output, narrow.master) == (BF16, FP32, FP32, FP32)
@@ -174,14 +167,6 @@ def test_plugins_that_do_more_are_refused_by_name(plugin: Precision, name: str) 
         shard_precision_of(plugin)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available.*")
-def test_the_scaler_that_lightning_makes_is_no_own_one(device: str) -> None:
-    translated = shard_precision_of(MixedPrecision("16-mixed", device=device))
-    assert translated is not None
-    assert translated.policy(aligned=False) == policy_from("16-mixed", aligned=False)
-
-
 class OwnScaler(torch.amp.GradScaler):
     """A user's subclass with the default settings."""
 
@@ -220,12 +205,3 @@ def test_the_trainers_flag(strategy: str, flag: Any, precision: str) -> None:
     assert made.precision == made.strategy.precision_plugin.precision == precision
     aligned = strategy.endswith("_aligned")
     assert made.strategy.policy == policy_from(precision, aligned=aligned)  # type: ignore[attr-defined]
-
-
-def test_the_plugin_instead_of_the_flag() -> None:
-    with pytest.raises(PrecisionError, match="DoublePrecision"):
-        trainer(strategy="shard_ddp", precision="64-true")
-    plugin = ShardPrecision("bf16-mixed")
-    made = trainer(strategy="shard_fsdp", plugins=[plugin])
-    assert made.strategy.precision_plugin is plugin
-    assert made.precision == "bf16-mixed"

@@ -188,33 +188,6 @@ def test_averages_are_of_masters_in_bf16(strategy: str) -> None:
     assert not torch.equal(one[0]["body.0.weight"], one[0]["body.0.weight"].bfloat16().float())
 
 
-class Measures(pl.Callback):
-    """Bytes of averages on the device and on the host as counted, and as predicted."""
-
-    def before_sharding(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        trainer.strategy.memory.note_module()
-
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        memory = trainer.strategy.memory
-        accounts = memory.account(), memory.predicted(trainer.optimizers)
-        self.bytes = [(account.device.averages, account.host.averages) for account in accounts]
-
-
-def _counted(runs: list[tuple[str, str]]) -> Any:
-    measures = [Measures() for _ in runs]
-    for (strategy, kind), counts in zip(runs, measures, strict=True):
-        fit(strategy, kind, None, None, counts, precision="bf16-mixed", max_epochs=1)
-    return [counts.bytes for counts in measures]
-
-
-@pytest.mark.matrix
-def test_the_memory_account_has_averages() -> None:
-    runs = [("shard_fsdp_aligned", "ema"), ("shard_fsdp_offload_aligned", "mean"), ("shard_deepspeed_stage_2", "mean")]
-    (fullest, other) = run_distributed(_counted, 2, runs)
-    assert fullest == [[(448, 0)] * 2, [(0, 448)] * 2, [(0, 392)] * 2]
-    assert other[0][0] < fullest[0][0]
-
-
 # Checkpoints
 
 

@@ -10,12 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
-from lightning_shard import PreemptionConfig
-from lightning_shard.registry import build
-from tests.harness import ROOT, free_port, run_distributed, until
-from tests.models import TinyLM, loader, quiet_trainer
+from tests.harness import ROOT, free_port, until
 
 PROGRAM = """
 import json, os, sys, time
@@ -93,19 +89,3 @@ def test_torchrun_goes_on_with_the_nodes_that_there_are(tmp_path: Path) -> None:
     assert "num_nodes is 1, as torchrun has started the processes, and not 2" in said
     steps = [batch[4] for batch in _batches(tmp_path)]
     assert set(steps) == set(range(60))
-
-
-def _scheduled(folder: str) -> list[tuple[int, int]]:
-    found = []
-    for steps in (3, 5):
-        strategy = build("shard_ddp", preemption=PreemptionConfig(run="mine", keep_batch=True))
-        callbacks = [GradientAccumulationScheduler({0: 2, 1: 4}), ModelCheckpoint(folder, every_n_train_steps=1)]
-        trainer = quiet_trainer(strategy=strategy, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
-        trainer.fit(TinyLM(), loader(count=16), ckpt_path="auto")
-        found.append((trainer.global_step, trainer.accumulate_grad_batches))
-    return found
-
-
-@pytest.mark.matrix
-def test_a_schedule_of_the_batches_of_a_step_is_left_to_itself(tmp_path: Path) -> None:
-    assert run_distributed(_scheduled, 1, str(tmp_path)) == [[(3, 4), (5, 4)]]

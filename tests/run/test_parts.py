@@ -24,7 +24,6 @@ from lightning_shard.run import (
     Predictions,
     Processes,
     RunIdentity,
-    RunWatch,
 )
 from lightning_shard.run.process_group import count_run, launch_of
 from tests.harness import free_port, run_distributed
@@ -38,16 +37,6 @@ def test_storage_options_of_a_path_are_refused() -> None:
 
 
 # Identity
-
-
-def test_an_identity_names_its_folders(tmp_path: Path) -> None:
-    identity = RunIdentity.read(PreemptionConfig(run="mine"), {}, str(tmp_path))
-    assert identity.own_path == tmp_path / "preempted" / "mine.ckpt"
-    assert identity.failure_folder == tmp_path / "failures" / "mine"
-    stored = RunIdentity.read(PreemptionConfig(run="mine"), {}, "memory://folder")
-    assert str(stored.own_path) == "memory:///folder/preempted/mine.ckpt"
-    assert stored.failure_folder is None
-    assert identity.facts(7)["step"] == 7
 
 
 def test_an_identity_finds_no_checkpoint(tmp_path: Path) -> None:
@@ -92,16 +81,6 @@ ENVIRONMENTS = {"kubeflow": KubeflowEnvironment, "lsf": LSFEnvironment, "plain":
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_processes_meet_by_the_variables_of_other_launchers(kind: str) -> None:
     assert run_distributed(_met, 2, kind) == [(rank, 2, True, None) for rank in range(2)]
-
-
-def test_a_watch_has_torch_write_its_record_beside_the_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "TORCH_FR_DUMP_TEMP_FILE"
-    monkeypatch.setenv(name, "")  # put back at the end
-    monkeypatch.delenv(name)
-    RunWatch(None, None, os._exit).record_collectives_into(tmp_path)
-    assert name not in os.environ  # Nobody waits for lost ranks.
-    RunWatch(60.0, None, os._exit).record_collectives_into(tmp_path)
-    assert Path(os.environ[name]).parent == tmp_path
 
 
 def _predictions(own: list[int]) -> int:

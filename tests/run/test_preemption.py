@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from lightning_shard import ConfigurationError, EMACallback, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.cluster.preemption import DelayedMax, Preempted, SignalFlag, TimeLimit, run_name
+from lightning_shard.cluster.preemption import Preempted, SignalFlag, TimeLimit, run_name
 from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
@@ -151,20 +150,6 @@ def test_told_in_the_last_steps_it_ends_as_ever() -> None:
 # The parts
 
 
-def _agree(told: dict[int, tuple[int, int]]) -> list[int]:
-    agreement = DelayedMax(torch.distributed.group.WORLD)
-    call, number = told.get(torch.distributed.get_rank(), (-1, 0))
-    answers = [agreement(number if i == call else 0) for i in range(4)]
-    return [*answers, agreement.wait_for_largest()]
-
-
-def test_all_ranks_learn_in_the_same_call() -> None:
-    assert run_distributed(_agree, 3, {2: (1, 10)}) == [[0, 0, 10, 0, 0]] * 3
-    assert run_distributed(_agree, 3, {0: (3, 10), 1: (3, 15)}) == [[0, 0, 0, 0, 15]] * 3
-    alone = DelayedMax(None)
-    assert [alone(0), alone(15), alone.wait_for_largest()] == [0, 15, 0]
-
-
 def test_a_signal_is_noted_and_nothing_more() -> None:
     flag, calls = SignalFlag(), []
     before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
@@ -263,20 +248,6 @@ def test_a_rank_that_dies_in_the_save_requeues_the_job_that_has_a_checkpoint() -
     assert told.splitlines()[-1] == "requeue 7"
     # From its beginning it would come here again and again.
     assert run_distributed(_dies_in_the_save, 1, 100) == [""]
-
-
-def _slow_steps(seconds: str) -> list[str]:
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = seconds
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _fit("ddp", Told(), max_epochs=12, limit_val_batches=0)
-    return [str(warning.message) for warning in caught if "torchrun kills" in str(warning.message)]
-
-
-def test_torchrun_that_leaves_no_time_for_a_save() -> None:
-    (told,) = run_distributed(_slow_steps, 1, "1e-4")
-    assert len(told) == 1
-    assert "set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to" in told[0]
 
 
 EARLY = """

@@ -148,55 +148,10 @@ def test_ranks_end_in_time_when_rank_0_is_gone(how: signal.Signals, capfd: pytes
     assert "] ends: rank 0 was lost, or the network to it: " in printed
 
 
-@pytest.mark.matrix
-def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
-    zero, one, _ = run_distributed(_watched, 3, "connection")
-    for told in (zero, one):
-        assert told["cause"].startswith("rank 2 on ")
-        assert "gave no sign of life" in told["cause"]
-        assert told["exits"] == []
-    # Rank 0, whose verdict it is, and who keeps the store, waits for those that are left alone.
-    assert zero["heard all"]
-
-
 def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
     for told in run_distributed(_watched, 3, "ends"):
         assert (told["cause"], told["exits"], told["printed"], told["alive"]) == (None, [], "", False)
         assert told["tells of crashes"]  # such as what NCCL's watchdog ends
-
-
-LEAVING = """
-import atexit, sys
-from pathlib import Path
-import torch.distributed as dist
-
-def left():
-    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return "there" if dist.is_initialized() else "threads" if any("gloo" in name for name in threads) else "gone"
-
-atexit.register(lambda: print(left()))
-from lightning_shard.cluster.preflight import Rendezvous
-import pytest
-
-from lightning_shard._lightning import processes
-from lightning_shard.mesh import build_mesh
-from lightning_shard.run.process_group import remember_rendezvous
-
-atexit.register(processes.destroy_at_exit)  # as Lightning does for NCCL
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-build_mesh((1, 1), device_type="cpu")  # kept for later runs, with its group
-remember_rendezvous(Rendezvous(address="127.0.0.1", port=1, rank=0, world_size=1))
-if sys.argv[1] == "fails":
-    raise SyntaxError
-"""
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("how", "left"), [("ends", "gone"), ("fails", "there")])
-def test_a_process_group_does_not_outlive_the_interpreter(how: str, left: str) -> None:
-    """Its threads abort the process there; after a failure it could wait for a rank that does not come any more."""
-    run = subprocess.run([sys.executable, "-c", LEAVING, how], capture_output=True, text=True, timeout=120, check=False)
-    assert (run.returncode, run.stdout) == (int(how == "fails"), f"{left}\n")
 
 
 def _stands_still(how: str) -> str:

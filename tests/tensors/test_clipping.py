@@ -10,7 +10,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -67,19 +66,6 @@ def test_the_coefficient_is_torchs_exactly() -> None:
     before = gradients(ours)
     clipped(gradients_of(ours), 1e6)
     assert all(map(torch.equal, before, gradients(ours))), "a small norm changes nothing"
-
-
-def test_gradients_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = torch.stack
-
-    def stack_on_one_device(tensors: list[Tensor]) -> Tensor:
-        assert len({tensor.device for tensor in tensors}) == 1, "refused by torch, but not without values"
-        return stack(tensors)
-
-    monkeypatch.setattr(torch, "stack", stack_on_one_device)
-    with FakeTensorMode():
-        gradients = [torch.ones(3), torch.ones(2, device="cuda"), torch.ones(())]
-        assert clipped(gradients, 0.5).device == gradients[0].device
 
 
 def test_the_norm_is_summed_in_fp64() -> None:
@@ -202,18 +188,3 @@ def _check_meshes() -> None:
 @pytest.mark.parametrize("world_size", sampled([2, 4], 0))
 def test_the_same_norm_and_gradients_on_every_mesh(world_size: int) -> None:
     run_distributed(_check_meshes, world_size)
-
-
-def test_complex_gradients_count_by_their_real_and_imaginary_parts() -> None:
-    own, torchs = (nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64)) for _ in range(2))
-    values = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
-    # A lazily conjugated gradient has no real view.
-    own.grad, torchs.grad = values.conj(), values.conj().resolve_conj()
-    expected = nn.utils.clip_grad_norm_([torchs], 0.5)
-    gradients = gradients_of([own])
-    norm = gradient_norm(gradients)
-    assert norm == pytest.approx(float(expected), rel=1e-6)  # torch's norm is summed in fp32
-    clip_by_norm(gradients, 0.5, norm)
-    torch.testing.assert_close(own.grad, torchs.grad)
-    clip_by_value(gradients, 0.01)
-    assert torch.view_as_real(own.grad).abs().max() <= 0.01

@@ -112,17 +112,3 @@ def test_a_tensor_that_nobody_has_whole_is_not_saved(tmp_path, shape, pieces, me
     with pytest.raises(CheckpointError, match=message):
         save_tensors(tmp_path / "a.ckpt", {"model.w": tensor})
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([FlatSlice(torch.ones(4)[::2], 0)], r"is \(1, False, torch.float32\)"),
-        ([FlatSlice(torch.ones(2, dtype=torch.float64), 0)], "flat torch.float32 tensor.*torch.float64"),
-        ([FlatSlice(torch.ones(3), 0), FlatSlice(torch.ones(2), 2)], "one begins at 2, the one before ends at 3"),
-        ([FlatSlice(torch.ones(3), 4)], r"\[4, 7\) are not all in a tensor of shape \(2, 3\)"),
-    ],
-)
-def test_pieces_that_do_not_fit_are_refused(pieces, message):
-    with pytest.raises((AssertionError, ValueError), match=message):
-        FlatTensor((2, 3), torch.float32, pieces)

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_shard.engines import _fsdp2
 from lightning_shard.errors import ConfigurationError, PrecisionContractError
-from lightning_shard.precision.ledger import Ledger, violations
-from lightning_shard.precision.policy import policy_from
-from lightning_shard.run.dtype_ledger import DtypeLedger
+from lightning_shard.precision.ledger import Ledger
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -146,33 +143,3 @@ def not_caught() -> Ledger:
 
 def test_plain_names_only_record_and_an_exception_leaves_no_hook() -> None:
     assert stages(run_distributed(not_caught, 2)[0], "blocks.1.scale")["step"] == "bfloat16"
-
-
-class Steps:
-    """An engine that steps a module's own parameters."""
-
-    def stepped_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Those of the optimizer."""
-
-    def reduction_dtypes(self) -> set[torch.dtype]:
-        return {FP32}
-
-
-def _switched_off() -> set[str]:
-    module = nn.Linear(2, 2, dtype=torch.bfloat16)
-    policy = policy_from("bf16-mixed", aligned=True)
-    ledger = DtypeLedger(module, Steps(), policy, aligned=False)  # type: ignore[arg-type]
-    module.float()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    ledger.read_prepared([optimizer])
-    module.requires_grad_(False)  # as toggle_optimizer in the turn of another optimizer
-    ledger._read_module("step")
-    assert violations(ledger.measured(), policy) == []
-    module.bfloat16()
-    ledger._read_module("step")
-    ledger.remove_hooks()
-    return {found.split()[0] for found in violations(ledger.measured(), policy)}
-
-
-def test_parameters_that_a_step_switches_off_are_trained_ones() -> None:
-    assert _switched_off() == {"weight", "bias"}

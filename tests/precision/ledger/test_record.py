@@ -81,15 +81,6 @@ def test_frozen_backbone_batch_norm_buffers_and_metrics_in_stages_and_table() ->
         assert sum(row["count"] for row in ledger.to_json()["tensors"]) == len(ledger.entries)
 
 
-def test_low_memory_form_shows_what_it_is() -> None:
-    for ledger in measured(["full"], "tiny", "bf16-true", aligned=False).values():
-        assert {*stages(ledger, "head.weight").values()} == {"bfloat16", "float32"}
-        low = {stage for stage, dtype in stages(ledger, "head.weight").items() if dtype == "bfloat16"}
-        # Loaded in fp32; and AdamW counts its steps in fp32.
-        assert low == {*IN_FP32, *ADAMW} - {"loaded", "state.step"}
-        assert ledger.reduced_in == {BF16}
-
-
 def test_gradients_held_between_micro_batches_and_modules_outside_of_fsdp() -> None:
     outside = {"ignored_modules": ["LayerNorm"], "activation_checkpointing": "units", "accumulate_sync": "boundary"}
     for engine, settings in (("full", outside), ("ddp", {"accumulate_sync": "micro_batch"})):

@@ -20,7 +20,6 @@ from tests.engines.zero.config.support import (
     ZERO,
     accepted,
     configured,
-    contradiction,
     loss_scaling,
     refusal,
     run_facts,
@@ -96,22 +95,6 @@ def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bo
     assert taken.zero_config.ignore_unused_parameters is False
 
 
-@pytest.mark.parametrize(
-    ("config", "precision", "text"),
-    [
-        (
-            {"bf16": {"enabled": "true"}},
-            "32-true",
-            "bf16.enabled is True, but with the Trainer's precision, compute fp32 and masters fp32, it is False",
-        ),
-        ({"bf16": {"enabled": False}}, "bf16-mixed", "bf16.enabled is False, but with the Trainer's precision"),
-        ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16-mixed", "compute bf16 and masters fp32, it is False"),
-    ],
-)
-def test_a_precision_that_contradicts_the_trainer(config: dict[str, Any], precision: str, text: str) -> None:
-    assert text in contradiction(config, run_facts(precision))
-
-
 def test_loss_scales() -> None:
     assert loss_scaling(None) is loss_scaling({"fp16": {"enabled": "auto"}}) is None
     assert loss_scaling({"fp16": {"enabled": False, "loss_scale": 128}}) is None
@@ -133,9 +116,7 @@ def test_loss_scales() -> None:
     ("fp16", "text"),
     [
         ({"loss_scale": 128}, "fp16.loss_scale is 128.0, but on every engine here the loss scale is dynamic"),
-        ({"consecutive_hysteresis": True}, "fp16.consecutive_hysteresis is True, but on every engine"),
         ({"min_loss_scale": 3}, "The fp16 section (min_loss_scale 3) can't be used: loss_scale.minimum is 3.0"),
-        ({"hysteresis": 0}, "loss_scale.hysteresis is 0, but must be 1 or more"),
     ],
 )
 def test_loss_scales_without_an_equal(fp16: dict[str, Any], text: str) -> None:

@@ -33,29 +33,6 @@ def test_a_zero_2_file_with_auto_values() -> None:
     assert "auto" not in json.dumps(config, sort_keys=True)
 
 
-def test_a_zero_3_file_with_offload() -> None:
-    fields = DeepSpeedFields(stage=3, config=str(FILES / "zero3_offload.json"))
-    settings_of(fields, aligned=True)
-    zero = configured(fields, run_facts())[ZERO]
-    assert zero["stage3_gather_16bit_weights_on_model_save"] is True
-    assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": True}
-    # Hugging Face's formulas for a hidden size of 64.
-    assert zero["reduce_bucket_size"] == 4096
-    assert zero["stage3_prefetch_bucket_size"] == 3686
-    assert zero["stage3_param_persistence_threshold"] == 640
-    assert zero["sub_group_size"] == 1_000_000_000
-    assert type(zero["sub_group_size"]) is int
-
-
-def test_an_nvme_file_with_old_names() -> None:
-    fields = DeepSpeedFields(config=str(FILES / "zero3_nvme.json"))
-    asked = settings_of(fields)
-    assert (asked.stage, asked.optimizer_device) == (3, "nvme")
-    config = configured(fields, run_facts())
-    assert config["aio"]["intra_op_parallelism"] == 1
-    assert config[ZERO]["stage3_gather_16bit_weights_on_model_save"] is True
-
-
 def test_a_file_whose_values_are_strings() -> None:
     fields = DeepSpeedFields(config=str(FILES / "zero1_strings.json"))
     settings_of(fields, aligned=True)

@@ -52,8 +52,6 @@ def test_every_contradiction_is_in_one_error() -> None:
     [
         (0, 0.5, "norm", "gradient_clipping is 0.0, but the Trainer's clipping is 0.5"),
         (0.5, 0.5, "value", "gradient_clipping is by norm, but the Trainer's gradient_clip_algorithm is 'value'"),
-        ("auto", 0.5, "value", None),
-        (0.0, None, "norm", None),
         (0.5, 0.5, "norm", None),
     ],
 )
@@ -124,11 +122,8 @@ def test_hyperparameters_are_text_or_fall_back_to_each_other() -> None:
     [
         ("bf16-mixed", False, {}, {}),
         ("bf16-mixed", True, {}, {"torch_adam": True}),
-        ("bf16-mixed", True, {"bias_correction": True}, {"torch_adam": True}),
         ("bf16-mixed", True, {"bias_correction": False}, {"bias_correction": False}),
-        ("bf16-mixed", True, {"torch_adam": False}, {"torch_adam": False}),
         ("bf16-true", False, {}, {"fp32_optimizer_states": False}),
-        ("bf16-true", False, {"torch_adam": True}, {"torch_adam": True}),
         ("bf16-true", True, {}, {"torch_adam": True}),
     ],
 )
@@ -183,9 +178,3 @@ def test_a_dumped_configuration_can_be_given_again(stage: Any, aligned: bool, tm
     again = DeepSpeedFields(config=str(path))
     settings_of(again, aligned=aligned)
     assert configured(again, facts) == config
-
-
-def test_deepspeeds_throughput_timer_runs_if_it_is_asked_for() -> None:
-    assert configured(DeepSpeedFields(), run_facts())["timers"] == {"throughput": {"enabled": False}}
-    asked = {"timers": {"throughput": {"enabled": True}}}
-    assert configured(DeepSpeedFields(config=asked), run_facts())["timers"] == asked["timers"]
