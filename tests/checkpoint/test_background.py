@@ -1,31 +1,25 @@
-"""Saves in the background: what they write, what they wait for, and what happens when they fail."""
+"""Saves in the background: what they write, and what they wait for."""
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_shard.checkpoint import background, save_plan
+from lightning_shard.checkpoint import background
 from lightning_shard.checkpoint.background import HostBuffers, Saver, pinned_like
 from lightning_shard.checkpoint.files import tensor_files
 from lightning_shard.checkpoint.files.manifest import Contents, Facts, is_checkpoint
 from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint
-from lightning_shard.errors import CheckpointError
-from lightning_shard.tensors.flat import FlatSlice, FlatTensor
 from tests.checkpoint.calls import FACTS
 from tests.checkpoint.compare import stored
-from tests.harness import DistributedError, run_distributed
 
 
 class Gate:
@@ -129,108 +123,6 @@ def test_memory_that_is_mapped_from_files_is_copied_to_files(tmp_path: Path) -> 
     assert [values(index).data_ptr() for index in boxes] == addresses, "used again"
     buffers.copy(boxes[2:], lambda index: part[index.fqn])
     assert [kept.nbytes for kept in buffers.kept.values()] == [16]
-
-
-# Several ranks
-
-
-def part_of(number: float) -> dict[str, Tensor]:
-    """Two tensors that every rank has, and one of its own."""
-    tensors = {f"model.w{i}": torch.full((2000,), number) for i in range(2)}
-    return tensors | {f"model.{dist.get_rank()}": torch.full((3,), number)}
-
-
-def save_and_fail(folder: str, failing_rank: int, error: Exception) -> dict[str, Any]:
-    """Save, then save in the background with a failure on one rank, in a write, or for want of memory in the copy;
-    steps go on until all have been told.
-    """
-    saver, old, new = Saver(), Path(folder) / "old.ckpt", Path(folder) / "new.ckpt"
-    saver.save(str(old), of(part_of(1.0)), background=True)
-    saver.finish_background_save()
-    owner: Any = HostBuffers if isinstance(error, MemoryError) else tensor_files.HashedFile
-    name = "copy" if owner is HostBuffers else "write"
-    original = getattr(owner, name)
-
-    def failing(*_: object) -> int:
-        raise error
-
-    if dist.get_rank() == failing_rank:
-        setattr(owner, name, failing)
-    try:
-        saver.save(str(new), of(part_of(2.0)), background=True)
-        saver.remove_checkpoint(old)
-        for step in range(10_000):
-            # Ranks come to their steps at different times.
-            time.sleep(0.001 * dist.get_rank())
-            try:
-                saver.poll_background_save()
-            except CheckpointError as failure:
-                return {"step": step, "said": str(failure), "kind": type(failure).__name__}
-            dist.all_reduce(torch.zeros(()))
-    finally:
-        setattr(owner, name, original)
-    raise AssertionError("nobody was told")
-
-
-@pytest.mark.parametrize(
-    ("failing_rank", "error"), [(1, OSError(28, "No space left on device")), (0, MemoryError("of the host"))]
-)
-def test_a_failure_is_raised_on_all_ranks_in_one_step(tmp_path: Path, failing_rank: int, error: Exception) -> None:
-    first, second = run_distributed(save_and_fail, 2, str(tmp_path), failing_rank, error)
-    assert first == second
-    assert f"rank {failing_rank}: {type(error).__name__}: {error}" in first["said"]
-    assert os.listdir(tmp_path) == ["old.ckpt"]
-    open_checkpoint(tmp_path / "old.ckpt")
-
-
-def die_in_the_background(path: str) -> None:
-    def die(self: object, data: Any) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    saver = Saver()
-    if dist.get_rank() == 0:
-        tensor_files.HashedFile.write = die  # type: ignore[method-assign]
-    saver.save(path, of(part_of(2.0)), background=True)
-    saver.finish_background_save()
-
-
-def test_a_rank_that_dies_fails_the_others(tmp_path: Path) -> None:
-    with pytest.raises(DistributedError) as caught:
-        run_distributed(die_in_the_background, 2, str(tmp_path / "a.ckpt"), timeout=60)
-    # A rank that waited for the dead one would be "did not end".
-    assert caught.value.failed == {0: "died", 1: "CheckpointError"}
-    assert not is_checkpoint(tmp_path / "a.ckpt")
-
-
-def plans_of_saves(folder: str) -> list[int]:
-    """How often rank 0 has made a plan after each of several saves; one rank's part changes before the third."""
-    made: list[int] = []
-    original = save_plan.divide_boxes
-
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        return original(*args)
-
-    saver, rank, counts = Saver(), dist.get_rank(), []
-
-    def flat(start: int, stop: int) -> FlatTensor:
-        return FlatTensor((10,), torch.float32, [FlatSlice(torch.arange(start, stop).float(), start)])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_plan, "divide_boxes", counted)
-        for number, border in enumerate([5, 5, 7]):
-            part = flat(0, border) if rank == 0 else flat(border, 10)
-            path = Path(folder) / f"{number}.ckpt"
-            saver.save(str(path), of({"model.w": part}), background=number % 2 == 0)
-            counts.append(len(made))
-            saver.finish_background_save()
-            assert torch.equal(stored(path)["model.w"], torch.arange(10.0))
-    return counts
-
-
-def test_a_plan_is_kept_until_a_rank_is_cut_in_another_way(tmp_path: Path) -> None:
-    assert run_distributed(plans_of_saves, 2, str(tmp_path)) == [[1, 1, 2], [0] * 3]
 
 
 def test_pinned_copies_share_slabs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,35 +99,6 @@ def test_resuming_from_a_save_beside_training_is_bitwise_going_on(tmp_path: Path
             _assert_continues([whole_run], [resumed], 2)
 
 
-def fit_with_checkpoints(folder: str) -> dict[str, Any]:
-    """Two ``ModelCheckpoint``s with one file name; the best one only, and links to the last."""
-    seen, kept = Seen(folder), {"dirpath": folder, "filename": "{step}", "every_n_train_steps": 2, "save_top_k": 1}
-    callbacks = [seen, ModelCheckpoint(**kept, save_last="link"), ModelCheckpoint(**kept, monitor="train_loss")]
-    with Slow():
-        strategy = in_background("shard_fsdp")
-        quiet_trainer(strategy=strategy, max_steps=6, enable_checkpointing=True, callbacks=callbacks).fit(
-            TinyLM(), loader()
-        )
-    first, second = (callback.best_model_path for callback in callbacks[1:])
-    return {"during": seen.during, "paths": (Path(first).name, Path(second).name)}
-
-
-def test_top_k_and_last_while_a_save_is_under_way(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    first, _ = run_distributed(fit_with_checkpoints, 2, str(folder))
-    assert any("last.ckpt" in names for names in first["during"])
-    for names in first["during"][1:]:
-        # Of the checkpoint before the one under way, and of its link, nothing is gone.
-        assert [name for name in names if name.startswith("step=")], names
-    one, other = first["paths"]
-    assert one == "step=6.ckpt"
-    assert other != one, "a name that is being written is taken"
-    assert sorted(os.listdir(folder)) == sorted({"last.ckpt", one, other})
-    assert os.readlink(folder / "last.ckpt") == one
-    for name in os.listdir(folder):
-        open_checkpoint(folder / name)
-
-
 class Paced(pl.Callback):
     """Every third step waits until what is being written is written, however fast steps are."""
 

@@ -9,8 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +27,7 @@ from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 from tests.checkpoint.calls import FACTS, load_into
-from tests.harness import ROOT, run_distributed
+from tests.harness import run_distributed
 
 
 def save_number(
@@ -70,32 +68,6 @@ def test_replacing_leaves_the_new_one_alone(tmp_path):
     for _ in range(2):
         commit.remove_checkpoint(path)
         assert os.listdir(path.parent) == [other.name]
-
-
-WRITING = """
-import sys, time
-from pathlib import Path
-from lightning_shard.checkpoint.files import commit
-(commit.create_temporary(Path(sys.argv[1]), "0123456789ab") / "__0_0.distcp").touch()
-print("writing", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.matrix
-def test_what_another_job_is_writing_is_not_removed(tmp_path):
-    path = tmp_path / "a.ckpt"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", WRITING, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as other:
-        try:
-            assert other.stdout.readline() == b"writing\n"
-            save_number(path, 1.0)
-            assert sorted(os.listdir(tmp_path)) == [".a.ckpt.tmp-0123456789ab", "a.ckpt"]
-        finally:
-            other.kill()
-    save_number(path, 2.0)
-    assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def can_lock(path: Path) -> bool:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -90,32 +88,3 @@ def test_killed_in_a_phase(tmp_path: Path, whole_run: Any, phase: str, after: bo
     assert since >= int(published[-1])
     resumed = run_distributed(_fit, 2, "shard_fsdp", resume=str(newest), steps=STEPS)
     _assert_continues(whole_run, resumed, since)
-
-
-class Stops(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.global_step == 2  # as the Trainer's timer does at ``max_time``
-
-
-def stopped_fit(folder: str) -> None:
-    """The save of the first step goes on when the second, in which the run is stopped, is due to be saved."""
-    publish = commit.publish_checkpoint
-
-    def slowly(*args: Any) -> None:
-        time.sleep(2)
-        publish(*args)
-
-    strategy = registry.build("shard_fsdp")
-    strategy.async_save = "continuous"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "publish_checkpoint", slowly)
-        _fit(strategy, callbacks=[Stops()], folder=folder, every=1)
-
-
-@pytest.mark.matrix
-def test_a_stop_is_saved_ahead_of_the_validation_that_follows_it(tmp_path: Path) -> None:
-    run_distributed(stopped_fit, 1, str(tmp_path))
-    straight, resumed = (
-        run_distributed(_fit, 1, "shard_fsdp", resume=path, steps=4) for path in (None, str(tmp_path / "step=2.ckpt"))
-    )
-    _assert_continues(straight, resumed, 2)

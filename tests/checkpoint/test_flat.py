@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.tensors.flat import torch_optimizer
-from tests.checkpoint.calls import load_module, trainer_state
+from tests.checkpoint.calls import trainer_state
 from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.flat import FORMS, Run, build, padding
 from tests.checkpoint.flat_runs import load_run, save_run
@@ -89,94 +89,3 @@ def test_each_form_goes_on_bitwise_from_each(written, form, ranks):
             assert_equal(loaded, before, writer)
             assert_equal(stepped, after, writer)
             assert facts == {"in place": True, "padding": False}, writer
-
-
-@pytest.fixture(scope="module")
-def others(written) -> list[dict[str, Any]]:
-    return run_distributed(other_loads, 2, str(written[0]))
-
-
-def other_loads(folder: str) -> dict[str, Any]:
-    """Loads and saves of a rank under two ranks."""
-    found: dict[str, Any] = {}
-    for form in ("stage 1", "stage 3"):
-        run = build(form, 1, lr=0.5)
-        load_run(run, f"{folder}/dtensor 3.ckpt")
-        run.steps = BEFORE
-        found[f"fresh {form}"] = run.step(AFTER).values()
-    # fp32 whole -> bf16 flat partitions -> fp32 flat partitions
-    low, back = build("stage 3", 1, dtype=torch.bfloat16).step(1), build("stage 1", 2)
-    load_run(low, f"{folder}/whole 1.ckpt")
-    found["low"] = low.values()
-    save_run(low, f"{folder}/low.ckpt")
-    load_run(back, f"{folder}/low.ckpt")
-    found["back"] = back.values()
-    # an optimizer that counts its steps in an int, as DeepSpeed's own for the CPU do
-    run = build("stage 1", 0).step(BEFORE)
-    states = torch_optimizer(run.optimizer).state
-    for state in states.values():
-        state["step"] = int(state["step"])
-    save_run(run, f"{folder}/numbers.ckpt")
-    for state in states.values():
-        state["step"] = 0
-    load_run(run, f"{folder}/whole 1.ckpt")
-    found["counts"] = [state["step"] for state in states.values()]
-    fresh = build("stage 3", 1)
-    load_run(fresh, f"{folder}/numbers.ckpt")
-    found["numbers"] = fresh.values()
-    # a tied parameter by its other name
-    run, other = build("stage 1", 0).step(1), build("stage 3", 1)
-    for each in (run, other):
-        each.masters["head.weight"] = each.masters.pop("embed.weight")
-    save_run(run, f"{folder}/tied.ckpt")
-    load_run(other, f"{folder}/tied.ckpt")
-    found["tied"] = other.values()
-    # weights alone
-    run = build("stage 1", 1).step(1)
-    state = torch_optimizer(run.optimizer).state[run.flats()[0].flat]["exp_avg"]
-    before = state.clone(), run.net.body.weight.clone()
-    load_module(f"{folder}/stage 3 3.ckpt", module=run.net, masters=run.masters)
-    found["kept"] = torch.equal(state, before[0]) and torch.equal(run.net.body.weight, before[1])
-    found["weights"] = {key: value for key, value in run.values().items() if key.startswith("model.")}
-    return found
-
-
-@pytest.mark.parametrize("form", ["stage 1", "stage 3"])
-def test_slots_are_made_where_there_are_none(written, others, form):
-    for found in others:
-        assert_equal(found[f"fresh {form}"], written[2])
-
-
-def test_state_follows_its_parameters_to_another_dtype(written, others):
-    for found in others:
-        low, back = found["low"], found["back"]
-        for key, tensor in written[1].items():
-            rounds = tensor.is_floating_point() and not key.endswith(".step")
-            assert low[key].dtype == (torch.bfloat16 if rounds else tensor.dtype), key
-            assert back[key].dtype == tensor.dtype, key
-            expected = tensor.to(torch.bfloat16) if rounds else tensor
-            assert torch.equal(low[key], expected), key
-            assert torch.equal(back[key], expected.to(tensor.dtype)), key
-
-
-def test_a_step_count_is_a_scalar_in_the_checkpoint_and_a_number_where_it_was_one(written, others):
-    folder, before, _ = written
-    for found in others:
-        assert found["counts"] == [BEFORE, BEFORE]
-        assert all(type(count) is int for count in found["counts"])
-        assert_equal(found["numbers"], before)
-    assert_equal(stored(f"{folder}/numbers.ckpt"), before)
-    assert trainer_state(f"{folder}/numbers.ckpt")["optimizer_states"][0]["slots"] == {}
-
-
-def test_a_tied_parameter_goes_by_any_of_its_names(written, others):
-    path = f"{written[0]}/tied.ckpt"
-    assert read_manifest(path).aliases == {"model.head.weight": "model.embed.weight"}
-    assert_equal(others[0]["tied"], stored(path))
-
-
-def test_weights_alone_go_to_the_masters_and_not_to_the_copies_of_the_module(written, others):
-    expected = {key: tensor for key, tensor in written[1].items() if key.startswith("model.")}
-    for found in others:
-        assert found["kept"]
-        assert_equal(found["weights"], expected)

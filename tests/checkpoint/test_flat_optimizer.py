@@ -6,55 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatOptimizer, torch_optimizer
-from tests.checkpoint.compare import assert_equal, stored
-from tests.checkpoint.flat import Net, Run, build, flat_with, masters_of
+from tests.checkpoint.flat import build
 from tests.checkpoint.flat_runs import load_run, save_run
 from tests.harness import run_distributed
 
 STEPS = 3
-
-
-def small_flat(first: list[int], *, steps: int) -> Run:
-    """``scale`` and ``row``, 5 elements, of which rank ``r`` has those from ``first[r]`` to ``first[r + 1]``."""
-    net = Net(0)
-    rank = dist.get_rank()
-    parameters = {"scale": net.scale, "row": net.row}
-    values = torch.cat([p.detach().flatten() for p in parameters.values()])
-    flat, members = flat_with(values[first[rank] : first[rank + 1]], first[rank], parameters)
-    adam = torch.optim.Adam([flat], lr=0.1)
-    groups = [FlatGroup(flat=flat, members=members, group=adam.param_groups[0])]
-    run = Run(net, FlatOptimizer(optimizer=adam, groups=groups), masters_of(groups))
-    for _ in range(steps if len(flat) else 0):
-        flat.grad = values[first[rank] : first[rank + 1]] + 1
-        adam.step()
-    return run
-
-
-def there_and_back(folder: str, firsts: list[list[int]]) -> list[dict[str, Tensor]]:
-    found = []
-    for number, first in enumerate(firsts):
-        save_run(small_flat(first, steps=4), f"{folder}/{number}.ckpt")
-        run = small_flat([0, 1, 1, 5], steps=0)
-        load_run(run, f"{folder}/{number}.ckpt")
-        found.append(run.values())
-    return found
-
-
-def test_a_rank_without_elements_has_no_state_and_takes_none_away(tmp_path):
-    results = run_distributed(there_and_back, 3, str(tmp_path), [[0, 0, 1, 5], [0, 5, 5, 5], [0, 2, 5, 5]])
-    for number in range(3):
-        tensors = stored(tmp_path / f"{number}.ckpt")
-        assert {key for key in tensors if key.startswith("optimizer.")} == {
-            f"optimizer.0.{name}.{slot}" for name in ("scale", "row") for slot in ("step", "exp_avg", "exp_avg_sq")
-        }
-        assert tensors["optimizer.0.row.step"].item() == tensors["optimizer.0.scale.step"].item() == 4
-        for values in results:
-            assert_equal(values[number], tensors)
 
 
 def save_all(folder: str) -> None:

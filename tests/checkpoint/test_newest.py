@@ -76,31 +76,6 @@ def test_a_broken_one_is_named(tmp_path: Path) -> None:
     assert unknown.startswith(f"{tmp_path}/3.ckpt/manifest.json is not a checkpoint's manifest")
 
 
-def test_an_interrupted_replacement_is_seen(tmp_path: Path) -> None:
-    path = _save(tmp_path / "last.ckpt", _run("a", 4))
-    path.rename(tmp_path / ".last.ckpt.old-0123")
-    ((found, run),) = find_checkpoints([tmp_path], "a").own
-    assert (found, run["step"]) == (str(path.resolve()), 4)
-
-
-def test_one_that_is_removed_meanwhile_is_no_reason_to_begin_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by another process that keeps the newest alone."""
-    _save(tmp_path / "2.ckpt", _run("a", 2))
-
-    def late(path: str) -> Any:
-        if Path(path).name == "2.ckpt":
-            shutil.rmtree(path)
-            _save(tmp_path / "3.ckpt", _run("a", 3))
-        return open_checkpoint(path)
-
-    monkeypatch.setattr(load, "open_checkpoint", late)
-    found = load.open_newest([tmp_path], "a")
-    assert found.newest is not None
-    assert (found.newest.path.name, found.broken) == ("3.ckpt", ())
-
-
 def _opened_around_a_replacement() -> tuple[str, int]:
     for name in ("before", "after"):
         save_tensors(f"{name}.ckpt", tensors={"model.w": torch.ones(3)}, trainer_state={"name": name})

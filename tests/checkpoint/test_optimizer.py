@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.inspect import open_any
@@ -18,7 +13,6 @@ from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from tests.checkpoint.calls import live, load_module, save_module
 from tests.checkpoint.wrapped import Net, named, trained
-from tests.harness import run_distributed
 
 
 def test_groups_and_parameters_are_found_by_name_in_any_order(tmp_path):
@@ -140,51 +134,6 @@ def test_optimizers_that_do_not_fit(tmp_path):
     load_module(path, module=net, optimizers=[other], strict=False)
     assert torch.equal(net.embed.weight, before["model.embed.weight"])
     assert net.embed.weight in other.state
-
-
-def sharded(slot: Any, rows: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = nn.Linear(4, rows)
-    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    if slot is not None:
-        sgd.state[net.weight]["slot"] = slot
-    return net, sgd
-
-
-def refusals(folder: str) -> list[str]:
-    """Of slots that can't be cut: saved, and loaded from a checkpoint of replicated parameters."""
-    said = []
-    for slot in (torch.ones(4), [torch.ones(4)]):
-        net, sgd = sharded(slot)
-        with pytest.raises(CheckpointError) as refusal:
-            save_module(f"{folder}/b.ckpt", module=net, optimizers=[sgd])
-        said.append(str(refusal.value))
-    net, sgd = sharded(torch.ones(()))
-    save_module(f"{folder}/b.ckpt", module=net, optimizers=[sgd])
-    for name, rows in (("vector", 4), ("matrix", 8)):
-        net, sgd = sharded(None, rows)
-        with pytest.raises(CheckpointMismatchError) as refusal:
-            load_module(f"{folder}/{name}.ckpt", module=net, optimizers=[sgd])
-        said.append(str(refusal.value))
-    return said
-
-
-def test_slots_that_cannot_be_cut(tmp_path):
-    # Of a replicated parameter any slot can be saved; it is refused where it would have to be cut.
-    net = nn.Linear(4, 4)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    for name, slot in (("vector", torch.arange(4.0)), ("matrix", torch.zeros(4, 4))):
-        sgd.state[net.weight]["slot"] = slot
-        save_module(tmp_path / f"{name}.ckpt", module=net, optimizers=[sgd])
-    load_module(tmp_path / "vector.ckpt", module=net, optimizers=[sgd])
-    assert sgd.state[net.weight]["slot"].tolist() == [0, 1, 2, 3]
-    for saved, listed, loaded, reshaped in run_distributed(refusals, 2, str(tmp_path)):
-        for said in (saved, loaded):
-            assert "optimizer.0.weight.slot has shape (4,), its parameter (4, 4)" in said
-        assert "optimizer.0.weight.slot has shape of a list of tensors" in listed
-        # Of a parameter of another shape no advice on its slots is given.
-        assert "of another shape (2): model.bias (4,) there, (8,) here, model.weight" in reshaped
-        assert "weight.slot" not in reshaped
 
 
 class Renamed(torch.optim.AdamW):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from examples.benchmarks.planning import LAYOUTS, cut, gpt_tensors
-from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import tensor_files
 from lightning_shard.checkpoint.files.boxes import PlannedBoxes, TensorFacts, covered_once
-from lightning_shard.checkpoint.files.manifest import Contents, StoredTensor
 from lightning_shard.checkpoint.inspect import open_any
-from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.checkpoint.save_plan import divide_boxes, local_boxes, who_describes
 from lightning_shard.errors import CheckpointError
-from tests.checkpoint.calls import FACTS, save_tensors
-from tests.harness import run_distributed
+from tests.checkpoint.calls import save_tensors
 
 Part = tuple[TensorFacts, list[ChunkStorageMetadata]]
 
@@ -78,12 +72,6 @@ def test_every_box_is_written_once_and_the_ranks_have_equal_shares(layout: str, 
     if layout == "whole":
         # What one rank has more than another is not more than the largest tensor.
         assert max(load) - min(load) <= 4 * 50304 * 64
-
-
-def test_what_only_one_rank_can_write_counts_before_the_rest_is_spread() -> None:
-    own = whole("own", 100_000)
-    shared = [whole(f"shared.{i}", 1000) for i in range(10)]
-    assert divided_among([own, *shared], shared)[0] == [[0], list(range(10))]
 
 
 @pytest.mark.parametrize(
@@ -138,56 +126,9 @@ def test_gaps_and_overlaps_are_found_as_by_looking_at_every_element(found: list[
     assert covered_once(SHAPE, begin, sizes) == exact
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,)])
-def test_small_tensors_are_covered(shape: tuple[int, ...]) -> None:
-    begin = np.zeros((1, len(shape)), dtype=np.int64)
-    assert covered_once(shape, begin, np.array([shape], dtype=np.int64).reshape(1, -1))
-    assert covered_once(shape, begin[:0], begin[:0]) == (0 in shape)
-
-
-def test_where_boxes_lie_is_said_anew_only_where_they_lie_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    encode = tensor_files.encode_boxes
-    monkeypatch.setattr(tensor_files, "encode_boxes", lambda *given: made.append(1) or encode(*given))
-    saver = Saver()
-    for value, tensor in enumerate([torch.zeros(3), torch.ones(3), torch.full((4,), 2.0)]):
-        contents = Contents(tensors={"model.w": tensor}, trainer_state={}, facts=FACTS)
-        saver.save(str(tmp_path / "a.ckpt"), lambda contents=contents: contents, background=False)
-        assert open_any(tmp_path / "a.ckpt").tensors["model.w"].read().unique().tolist() == [value]
-    assert len(made) == 2
-
-
 def test_many_boxes_are_described_as_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "_MOST_IN_METADATA", 1)
     tensors = {"model.a": torch.arange(3.0), "model.b": torch.arange(4.0)}
     save_tensors(tmp_path / "a.ckpt", tensors)
     assert not (tmp_path / "a.ckpt/.metadata").exists()
     assert all(torch.equal(t.read(), tensors[key]) for key, t in open_any(tmp_path / "a.ckpt").tensors.items())
-
-
-def convert(source: str, target: str) -> list[str]:
-    """A conversion on several ranks; the tensors that this one read."""
-    stored, read = open_any(source), []
-
-    def noting(key: str, tensor: StoredTensor) -> StoredTensor:
-        def values() -> Tensor:
-            read.append(key)
-            return tensor.read()
-
-        return StoredTensor(shape=tensor.shape, dtype=tensor.dtype, read=values)
-
-    write_portable(target, replace(stored, tensors={k: noting(k, t) for k, t in stored.tensors.items()}))
-    return read
-
-
-def test_a_conversion_is_shared_by_the_ranks(tmp_path: Path) -> None:
-    tensors = {f"model.w{i}": torch.full((500,), float(i)) for i in range(8)}
-    save_tensors(tmp_path / "a.ckpt", tensors)
-    first, second = run_distributed(convert, 2, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
-    assert len(first) == len(second) == 4
-    assert {*first, *second} == tensors.keys()
-    assert all(
-        torch.equal(tensor.read(), tensors[key]) for key, tensor in open_any(tmp_path / "b.ckpt").tensors.items()
-    )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -108,11 +107,3 @@ def test_tensors_that_are_hard_to_cut(tmp_path, writers, readers):
     with warnings.catch_warnings(action="ignore"):
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     assert_equal(tensors, written, "by torch itself")
-
-
-def test_another_dtype_is_cast_on_load(tmp_path):
-    path = tmp_path / "a.ckpt"
-    save_tensors(path, {"model.w": torch.tensor([1.0, 1 / 3])})
-    half = {"model.w": torch.zeros(2, dtype=torch.bfloat16)}
-    load_into(path, half)
-    assert torch.equal(half["model.w"], torch.tensor([1.0, 1 / 3]).to(torch.bfloat16))

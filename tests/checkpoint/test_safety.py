@@ -11,11 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,8 +26,6 @@ from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, Facts, is_
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.calls import load_into, save_tensors, trainer_state
 from tests.checkpoint.hostile import RAN, Hostile
-from tests.harness import run_distributed
-from tests.models import TinyLM, loader, quiet_trainer
 
 INFO = Facts(engine="test", policy="fp32", ledger={"model.w": "float32"})
 
@@ -253,42 +248,3 @@ def test_slots_that_do_not_say_what_the_tensors_are(tmp_path, slots, said):
 def test_fields_of_later_minor_versions_are_ignored(path):
     rewrite(path, lambda fields: {**fields, "note": "new"})
     assert read_manifest(path).facts.engine == "test"
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_own_unpickler_would_have_run_it(path):
-    """The attack is real: torch's reader runs a hostile `.metadata`."""
-    forge(path, ".metadata", pickle.dumps(Hostile()))
-    with pytest.raises(BaseException):  # noqa: B017, PT011 torch raises a BaseException of its own
-        dcp.load(fresh(), storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    assert RAN
-    RAN.clear()
-
-
-def in_object_stores() -> list[str]:
-    """What a fit, a save and a load with the URL of one end with, and what they leave in the folder."""
-
-    def refusal(run: Callable[[], Any]) -> str:
-        with pytest.raises(CheckpointError) as refused:
-            run()
-        return str(refused.value)
-
-    def fit(**settings: Any) -> pl.Trainer:
-        trainer = quiet_trainer(strategy="shard_ddp", max_steps=1, default_root_dir=".", **settings)
-        trainer.fit(module, loader())
-        return trainer
-
-    module = TinyLM()
-    saves = {"callbacks": [ModelCheckpoint("memory://saves", "{step}.full")], "enable_checkpointing": True}
-    said = [refusal(lambda: fit(**saves))]
-    assert not module.losses
-    trainer = fit()
-    said += [refusal(lambda: trainer.save_checkpoint("gs://bucket/a.ckpt"))]
-    said += [refusal(lambda: trainer.validate(module, loader(), ckpt_path="gs://bucket/a.ckpt"))]
-    return said + sorted(path.name for path in Path().iterdir() if ":" in path.name)
-
-
-def test_what_no_store_has_and_stores_that_are_not_installed_are_refused_before_anything_is_written() -> None:
-    [said] = run_distributed(in_object_stores, 1)
-    assert "memory://saves is of an object store" in said[0]
-    assert ["gs://bucket/a.ckpt needs the package gcsfs" in message for message in said] == [False, True, True]

@@ -38,15 +38,7 @@ class Wrapping(torch.optim.SGD):
         self.base = torch.optim.AdamW(self.param_groups, lr)
 
 
-class WrappingSeveral(torch.optim.SGD):
-    """As optimizers that step on the host hold one for each parameter."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.by_parameter = {p: torch.optim.AdamW([p], lr) for group in self.param_groups for p in group["params"]}
-
-
-OWN = {"Histories": Histories, "Wrapping": Wrapping, "WrappingSeveral": WrappingSeveral}
+OWN = {"Histories": Histories, "Wrapping": Wrapping}
 
 
 def check(kind: type[torch.optim.Optimizer], **kwargs: Any) -> str:

@@ -40,12 +40,6 @@ def test_names_are_those_of_the_unwrapped_module():
         assert extra == {"extra._extra_state": {"seen": 7}}, how
 
 
-def test_a_tensor_that_a_hook_renames_is_no_extra_state():
-    net = nn.Linear(2, 2)
-    net.register_state_dict_post_hook(lambda module, state, *_: state.update(kernel=state.pop("weight")))
-    assert extra_state(net, fqns(net)) == {}
-
-
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_states_of_metrics_that_ask_for_it_are_kept():
     net = nn.Module()
@@ -162,29 +156,6 @@ class Filtered(Net):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found = super().state_dict(*args, **kwargs)
         return {name: value for name, value in found.items() if not name.startswith(self.without)}
-
-
-class Renamed(Net):
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        return {f"net.{name}": value for name, value in super().state_dict().items()}
-
-
-class Added(Filtered):
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        return {**super().state_dict(), "note": "mine"}
-
-
-def test_what_state_dict_leaves_out_is_known_by_all_its_names():
-    class WithoutTheTied(Filtered):
-        without = ("embed.",)
-
-    found = {
-        cls: left_out(net, fqns(net)) for cls in (Net, Filtered, Added, Renamed, WithoutTheTied) for net in [cls()]
-    }
-    body = {name for name in PARAMETERS + BUFFERS if name.startswith(Filtered.without)}
-    assert body
-    assert found == {Net: set(), Filtered: body, Added: body, Renamed: set(), WithoutTheTied: set()}
-    assert extra_state(Added(), fqns(Added()))["note"] == "mine"
 
 
 @pytest.mark.parametrize("name", ["mine", "embed.weight"])

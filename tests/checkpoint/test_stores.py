@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_shard import tools
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.files import commit, stores, tensor_files
+from lightning_shard.checkpoint.files import commit, tensor_files
 from lightning_shard.checkpoint.files.layout import new_token
 from lightning_shard.checkpoint.files.location import location
-from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
+from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.files.tensor_files import write_file
 from lightning_shard.checkpoint.foreign.pretrained_weights import load_pretrained
 from lightning_shard.checkpoint.inspect import verify
@@ -72,28 +68,6 @@ def test_a_replacement_takes_effect_at_once_and_leaves_the_one_before_to_its_rea
     assert len(objects(store)) == 2 * 5
 
 
-def test_a_reader_never_mixes_two_saves(store: Any) -> None:
-    """One thread saves without end, another reads one of the saves, or is told to read again."""
-    ended = threading.Event()
-
-    def save_without_end() -> None:
-        for number in itertools.takewhile(lambda _: not ended.is_set(), itertools.count(1)):
-            save_number(URL, float(number))
-
-    save_number(URL, 0.0)
-    seen: set[float] = set()
-    with ThreadPoolExecutor(1) as pool:
-        writer = pool.submit(save_without_end)
-        try:
-            while len(seen) < 5 and not writer.done():
-                with contextlib.suppress(CheckpointReplacedError):
-                    seen.add(number_in(URL))  # type: ignore[arg-type]
-        finally:
-            ended.set()
-    writer.result()
-    assert verify(URL)
-
-
 def test_a_folder_copied_to_a_disk_is_a_checkpoint_and_so_is_one_copied_from_there(store: Any, tmp_path: Path) -> None:
     save_number(URL, 1.0)
     (folder,) = store.ls("/run/last.ckpt", detail=False)
@@ -139,26 +113,6 @@ def test_a_save_that_fails_leaves_nothing_and_the_old_one(store: Any, monkeypatc
         save_number(URL, 2.0)
     assert objects(store) == before
     assert number_in(URL) == 1.0
-
-
-def test_a_removal_keeps_the_newest_to_its_end_and_what_is_not_its_own(store: Any, monkeypatch: Any) -> None:
-    for number in 1.0, 2.0:
-        save_number(URL, number)
-    store.pipe("/run/last.ckpt/notes.txt", b"a user's own")
-    running = half_written(URL)
-    delete, folders = stores._delete_save, list[Any]()
-
-    def killed(path: Any, folder: Any) -> None:
-        folders.append(folder)
-        if len(folders) == 2:
-            assert number_in(URL) == 2.0
-        delete(path, folder)
-
-    monkeypatch.setattr(stores, "_delete_save", killed)
-    commit.remove_checkpoint(URL)
-    assert len(folders) == 2
-    assert not is_checkpoint(URL)
-    assert objects(store) == [f"last.ckpt/{running}/__0_0.distcp", "last.ckpt/notes.txt"]
 
 
 def save_apart() -> str:

@@ -10,9 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard.checkpoint.files.location import location
 from lightning_shard.checkpoint.files.trainer_state import decode_state, encode_trainer_state
@@ -20,7 +17,6 @@ from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.tools import convert
 from tests.checkpoint.calls import save_tensors, trainer_state
 from tests.checkpoint.hostile import Hostile
-from tests.harness import run_distributed
 
 
 @pytest.mark.parametrize(
@@ -38,20 +34,6 @@ def test_state_that_would_not_load_is_named_when_it_is_saved(tmp_path, state, sa
     with pytest.raises(CheckpointError, match=said):
         save_tensors(tmp_path / "a.ckpt", {}, trainer_state=state)
     assert os.listdir(tmp_path) == []
-
-
-def sharded_state_error() -> str:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    try:
-        encode_trainer_state({"ema": {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}})
-    except CheckpointError as error:
-        return str(error)
-    return "passed"
-
-
-def test_a_part_of_a_sharded_tensor_is_no_state():
-    for result in run_distributed(sharded_state_error, 2):
-        assert "ema/w: torch.distributed.tensor.DTensor" in result
 
 
 def test_plain_state_is_read_as_it_was_and_numbers_of_numpy_become_pythons() -> None:

@@ -52,20 +52,6 @@ def test_full_and_back_is_bitwise_the_same(tmp_path: Path, trained: Path) -> Non
     assert after.trainer_state == before.trainer_state
 
 
-def test_the_full_form_is_what_torch_would_have_saved(tmp_path: Path, trained: Path) -> None:
-    write_full(tmp_path / "full.ckpt", open_any(trained))
-    found = torch.load(tmp_path / "full.ckpt", weights_only=True)
-    net, optimizer = build("plain", 0)
-    step(net, optimizer)
-    assert_equal(found["state_dict"], net.state_dict())
-    (state,) = found["optimizer_states"]
-    expected = optimizer.state_dict()
-    assert state["param_groups"] == expected["param_groups"]
-    assert state["state"].keys() == expected["state"].keys()
-    for number, slots in expected["state"].items():
-        assert_equal(state["state"][number], slots)
-
-
 def test_stock_optimizer_state_needs_names(tmp_path: Path) -> None:
     net, optimizer = build("plain", 0)
     step(net, optimizer)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lightning_shard import (
     CheckpointCorruptError,
@@ -21,9 +15,7 @@ from lightning_shard import (
     CheckpointNotFoundError,
     load_pretrained,
 )
-from lightning_shard.checkpoint.files.tensor_files import fill
 from lightning_shard.checkpoint.foreign.hugging_face_folders import export
-from lightning_shard.checkpoint.foreign.pretrained_weights import SafetensorsReader
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.matching import LoadReport
 from tests.checkpoint.compare import assert_equal, stored
@@ -152,49 +144,3 @@ def test_files_that_are_none(tmp_path: Path, weights: Path) -> None:
         index.write_text(text)
         with pytest.raises(CheckpointCorruptError, match=said):
             load_pretrained(Net(1), index)
-
-
-class Noting(SafetensorsReader):
-    """Notes the sizes of boxes that it reads, and the memory that is the process's own meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.boxes: list[torch.Size] = []
-        self.memory = [own_memory()]
-
-    def read(self, entry: Any, offsets: Any, sizes: Any) -> Tensor:
-        box = super().read(entry, offsets, sizes)
-        self.boxes.append(box.shape)
-        self.memory.append(own_memory())
-        return box
-
-
-def own_memory() -> int:
-    """Bytes of this process that are not a mapped file's."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def fill_shards(path: str) -> tuple[int, int]:
-    """Return the elements that this rank read, and the rise of its own memory meanwhile."""
-    with torch.device("meta"):
-        net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
-    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    net.to_empty(device="cpu")
-    for parameter in net.parameters():
-        nn.init.zeros_(parameter)
-    with Noting() as reader:
-        entries = reader.entries(path)
-        for name, parameter in net.named_parameters():
-            fill(name, parameter, partial(reader.read, entries[name]))
-    assert all(whole(parameter).eq(1).all() for parameter in net.parameters())
-    return sum(box.numel() for box in reader.boxes), max(reader.memory) - reader.memory[0]
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_a_rank_reads_no_more_than_its_boxes_and_holds_none(tmp_path: Path) -> None:
-    save_file({f"{i}.weight": torch.ones(1024, 1024) for i in range(16)}, tmp_path / "w.safetensors")
-    for read, rise in run_distributed(fill_shards, 2, str(tmp_path / "w.safetensors")):
-        assert read == 16 * 2**20 // 2
-        assert rise < 2**23, "two of the 16 tensors: what a read allocates besides the mapped file"
