@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
 
 from lightning_shard import ConfigurationError
 from lightning_shard.callbacks import BatchSizeCallback, MemoryCallback, ProfilerCallback, RunPageCallback
 from lightning_shard.callbacks.profiler import communication
 from lightning_shard.callbacks.throughput import ThroughputCallback
-from lightning_shard.meters.memory_account import StepMeter
 from tests.models import TinyLM, loader
 
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -66,57 +60,6 @@ def test_a_fit_without_a_step_leaves_no_meter() -> None:
     fit(Summing(), memory, max_steps=-1, max_epochs=1, limit_train_batches=2)
     assert memory.measured is None
     assert memory._meter is None
-
-
-class Adversaries(Summing):
-    """Steps twice in each batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            super().training_step(batch, batch_idx)
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.blocks, self.head)]
-
-
-@pytest.mark.parametrize(("steps", "traced"), [([2], 2), ([3], 2), ([2, 3], 4)])
-def test_a_trace_has_the_batches_of_the_chosen_steps(steps: list[int], traced: int, tmp_path: Path) -> None:
-    profiler = ProfilerCallback(steps, folder=str(tmp_path))
-    fit(Adversaries(), profiler, max_steps=6)
-    with gzip.open(profiler.files[0]) as file:
-        names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
-    assert sum(name.startswith("Optimizer.step#SGD") for name in names) == traced
-
-
-class Broken(SingleDeviceStrategy):
-    """Of a strategy whose arithmetic does not know something."""
-
-    def __init__(self) -> None:
-        super().__init__(device="cpu")
-        self.memory = self
-
-    def step_meter(self) -> StepMeter:
-        return StepMeter(self.lightning_module, list, device=self.root_device)
-
-    def predicted(self, optimizers: Any) -> Any:
-        raise KeyError("a kind")
-
-    advice = predicted
-
-
-class Greedy(Alone):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + torch.empty(1 << 50).sum()
-
-
-def test_what_the_account_lacks_does_not_hide_the_error() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        fit(Greedy(), MemoryCallback(), strategy=Broken(), accelerator="auto", devices="auto")
-    message = str(raised.value)
-    assert "can't allocate memory" in message.splitlines()[0]
-    assert message.endswith("(MemoryCallback has no account: KeyError: 'a kind')")
 
 
 @pytest.mark.parametrize("given", [{"margin": 1.0}, {"largest": 0}, {"limit": 0}])

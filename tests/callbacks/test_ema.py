@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
@@ -57,15 +56,6 @@ def test_the_callback_needs_a_strategy_of_this_package() -> None:
 def test_arguments_that_are_none(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         EMACallback(**given)
-
-
-def test_yaml_builds_the_callback() -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--callbacks", type=list[pl.Callback])
-    given = "[{class_path: lightning_shard.EMACallback, init_args: {decay: equal, device: cpu}}]"
-    (callback,) = parser.instantiate(parser.parse_args([f"--callbacks={given}"])).callbacks
-    assert isinstance(callback, EMACallback)
-    assert (callback.decay, callback.device, callback.update_every_n_steps) == ("equal", "cpu", 1)
 
 
 def _saved_again(path: Path) -> dict[str, Any]:

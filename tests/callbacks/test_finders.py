@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
 from lightning_shard.callbacks import BatchSizeCallback
-from lightning_shard.callbacks.batch_size import largest_line, largest_that_fits, next_trial, split_samples
+from lightning_shard.callbacks.batch_size import split_samples
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, Tokens, quiet_trainer
 
@@ -194,22 +194,6 @@ def _refused(case: str) -> str:
 def test_what_can_not_be_searched_is_refused(case: str, message: str) -> None:
     for text in run_distributed(_refused, 2, case):
         assert message in text
-
-
-def test_the_line() -> None:
-    measured = {4: 1400, 8: 1800}
-    assert (largest_line(measured, 0), largest_that_fits(measured, 2499)) == (1000, 14)
-    assert largest_that_fits({8: 800}, 2500) == 25
-    assert next_trial({8: 800}, 25) == 16
-    assert next_trial({8: 800}, 15) == 4
-    assert next_trial({1: 800}, 1) is None
-    assert next_trial(measured, 14) is None
-    assert next_trial(measured, 100) == 50
-    assert next_trial({**measured, 50: 6000}, 100) is None
-    # The third trial, which is nearer to what is looked for, corrects the line.
-    assert largest_that_fits({**measured, 50: 6420}, 11_000) == 91
-    # Where memory does not grow, nothing bounds it but `largest`.
-    assert largest_that_fits({4: 10, 8: 10}, 100) > 10**6
 
 
 @pytest.mark.parametrize(("found", "settled"), [(20, (16, 3)), (48, (48, 1)), (100, (48, 1)), (1, (1, 48))])

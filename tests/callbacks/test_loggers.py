@@ -124,11 +124,3 @@ def test_the_graph_of_the_model_is_drawn(strategy: str, precision: str) -> None:
     drawn, _ = run_distributed(_drawn, 2, strategy, precision)
     assert any("head" in name for name in drawn), drawn
     assert any("blocks" in name for name in drawn), drawn
-
-
-@pytest.mark.matrix
-@pytest.mark.filterwarnings("ignore")
-def test_a_graph_that_can_not_be_traced_is_left_out_with_a_word() -> None:
-    pytest.importorskip("tensorboard")
-    (said,), _ = run_distributed(_drawn, 2, "shard_fsdp", "32-true", torch.float32)
-    assert "The model's graph is not logged: its forward can't be traced" in said

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from examples.benchmarks import engines, max_batch, overheads, report
+from examples.benchmarks import engines, overheads, report
 from examples.benchmarks.limits import Trial, largest
 from examples.benchmarks.llama import SIZES
-from examples.benchmarks.processes import MEBIBYTE, Failed, PeakMemory, Place, run_processes
+from examples.benchmarks.processes import Failed
 from examples.benchmarks.python_loops import LOOPS
 from examples.benchmarks.races import compare_with_others, rows_of
 from examples.benchmarks.trainers import STOCK
@@ -24,15 +19,8 @@ from examples.benchmarks.turns import Result, paired, spread
 from examples.benchmarks.variants import FEATURES
 from examples.benchmarks.workload import Workload
 from lightning_shard.registry import PRESETS
-from tests.harness import run_distributed
 
 TINY = Workload(size=SIZES["tiny"], seq_len=16, batch_size=2)
-
-
-# The workload
-
-
-# Contestants
 
 
 def test_every_name_of_this_package_races_against_something() -> None:
@@ -45,13 +33,6 @@ def test_every_name_of_this_package_races_against_something() -> None:
         assert {name.partition("+")[0] for name in contestants} <= known
         assert {name.partition("+")[2] for name in contestants} <= set(FEATURES)
         assert {overheads.reference_of(name) for name in contestants} <= set(contestants)
-
-
-def _place() -> Place:
-    return Place(rank=dist.get_rank(), device=torch.device("cpu"))
-
-
-# Comparisons
 
 
 def _result(**losses: list[float]) -> Result:
@@ -87,9 +68,6 @@ def test_a_contestant_with_other_losses_has_failed() -> None:
     assert rows["hand"]["tokens"] == TINY.tokens / 2
 
 
-# Limits
-
-
 @pytest.mark.parametrize("limit", [0, 1, 13, 64, 100])
 def test_bisection_finds_the_largest(limit: int) -> None:
     tried: list[int] = []
@@ -104,25 +82,6 @@ def test_bisection_finds_the_largest(limit: int) -> None:
         assert (0 if best is None else best.size) == min(limit, 64)
         assert count == len(tried) == len(set(tried))
         assert (tried[0], max(tried) <= 64) == (min(start, 64), True)
-
-
-def _trial(name: str, work: Workload, mebibytes: int) -> Any:
-    return max_batch.trial(_place(), name, work, mebibytes * MEBIBYTE, 1)
-
-
-# What a process takes again of its own freed memory is no growth: it depends on the tests before.
-@pytest.mark.matrix
-def test_a_trial_tells_what_fits_from_what_does_not() -> None:
-    pytest.importorskip("greenlet")
-    # 64 sequences of 64 tokens: logits alone are 4 MiB, and their gradients and softmax as much again.
-    large = replace(TINY, seq_len=64, batch_size=64)
-    assert run_distributed(_trial, 2, "shard_fsdp", large, 4) == [None, None]
-    (peak, seconds), _ = run_distributed(_trial, 2, "shard_fsdp", large, 4096)
-    assert 4 * MEBIBYTE < peak < 4096 * MEBIBYTE
-    assert seconds > 0
-
-
-# What is not there
 
 
 def test_what_fails_once_is_told_once_and_compared_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,32 +101,6 @@ def test_what_fails_once_is_told_once_and_compared_with_nothing(capsys: pytest.C
     # Backwards the second time.
     assert [row["seconds"] for row in rows] == [3.0, 4.5, 4.0]
     assert [row.get("ratio") for row in rows] == [1.0, 1.5, None]
-
-
-# Processes and files
-
-
-def _peak_of_64_mebibytes(place: Place) -> tuple[int, int]:
-    memory = PeakMemory(place)
-    filled: Tensor | None = torch.ones(16 * MEBIBYTE)
-    assert filled is not None
-    del filled
-    return place.rank, memory.bytes()
-
-
-def _fail(place: Place) -> None:
-    if place.rank == 1:
-        raise ValueError("this is why")
-    place.meet()
-
-
-def test_new_processes_give_results_peaks_and_reasons() -> None:
-    results = run_processes(_peak_of_64_mebibytes, processes=2, device="cpu")
-    assert [rank for rank, _ in results] == [0, 1]
-    # The tensor is gone by then; the rest is pages that its making touched.
-    assert all(64 * MEBIBYTE <= peak < 80 * MEBIBYTE for _, peak in results)
-    with pytest.raises(Failed, match="ValueError: this is why"):
-        run_processes(_fail, processes=2, device="cpu")
 
 
 def test_tables_files_and_pictures(tmp_path: Path) -> None:

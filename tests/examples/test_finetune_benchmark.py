@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples import docstrings as data
 from examples.benchmarks.finetuning import FineTuning, train, trial
 from examples.benchmarks.processes import MEBIBYTE, Place
 from tests.harness import run_distributed
-
-# Docstrings
-
-
-@pytest.mark.matrix
-def test_each_docstring_is_in_one_part_and_has_one_label() -> None:
-    train, validation = data.divided(0.25)
-    texts = [text for text, _ in train + validation]
-    assert len(set(texts)) == len(texts) > 800
-    for part in (train, validation):
-        counts = Counter(label for _, label in part)
-        assert set(counts) == set(range(len(data.PACKAGES)))
-        assert len(set(counts.values())) == 1, "a guess is right more often for one than for another"
-    # A quarter, up to chance and to what the smallest package has.
-    assert 0.15 < len(validation) / len(texts) < 0.35
-    assert not [text for text in texts if any(name in text.lower() for name in data.PACKAGES)]
-
-
-# Runs
 
 
 def _run(encoder: str, **options: Any) -> FineTuning:
@@ -62,6 +41,3 @@ def test_epochs_are_timed_and_told_with_what_was_learned(encoder: Path) -> None:
             # Of 32 docstrings.
             assert epoch["accuracy"] * 32 == pytest.approx(round(epoch["accuracy"] * 32), abs=1e-4)
         assert trial_without_memory is None
-
-
-# Tables

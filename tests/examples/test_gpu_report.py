@@ -10,11 +10,6 @@ import pytest
 
 from examples.benchmarks import gpu_report
 from examples.benchmarks.gpu_report import Machine, parse_arguments, parts_of
-from examples.benchmarks.llama import SIZES
-from examples.benchmarks.workload import Workload
-from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.report import Row
-from lightning_shard.planning.step_memory import Point
 
 GIB = 2**30
 MACHINE = Machine(device="cpu", processes=2, memory=16 * GIB, host=64 * GIB)
@@ -32,24 +27,6 @@ def test_checks_come_first_and_every_size_has_its_races() -> None:
         assert {f"{size}, fsdp", f"{size}, fsdp, compiled, selective", f"{size}, shard_fsdp: memory"} <= set(titles)
     few = parts_of(MACHINE, _options("--sizes", "tiny", "--parts", "speed", "--races", "ddp", "stage_1", "--forms"))
     assert [part.title for part in few] == ["tiny, ddp", "tiny, stage_1"]
-
-
-def _row(device: int, host: int = 0) -> Row:
-    account = MemoryAccount(device=KindBytes(parameters=device), host=KindBytes(optimizer=host))
-    return Row(name="shard_fsdp", points=(Point(name="step", account=account),))
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (_row(4 * GIB), 3),  # of the nine tenths of 16
-        (_row(15 * GIB), 0),
-        (_row(GIB, host=16 * GIB), 1),
-        (_row(GIB, host=29 * GIB), 0),  # of each of two processes
-    ],
-)
-def test_as_many_run_beside_one_another_as_both_memories_have_room_for(row: Row, expected: int) -> None:
-    assert gpu_report.room(MACHINE, Workload(size=SIZES["tiny"]), row) == expected
 
 
 @pytest.mark.matrix

@@ -11,14 +11,14 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from examples.gpt import GPT, Transformer
+from examples.gpt import GPT
 from lightning_shard.meters.flops import FlopCount, count_flops
-from lightning_shard.meters.peaks import find_peaks, mfu, peak_flops
+from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.tensors.fake import meta_copy
 
 BATCH, TIME, WIDTH, HEADS, LAYERS = 3, 16, 32, 4, 2
@@ -50,22 +50,6 @@ def test_a_transformer_counts_as_its_formula() -> None:
     # Every product has a gradient for each of its two factors.
     assert count == FlopCount(forward=_by_hand(), backward=2 * _by_hand())
     assert count.total == 3 * _by_hand()
-
-
-def test_meta_and_fake_tensors_count_as_real_ones() -> None:
-    real = count_flops(_loss, _gpt(), torch.zeros(BATCH, TIME, dtype=torch.int64))
-    tokens = torch.zeros(BATCH, TIME, dtype=torch.int64, device="meta")
-    assert count_flops(_loss, _gpt().to("meta"), tokens) == real
-    with FakeTensorMode():
-        # The model without its metric, which copies a tensor.
-        model = Transformer(LAYERS, HEADS, WIDTH, TIME, tie_embeddings=False)
-        assert count_flops(_loss, model, torch.zeros(BATCH, TIME, dtype=torch.int64)) == real
-
-
-def test_a_count_needs_no_memory() -> None:
-    with torch.device("meta"):
-        layer, x = nn.Linear(1 << 20, 1 << 20), torch.empty(8, 1 << 20)  # 4 TiB
-    assert count_flops(lambda layer, x: layer(x), layer, x).forward == 2 * 8 << 40
 
 
 class _Checkpointed(nn.Module):
@@ -195,41 +179,19 @@ def test_a_meta_copy_counts_in_place_of_its_module() -> None:
     [
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
         ("NVIDIA A100 80GB PCIe", torch.float16, 312),
-        ("NVIDIA A100-SXM4-40GB", torch.bfloat16, 312),
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
-        ("NVIDIA H100 NVL", torch.bfloat16, 835.5),
-        ("NVIDIA H200", torch.bfloat16, 989.4),
         ("NVIDIA H200", torch.float8_e4m3fn, 1978.9),
-        ("NVIDIA GH200 480GB", torch.bfloat16, 990),
-        ("NVIDIA B200", torch.bfloat16, 2250),
-        ("NVIDIA GB200", torch.bfloat16, 2500),
-        ("NVIDIA H20", torch.bfloat16, 148),
-        ("NVIDIA A10", torch.bfloat16, 125),
-        ("NVIDIA A10G", torch.bfloat16, 70),
-        ("NVIDIA L4", torch.bfloat16, 121),
-        ("NVIDIA L40", torch.bfloat16, 181.05),
-        ("NVIDIA L40S", torch.bfloat16, 362.05),
         ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
-        ("NVIDIA GeForce RTX 3090 Ti", torch.float16, 80),
-        ("Tesla V100-SXM2-32GB", torch.float16, 125),
         ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
-        ("Tesla T4", torch.float16, 65),
-        ("AMD Instinct MI250X", torch.bfloat16, 191.5),
         ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
-        ("NVIDIA H100 80GB HBM3", torch.float64, None),
         ("NVIDIA L400", torch.bfloat16, None),
         ("cpu", torch.bfloat16, None),
     ],
 )
 def test_peaks_by_name(name: str, dtype: torch.dtype, tflops: float | None) -> None:
     assert peak_flops(name, dtype) == (None if tflops is None else tflops * 1e12)
-
-
-def test_memories_of_one_chip() -> None:
-    memories = {"NVIDIA A100-SXM4-40GB": 1.555, "NVIDIA A100-PCIE-40GB": 1.555, "NVIDIA A100-SXM4-80GB": 2.04}
-    assert {name: peaks.memory for name in memories if (peaks := find_peaks(name))} == memories
 
 
 def test_the_peak_of_fp32_follows_torch() -> None:
@@ -243,23 +205,6 @@ def test_the_peak_of_fp32_follows_torch() -> None:
         assert peak_flops(h100, torch.float32) == 66.9e12
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_the_peak_of_fp32_follows_torchs_newer_settings() -> None:
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) == 494.7e12
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
-        assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) == 66.9e12
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
-
-def test_a_given_peak_stands_for_the_tables() -> None:
-    assert find_peaks("own chip") is None
-    # 6e14 FLOPs in 0.1 s on 8 devices of 1e15 FLOP/s.
-    assert mfu(6e14, 0.1, 1e15, devices=8) == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])

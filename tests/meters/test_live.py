@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import tempfile
 import time
 import weakref
 from typing import Any
@@ -19,11 +18,10 @@ from torchmetrics import MeanMetric
 
 from lightning_shard import ShardDeepSpeedStrategy
 from lightning_shard.engines.memory_breakdown import Resident, module_tensors
-from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options
+from lightning_shard.engines.zero.config.fields import Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.memory_account import StepMeter, account
 from lightning_shard.registry import build
-from tests.compiled import NVME, need
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -92,22 +90,6 @@ def test_checkpointing_keeps_the_inputs_of_what_it_recomputes() -> None:
     assert _measured(_Net(recompute=True)).device.activations == 5 * 8 + 4 * 5 * (4 + 4)
 
 
-def test_a_meter_that_is_stopped_leaves_nothing() -> None:
-    net = _Net()
-    meter = StepMeter(net, list, device=CPU)
-    meter.watch_forward()
-    kept = net(torch.zeros(5, dtype=torch.int64))
-    assert meter.count_saved().device.activations > 0
-    assert not any(m._forward_pre_hooks for m in net.modules())
-    # Autograd's own way again: with hooks the tensors would be seen.
-    other = net(torch.zeros(5, dtype=torch.int64))
-    assert not meter.count_resident().host.total
-    (kept.sum() + other.sum()).backward()
-
-
-# Engines
-
-
 class _Meter(pl.Callback):
     def __init__(self) -> None:
         self.account: MemoryAccount | None = None
@@ -157,23 +139,6 @@ def _sizes() -> tuple[int, int, int]:
 def _about(value: int, expected: float, *, padding: int = 0) -> bool:
     """Equal, but for the padding of what is cut and a step count for each tensor of the optimizer."""
     return expected <= value <= expected + padding
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_ddp(precision: str) -> None:
-    trained, frozen, _ = _sizes()
-    for start, found, between in run_distributed(_account, 2, "shard_ddp", precision):
-        assert start.device.parameters == found.device.parameters == 4 * (trained + frozen)
-        assert found.device.gradients == 4 * trained
-        assert _about(found.device.optimizer, 8 * trained, padding=200)
-        assert found.device.activations > 0
-        if precision == "32-true":
-            assert start.device.communication == 4 * trained
-        else:
-            # Computed from copies in the compute dtype, a unit at a time.
-            assert found.device.gathered >= 2 * WIDTH
-        assert between.device.gathered == 0
-        assert found.host.total == found.nvme.total == 0
 
 
 @pytest.mark.parametrize("strategy", ["shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"])
@@ -252,36 +217,6 @@ def test_measuring_does_not_make_zero_3_gather() -> None:
         assert max(seen) <= root
 
 
-def _in_files() -> tuple[MemoryAccount, int]:
-    meter = _Meter()
-    with tempfile.TemporaryDirectory() as folder:
-        offload = {"device": "nvme", "nvme_path": folder}
-        strategy = ShardDeepSpeedStrategy(
-            stage=3, aligned=True, hooks_use_accessor=True, offload_optimizer=OptimizerOffload(**offload)
-        )
-        trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=2, callbacks=[meter])
-        # DeepSpeed keeps what is below 1 MiB in memory.
-        trainer.fit(TinyLM(width=512, depth=1), loader())
-    assert meter.account is not None
-    return meter.account, sum(p.ds_numel for p in trainer.lightning_module.parameters() if p.requires_grad)
-
-
-@pytest.mark.matrix
-def test_zero_in_files(request: pytest.FixtureRequest) -> None:
-    need(request, *NVME)
-    for found, trained in run_distributed(_in_files, 2):
-        assert _about(found.nvme.masters, 4 * trained / 2, padding=200)
-        assert _about(found.nvme.optimizer, 8 * trained / 2, padding=400)
-        assert found.device.masters == found.device.optimizer == found.host.optimizer == 0
-        # What DeepSpeed reads them into for a step.
-        assert found.host.communication > found.nvme.masters
-
-
-def test_a_module_that_is_driven_by_hand() -> None:
-    net = nn.Linear(3, 2)
-    assert account(module_tensors(net, [], device=CPU)).device == KindBytes(parameters=4 * 8)
-
-
 def left_of_a_run(name: str) -> tuple[list[bool], int]:
     """Which of its parts are alive after the second run in a process, and how many groups this made."""
     groups = 0
@@ -308,14 +243,11 @@ def left_of_a_run(name: str) -> tuple[list[bool], int]:
     sampled(
         [
             "shard_ddp_aligned",
-            "shard_fsdp",
             "shard_fsdp_hybrid_aligned",
-            "shard_deepspeed_stage_1",
-            "shard_deepspeed_stage_2_offload",
             "shard_deepspeed_stage_3",
-            "shard_deepspeed_stage_3_offload_aligned",
+            "shard_deepspeed_stage_2_offload",
         ],
-        *(0, 2, 5),
+        *(0, 1, 2),
     ),
 )
 def test_nothing_of_a_run_outlives_it(name: str) -> None:

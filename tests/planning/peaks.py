@@ -29,21 +29,6 @@ from tests.models import loader, quiet_trainer
 from tests.planning.counts import MODELS, Causal
 
 
-class FrozenLayers(Causal):
-    """No unit has a gradient: only the head is trained."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.model.model.requires_grad_(False)
-
-
-class SomeInTheOptimizer(Causal):
-    """The first unit and all outside of units have gradients that no ``zero_grad`` drops."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.model.model.layers[1:].parameters(), lr=1e-3)
-
-
 class Adapters(Causal):
     """LoRA by PEFT: the base is frozen."""
 
@@ -75,17 +60,10 @@ class Manual(Causal):
         return [torch.optim.AdamW(half, lr=1e-3) for half in (trained[::2], trained[1::2])]
 
 
-class ManualAdapters(Manual, Adapters):
-    pass
-
-
 FORMS = {
     **MODELS,
     "LoRA": Adapters,
     "manual": Manual,
-    "manual LoRA": ManualAdapters,
-    "frozen layers": FrozenLayers,
-    "some in the optimizer": SomeInTheOptimizer,
 }
 
 

@@ -11,9 +11,6 @@ FP32 = policy_from("32-true", aligned=False)
 BF16 = policy_from("bf16-mixed", aligned=False)
 
 
-# Arithmetic
-
-
 def model(*sizes: int, units: int = 0) -> ModelFacts:
     """Matrices of these many rows and 10 columns, the last ones in units of their own."""
     names = ["" if i < len(sizes) - units else f"unit {i}" for i in range(len(sizes))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.engines.memory_model import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount, most
-from lightning_shard.planning import predict
 from lightning_shard.planning.fsdp_memory import padding_note
 from lightning_shard.planning.model_facts import ModelFacts, OptimizerFacts, Training
 from lightning_shard.planning.predict import collectives, start_points, step_memory, step_points
@@ -56,15 +54,6 @@ def test_padding_of_uneven_cuts() -> None:
     assert device(DeepSpeedFacts(ranks=4, stage=2)).masters == 18 * 4
 
 
-def test_offload_moves_bytes_and_adds_none_on_the_device() -> None:
-    here = largest(Training(model=model(100, 50, units=1), policy=BF16), FSDPFacts(replicate=1, shard=2))
-    away = largest(
-        Training(model=model(100, 50, units=1), policy=BF16), FSDPFacts(replicate=1, shard=2, cpu_offload=True)
-    )
-    assert (away.device.parameters, away.device.optimizer) == (0, 0)
-    assert (away.host.parameters, away.host.optimizer) == (here.device.parameters, here.device.optimizer)
-
-
 def test_units_with_settings_of_their_own() -> None:
     plain, engine = model(100, 50, 50, 50, units=3), FSDPFacts(replicate=1, shard=2)
     root, first, *others = plain.parameters
@@ -77,19 +66,6 @@ def test_units_with_settings_of_their_own() -> None:
     assert gathered == {"plain": 2 * 1500, "stays": 2 * 1500 + 2 * 500, "wide": 2 * 1000 + 4 * 500}
     sent = collectives(kinds["stays"], engine)
     assert next(c.payload for c in sent if c.what == "parameters, backward") == 2 * 1000
-
-
-def test_ranks_cost_nothing() -> None:
-    many = model(*[1000] * 400, units=399)
-    few, most = (
-        step_memory(Training(model=many, policy=BF16), engine(ranks)).step.device.parameters
-        for engine in (lambda n: FSDPFacts(replicate=1, shard=n),)
-        for ranks in (8, 16384)
-    )
-    assert (few, most) == (400 * 125 * 10 * 4, 400 * 10 * 4)
-
-
-# Traffic
 
 
 def test_traffic_of_a_ring() -> None:
@@ -129,12 +105,6 @@ def test_padding_of_dim_0(rows: int, ranks: int, padded: int, fewer: int) -> Non
     assert not note or f"mesh: {{replicate: {ranks // fewer}, shard: {fewer}}}" in note
 
 
-def test_every_engine_has_its_arithmetic() -> None:
-    assert {*predict.ARITHMETIC} == {*get_args(EngineFacts)}
-    for module in predict.ARITHMETIC.values():
-        assert {"step_memory", "step_points", "start_of_fit", "collectives"} <= vars(module).keys()
-
-
 def test_start_of_a_fit_and_a_save() -> None:
     training = Training(model=model(4, 8, 16, units=2), policy=BF16)
     engine = FSDPFacts(replicate=1, shard=4)
@@ -164,39 +134,3 @@ def test_a_step_allocates_for_what_the_optimizer_has(*, frozen: bool, outside: b
         assert last.account.device.optimizer == 3 * 4 * 5000 // ranks + 4
         assert last.account.device.gradients == 4 * (5000 if frozen else 15_000) // ranks
         assert training.saved == 4 * (15_000 + 2 * 5000) + 4
-
-
-@pytest.mark.parametrize("shard", [1, 2])
-def test_full_parameters_are_stepped_at_their_owners(shard: int) -> None:
-    facts = OptimizerFacts(slots=(), fixed_bytes=4, temporary=0.5, whole=True)
-    training = Training(model=model(1500), policy=FP32, optimizer=facts)
-    own = 4 * 15_000 // shard
-    last = step_points(training, FSDPFacts(replicate=1, shard=shard), None)[-1]
-    # Full values and gradients; before the step the last gradients beside what they were sent and received as.
-    assert last.account.device.optimizer == 4 + 4 * own
-    last = step_points(training, TorchDDPFacts(ranks=2), None)[-1]
-    assert last.account.device.optimizer == 4 + 4 * 15_000 // 2
-
-
-def test_optimizers_step_one_after_the_other() -> None:
-    """Of two the larger one has 3 of 5 of what is stepped; under ZeRO on full parameters, as above."""
-    facts = OptimizerFacts(temporary=1.0, share=0.6)
-    training = Training(model=model(1500), policy=BF16, optimizer=facts)
-    every = 4 * 15_000
-    for engine, temporary in ((TorchDDPFacts(ranks=2), 0.6 * every), (FSDPFacts(replicate=1, shard=2), 0.3 * every)):
-        last = step_points(training, engine, None)[-1].account.device
-        assert last.optimizer == 2 * last.parameters + 4 + temporary
-    for stage, sums in ((1, 1), (2, 0), (3, 0.5)):
-        last = step_points(training, DeepSpeedFacts(ranks=2, stage=stage), None)[-1].account.device
-        assert last.optimizer == every + 4 + 4 * 0.3 * every
-        # Shards of gradients beside the sums that a stage keeps for good.
-        assert last.gradients == last.masters + sums * every
-
-
-def test_casts_of_a_single_shard_are_made_one_after_the_other() -> None:
-    root, *unit = model(10, 100, 50).parameters
-    facts = ModelFacts(parameters=(root, *(replace(p, unit="unit") for p in unit)))
-    points = step_points(Training(model=facts, policy=BF16), FSDPFacts(replicate=2, shard=1), None)
-    gathering = next(p.account.device for p in points if p.name == "forward of unit, gathering")
-    # The first one's cast, while the second is cast beside what is copied: 2,000 bytes and 1,000 of 3,000.
-    assert (gathering.gathered, gathering.communication) == (200 + 3000, 2000)

@@ -12,10 +12,8 @@ import yaml
 
 from lightning_shard import ConfigurationError, ShardCLI
 from lightning_shard.commands import plan as plan_command
-from lightning_shard.commands.plan import _meshes
 from lightning_shard.planning.planner import Form, ranked
 from lightning_shard.planning.step_time import INSIDE, PRODUCTS, StepTime
-from lightning_shard.planning.traffic import Nodes
 from tests.harness import run_distributed
 
 pytest.importorskip("transformers")
@@ -38,12 +36,6 @@ def search(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     given = [str(folder / "config.json"), "--seq-len=16", "--search", f"--output={folder}/best.yaml", *H100, *arguments]
     text = plan_command.make_plan(given).text
     return text, yaml.safe_load((folder / "best.yaml").read_text()) if (folder / "best.yaml").exists() else {}
-
-
-def test_copies_of_the_model_lie_in_whole_nodes() -> None:
-    found = [(mesh["mesh"]["replicate"], mesh["mesh"]["shard"]) for mesh in _meshes(Nodes(nodes=8, devices=4))]
-    assert found == [(8, 4), (8, 4), (4, 8), (4, 8), (2, 16), (2, 16)]
-    assert list(_meshes(Nodes(nodes=1, devices=8))) == []
 
 
 def form(name: str, seconds: float, **init_args: Any) -> Form:

@@ -12,21 +12,18 @@ from lightning_shard.engines.memory_model import DeepSpeedFacts, EngineFacts, FS
 from lightning_shard.planning.memory_trace import Segment, Trace
 from lightning_shard.planning.model_facts import Training
 from lightning_shard.planning.operators import Device, OperatorTimes, Work, product_seconds
-from lightning_shard.planning.planner import Run
 from lightning_shard.planning.step_time import (
     BETWEEN,
     CPU_STEP,
     HOST,
     INSIDE,
-    LAUNCHES,
     MEMORY,
     PRODUCTS,
-    SENDING,
     Rates,
     step_time,
 )
 from lightning_shard.planning.traffic import Nodes
-from tests.planning.support import BF16, FP32, model
+from tests.planning.support import BF16, model
 
 DEVICE = Device(products=1e12, single=1e11, memory=1e9, processors=10, launch=1e-3, kernel=1e-9, host=1e6, shared=0)
 UNITS = ("unit 1", "unit 2", "unit 3")
@@ -72,31 +69,6 @@ def test_communication_hides_behind_compute_unit_by_unit() -> None:
     assert parts(FULL, None) == {PRODUCTS: 9.0}
 
 
-def test_kernels_that_send_take_processors() -> None:
-    # All but the first gathers and the last reduction run beside 9 s of compute; what is waited for is not longer.
-    sends = replace(rates(GATHER / 0.1), device=replace(DEVICE, memory=1e30, shared=0.5))
-    alone, beside = (step_time(training(), FULL, trace(), each) for each in (rates(GATHER / 0.1), sends))
-    assert beside.parts[MEMORY] == pytest.approx(0.0, abs=1e-9)
-    assert beside.parts[SENDING] == pytest.approx(0.5 * (6 * 0.1 + 3 * 0.2), rel=1e-2)
-    assert alone.expected + 0.4 < beside.expected < alone.expected + 0.6
-    # Between nodes as slow, the same kernels wait more, and take no more.
-    slow = replace(sends, nodes=Nodes(nodes=2, devices=1), inside=1e30)
-    assert step_time(training(), FULL, trace(), slow).parts.get(SENDING, 0.0) == pytest.approx(0.0, abs=1e-3)
-
-
-def test_inputs_pass_to_the_host_while_units_compute() -> None:
-    def offloading(bytes_of_a_unit: int) -> dict[str, float]:
-        segments = list(trace().segments)
-        held = (1, 2, 3, 2, 1, 0, 0)
-        segments = [replace(s, offloaded=n * bytes_of_a_unit) for s, n in zip(segments, held, strict=True)]
-        found = step_time(training(), FULL, replace(trace(), segments=tuple(segments)), rates(None)).parts
-        return {name: spent for name, spent in found.items() if spent > 1e-3}
-
-    assert offloading(10**6) == {PRODUCTS: 9.0}  # a second each beside a second and more of compute
-    # Three seconds each: in forward two units wait for two more, in backward, of two seconds a unit, three for one.
-    assert offloading(3 * 10**6) == pytest.approx({PRODUCTS: 9.0, HOST: 2 * 2 + 2 + 2 * 1}, rel=1e-3)
-
-
 def test_what_does_not_hide_is_waited_for() -> None:
     # Gathers of 4 s: 3 in forward, each while the one before computes for 1 s; in backward the last unit is gathered
     # again, and each gather waits for the reduction (8 s) that was begun before it.
@@ -108,18 +80,6 @@ def test_what_does_not_hide_is_waited_for() -> None:
     assert kept.expected == pytest.approx(slow.expected - 3 * 4, abs=4.01)
     across = step_time(training(), FSDPFacts(replicate=1, shard=4), trace(), rates(GATHER / 4, nodes=2))
     assert across.bound in (BETWEEN, INSIDE)
-
-
-def test_copies_of_the_model_exchange_beside_gathers() -> None:
-    hybrid = FSDPFacts(replicate=2, shard=2)
-    inside, nodes = 1e30, Nodes(nodes=2, devices=2)
-    # Halves of gradients, 20,000 bytes each, of both devices of a node: 4 s for a unit. The next one computes for 2 s.
-    slow = Rates(device=replace(DEVICE, memory=1e30), nodes=nodes, inside=inside, between=2 * 20_000 / 4)
-    found = step_time(training(), hybrid, trace(), slow)
-    assert found.between == pytest.approx(12.0)
-    # They begin after the first unit's backward, 5 s after the start, and nothing else waits for them.
-    assert found.expected == pytest.approx(5.0 + 12.0, rel=1e-3)
-    assert found.bound == PRODUCTS
 
 
 def test_reductions_that_do_not_overlap() -> None:
@@ -186,21 +146,3 @@ def test_operators_as_they_run_and_compiled() -> None:
     assert work.memory == pytest.approx(6 * size)
     assert work.fused == pytest.approx(2 * size)
     assert work.products == pytest.approx(2 * product_seconds(device, 1, 1000, 1000, 1000, torch.float32))
-
-
-def test_small_kernels_wait_for_their_launch() -> None:
-    many = Trace(
-        segments=trace().segments, batch_size=1, work=(Work(products=0.01, operators=100.0, kernels=10.0),) * 7
-    )
-    eager, compiled = (step_time(training(), FULL, many, rates(None), compiled=c) for c in (False, True))
-    assert eager.bound == LAUNCHES
-    assert eager.expected == pytest.approx(7 * 100 * 1e-3, rel=0.01)
-    # The root's operators are not compiled.
-    assert compiled.expected == pytest.approx(6 * 0.01 + 0.1, rel=0.6)
-
-
-def test_time_grows_with_the_batch() -> None:
-    one, two = trace(1.0), replace(trace(2.0), batch_size=2)
-    run = Run(training=training(), engine=FULL, traces=(one, two))
-    assert [w.products for w in run.at(3).work] == [3.0] * 3 + [6.0] * 3 + [0.0]
-    assert FP32.compute == torch.float32

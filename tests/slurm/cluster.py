@@ -130,33 +130,6 @@ class Cluster:
         )
         self._start(name, "nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "sh", "-c", setup)
 
-    def cut_node(self, name: str) -> None:
-        """Take a node's network away; all that runs on it goes on."""
-        subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True)
-
-    def kill_node(self, name: str) -> None:
-        """What a node's crash looks like: its network is gone, and its slurmd, and all that ran on it."""
-        self.cut_node(name)
-        self._daemons.pop(name).kill()
-        _end_processes(name)
-
-    def processes(self, name: str, command: str) -> list[int]:
-        """The Python processes of a node that run ``command``."""
-        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout
-        found = []
-        for pid in map(int, listed.split()):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-                if command in " ".join(words) and "python" in words[0]:
-                    found.append(pid)
-        return found
-
-    def revive_node(self, name: str) -> None:
-        """Bring a killed node back and wait until it takes jobs."""
-        subprocess.run(["ip", "-n", name, "link", "set", "eth0", "up"], check=True)
-        self.start_node(name)
-        _wait(self._is_idle, 60, name, self.folder)
-
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:
             self._daemons[name] = subprocess.Popen(

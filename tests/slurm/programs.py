@@ -64,9 +64,6 @@ def trainer(strategy: Any, root: str, **kwargs: Any) -> pl.Trainer:
     return pl.Trainer(strategy=strategy, default_root_dir=root, **{**defaults, **kwargs})
 
 
-# Training, validation, save and resume
-
-
 def strategies(root: str, devices: int, nodes: int, shapes: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Losses, validation losses and parameters of six steps, three of them resumed, under each strategy.
 
@@ -93,9 +90,6 @@ def strategies(root: str, devices: int, nodes: int, shapes: dict[str, dict[str, 
             "mesh": dict(zip(strategy.device_mesh.mesh_dim_names, strategy.device_mesh.shape, strict=True)),
         }
     return results
-
-
-# Being stopped
 
 
 class Slow(TinyLM):
@@ -173,9 +167,6 @@ def slow(
     return {"parameters": digest(module), "steps": run.global_step, "own_steps": len(module.losses)}
 
 
-# What is wrong with a job
-
-
 def wrong(root: str, private: str) -> list[dict[str, str]]:
     """What each of two tasks is told by fits that are wrong in some way; at last one that is right."""
     rank = int(os.environ["SLURM_PROCID"])
@@ -223,18 +214,6 @@ def _together(own: Path, other: Path) -> None:
         time.sleep(0.05)
 
 
-def alone() -> None:
-    """A Trainer for two nodes in a process that may not be one of them."""
-    try:
-        trainer(ShardDDPStrategy(), ".", devices=1, num_nodes=2)
-    except ConfigurationError as error:
-        print(error)
-    sys.exit(0)
-
-
-# Failures
-
-
 class Failing(TinyLM):
     """One rank fails in its third step; the other may be stuck at that time, outside of every collective."""
 
@@ -259,7 +238,7 @@ def failing(root: str, how: str, stuck: bool) -> None:
     run.fit(Failing(how, stuck), loader())
 
 
-PROGRAMS = {"strategies": strategies, "slow": slow, "wrong": wrong, "alone": alone, "failing": failing}
+PROGRAMS = {"strategies": strategies, "slow": slow, "wrong": wrong, "failing": failing}
 
 
 def main(name: str, arguments: str, output: str) -> None:

@@ -108,31 +108,3 @@ def test_cancelled_it_is_saved_and_stays_cancelled(jobs: Jobs, tmp_path: Path) -
     assert jobs.cluster.wait(run.job) == "CANCELLED"
     until(lambda: "is being ended by SLURM, and is not put back" in jobs.log(run.job), 20)
     assert len(find_checkpoints([run.root / "preempted"], f"slurm-{run.job}-0").own) == 1
-
-
-def test_array_tasks_and_an_older_job_in_one_folder(jobs: Jobs, tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    program = jobs.program(
-        "slow", "result-$SLURM_ARRAY_TASK_ID", root=str(tmp_path / "runs"), devices=1, nodes=1, steps=40, seconds=0.1
-    )
-    one_node = ("--nodes=1", "--ntasks-per-node=1")
-    array = jobs.submit(jobs.script(f"srun {program}"), *one_node, "--array=1-2")
-    for task in (1, 2):
-        # Each has made its first step, ahead of which a signal ends it.
-        until(lambda task=task: any(word in jobs.log(f"{array}_{task}") for word in ("dtypes, measured", "Error")))
-    time.sleep(1)
-    jobs.cluster.command("scancel", "--signal=USR1", array)
-    for task in (1, 2):
-        assert jobs.cluster.wait(f"{array}_{task}", seconds=200) == "COMPLETED"
-        assert f"SLURM job {array}_{task} goes back into the queue" in jobs.log(f"{array}_{task}")
-        assert f"Run slurm-{array}_{task}-0 goes on from step" in jobs.log(f"{array}_{task}")
-        result = jobs.result(f"result-{task}")
-        expected = run_distributed(_here, 1, str(tmp_path / f"here{task}"), 1, 40, seed=task)[0]
-        assert result["parameters"] == expected["parameters"]
-    assert not said.exists()
-    # The array's checkpoints are still there; a new job does not take them for its own.
-    program = jobs.program("slow", "new", root=str(tmp_path / "runs"), devices=1, nodes=1, steps=6, seconds=0.0)
-    job = jobs.submit(jobs.script(f"srun {program}"), *one_node)
-    assert jobs.cluster.wait(job) == "COMPLETED"
-    assert f"No whole checkpoint of run slurm-{job}-0: it starts from the beginning" in jobs.log(job)
-    assert jobs.result("new")["own_steps"] == 6

@@ -40,14 +40,3 @@ def test_what_the_ranks_are_told(jobs: Jobs, tmp_path: Path) -> None:
         assert set(told) == set(TOLD)
         for case, says in TOLD.items():
             assert re.search(says[min(rank, len(says) - 1)], told[case], re.DOTALL), (case, rank, told[case])
-
-
-def test_a_job_named_bash_and_a_missing_srun(jobs: Jobs) -> None:
-    program = jobs.program("alone", "unused")
-    shell = jobs.submit(jobs.script(f"srun {program}", "shell.sh"), "--job-name=bash", *TWO_NODES)
-    bare = jobs.submit(jobs.script(program, "bare.sh"), "--job-name=train", "--nodes=1", "--ntasks-per-node=2")
-    for job in (shell, bare):
-        assert jobs.cluster.wait(job) == "COMPLETED"
-    assert jobs.log(shell).count("Name it otherwise than 'bash', which Lightning takes for a shell") == 2
-    assert f"SLURM job {bare} runs this process without srun" in jobs.log(bare)
-    assert "Write `srun` before the command" in jobs.log(bare)

@@ -50,7 +50,6 @@ NOT_ON_A_DEVICE = {
     "test_parameters_have_one_layout_in_memory": "its step makes tensors on the CPU",
     "test_they_are_refused_on_all_ranks": "its hook puts a module on the CPU there",
     "test_settings_that_cannot_work": "it names the CPU in a message",
-    "test_live.py::test_ddp": "Adam's step counts lie on the host beside a device",
     "test_live.py::test_fsdp": "Adam's step counts lie on the host beside a device; gradients there have no padding",
     "test_kernels.py": "DeepSpeed compiles more for a device, and a process can load an operator from one folder only",
     "test_steps_that_do_something_of_their_own": "its steps make tensors on the CPU",
