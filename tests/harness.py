@@ -1,15 +1,5 @@
 """Run a function on several real gloo processes and get every rank's result, or every rank's traceback.
 
-::
-
-    def _sum_of_ranks(offset):
-        rank = torch.tensor(dist.get_rank() + offset)
-        dist.all_reduce(rank)
-        return rank.item()
-
-    def test_sum():
-        assert run_distributed(_sum_of_ranks, 2, 10) == [21, 21]
-
 The processes of a world size are started by its first call and serve all later calls. A call that fails, hangs
 or loses a rank costs its processes; the next one gets new ones. Importing torch, Lightning and DeepSpeed costs
 seconds, so that all of them are forked from one process that has done it (:mod:`multiprocessing`'s forkserver).
@@ -56,8 +46,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 class DistributedError(AssertionError):
     """At least one rank raised, died or did not end in time; the message has a section for every rank.
 
-    Attributes:
-        failed: rank -> type name of its exception, "died" or "did not end"; without the ranks that returned.
+    `failed` has a rank's exception's type name, "died" or "did not end"; without the ranks that returned.
     """
 
     def __init__(self, message: str, failed: dict[int, str]) -> None:
@@ -70,15 +59,7 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on `world_size` processes with an initialised gloo group; results by rank.
 
-    Args:
-        fn: a module-level function of an importable module (it is pickled by reference).
-        world_size: number of processes; all are on one "node" as torchelastic describes it.
-        *args: passed on.
-        timeout: seconds from the call to the last result.
-        **kwargs: passed on.
-
-    Raises:
-        DistributedError: a rank raised or died, or the time was up.
+    ``fn`` is a module-level function: it is pickled by reference.
     """
     payload = pickle.dumps((fn, args, kwargs))
     pool = _POOLS.get(world_size)

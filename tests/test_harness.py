@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import pytest_make_parametrize_id
 from tests.harness import ROOT, DistributedError, run_distributed
 
 # Well below the 60 s and more that a hang would take; a busy machine needs seconds to notice a dead peer.
@@ -46,32 +43,6 @@ def test_results_come_by_rank_from_processes_that_are_kept() -> None:
     assert not Path(str(first[0]["cwd"])).exists()
 
 
-def _leave_traces() -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.set_grad_enabled(False)
-    os.environ["LEFT_BEHIND"] = "1"
-    torch.manual_seed(123 + dist.get_rank())
-
-
-def _traces() -> tuple[object, ...]:
-    with warnings.catch_warnings(record=True) as caught:
-        _warn()
-    modes = (torch.get_default_dtype(), torch.is_grad_enabled(), "LEFT_BEHIND" in os.environ)
-    return (*modes, torch.rand(()).item(), len(caught))
-
-
-def _warn() -> None:
-    warnings.warn("each call sees it", stacklevel=1)
-
-
-def test_a_call_does_not_see_the_one_before() -> None:
-    clean = run_distributed(_traces, 2)
-    run_distributed(_leave_traces, 2)
-    assert run_distributed(_traces, 2) == clean
-    assert clean[0][:3] == (torch.float32, True, False)
-    assert clean[0][4] == 1
-
-
 def _raise_while_the_other_waits() -> None:
     if dist.get_rank() == 1:
         print("its last words", flush=True)
@@ -90,22 +61,6 @@ def test_one_rank_raising_ends_a_waiting_one() -> None:
     raised, waited = str(caught.value).split("--- rank 0", 1)
     assert "in _raise_while_the_other_waits" in waited
     assert "its last words" in raised
-
-
-def _crash() -> None:
-    if dist.get_rank() == 1:
-        print("its last words", flush=True)
-        os.kill(os.getpid(), signal.SIGSEGV)
-    dist.barrier()
-
-
-def test_a_crash_is_named_before_the_connections_that_it_broke() -> None:
-    with pytest.raises(DistributedError, match="failed; rank 1: killed by SIGSEGV\n") as caught:
-        run_distributed(_crash, 2)
-    shown = str(caught.value).split("--- rank 1: end of its output\n")[1].splitlines()
-    crash = shown.index("Fatal Python error: Segmentation fault")
-    assert shown[crash - 1] == "its last words"
-    assert any(line.endswith("in _crash") for line in shown[crash : crash + 5])
 
 
 def _one_rank_hangs() -> int:
@@ -154,18 +109,3 @@ def test_marked_groups_are_left_out_aloud_and_fail_where_required(tmp_path: Path
     assert "1 passed, 3 deselected" in run.stdout
     assert "2 tests of `matrix` not selected: run `pytest -m matrix`" in run.stdout
     assert "1 tests of `slurm` not selected: run `pytest -m slurm`" in run.stdout
-
-
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        pytest.param(True, "case=True", id="bool"),
-        pytest.param(torch.bfloat16, "bfloat16", id="dtype"),
-        pytest.param(torch.nn.Linear(1, 1), "Linear", id="module"),
-        pytest.param({"a": {"b": [1, "c"]}, "d": {}}, "a=(b=(1,c)),d={}", id="dict"),
-        pytest.param(ROOT / "configs/quickstart.yaml", "configs/quickstart.yaml", id="path"),
-        pytest.param("x" * 61, "x" * 57 + "...", id="long"),
-    ],
-)
-def test_a_case_is_named_by_its_value(value: object, name: str) -> None:
-    assert pytest_make_parametrize_id(value, "case") == name

@@ -11,7 +11,6 @@ import argparse
 import ast
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -266,30 +265,3 @@ def test_a_name_that_vanished_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     require(module, "_declared _set_here _method")
     with pytest.raises(ImportError, match="has no _gone, glob,"):
         require(module, "_method _gone glob")
-
-
-def test_a_name_that_can_not_be_assigned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TESTED, "tests", ("0.1", "0.1"))
-
-    class Library:
-        @property
-        def computed(self) -> int:
-            return 1
-
-        @property
-        def kept(self) -> int:
-            return 1
-
-        @kept.setter
-        def kept(self, value: int) -> None: ...
-
-    @dataclass(frozen=True)
-    class Frozen:
-        value: int = 1
-
-    require(Library, "computed", assigned="kept")
-    require(Frozen, "value")
-    for owner, name in ((Library, "computed"), (Frozen, "value")):
-        message = rf"{owner.__name__} lets nobody assign {name}, as lightning_shard does.* tested on: tests 0\.1\."
-        with pytest.raises(ImportError, match=message):
-            require(owner, assigned=name)

@@ -87,13 +87,6 @@ def test_settings_differ_between_names() -> None:
         assert one not in settings[:number]
 
 
-def test_registering_again_changes_nothing() -> None:
-    before = {name: entry["description"] for name, entry in StrategyRegistry.items()}
-    registry.register()
-    assert {name: entry["description"] for name, entry in StrategyRegistry.items()} == before
-    assert type(StrategyRegistry.get("shard_fsdp")) is ShardFSDPStrategy
-
-
 @pytest.mark.parametrize("ask", [registry.find, registry.build, preset_yaml])
 def test_unknown_name(ask: Any) -> None:
     with pytest.raises(ConfigurationError) as error:

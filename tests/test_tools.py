@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_shard import CheckpointError, ConfigurationError, callbacks
+from lightning_shard import CheckpointError, ConfigurationError
 from lightning_shard.commands.options import UsageError
 from lightning_shard.tools import convert, export, migrate, plan, verify
 
@@ -80,16 +80,3 @@ def test_a_run_is_planned(tmp_path: Path) -> None:
         plan(run, device_memory="1GB", nodes=0)
     with pytest.raises(UsageError, match=r"nope\.yaml"):
         plan("nope.yaml", device_memory="1GB")
-
-
-def test_callbacks_are_imported_from_one_place() -> None:
-    assert callbacks.__all__ == [
-        "BatchSizeCallback",
-        "EMACallback",
-        "MemoryCallback",
-        "PretrainedWeights",
-        "ProfilerCallback",
-        "RunPageCallback",
-        "ThroughputCallback",
-    ]
-    assert [name for name in callbacks.__all__ if not hasattr(callbacks, name)] == []

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import lightning_shard
 from tests import stand_in
 
 READS = {
@@ -29,7 +28,6 @@ READS = {
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
 }
-_OWN = Path(lightning_shard.__file__).parent
 
 
 class Waits(TorchDispatchMode):

@@ -33,27 +33,6 @@ class Loop:
         self.max_steps = 4
 
 
-class _TrainingEpochLoop(Loop):
-    def reset(self) -> str:
-        return "the class's"
-
-
-def test_what_is_replaced_is_put_back_the_last_first() -> None:
-    loop, replacements = _TrainingEpochLoop(), Replacements()
-    replacements.replace(loop, "max_steps", 5)
-    replacements.replace(loop, "max_steps", 6)
-    replacements.wrap(loop, "reset", lambda was: f"{was()} and ours")
-    assert (loop.max_steps, loop.reset()) == (6, "the class's and ours")
-    replacements.restore(loop, "max_steps")
-    assert (loop.max_steps, loop.reset()) == (4, "the class's and ours")
-    replacements.restore()
-    assert vars(loop) == {"max_steps": 4}
-    assert loop.reset() == "the class's"
-    loop.max_steps = 7
-    replacements.restore()
-    assert loop.max_steps == 7
-
-
 def test_what_is_not_listed_is_not_replaced() -> None:
     assert len(REPLACED) <= 16, "look for a public hook, or refuse what needs another one"
     with pytest.raises(AssertionError, match=r"Loop\.max_steps is not in REPLACED"):

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.cluster import watch
-from lightning_shard.cluster.traces import Progress, Report, describe_hang, ranks_to_blame
+from lightning_shard.cluster.traces import Report, describe_hang, ranks_to_blame
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_hangs.json").read_text())
 """By failure, for each of 16 ranks: the collective that it waits in, and its last number by group.
@@ -64,14 +64,6 @@ def test_a_hang_is_described() -> None:
         "0, from f at a.py:2. rank 1 is in forward after step 1, where it waits in gather [[2]], number 5 of group 0, "
         "from f at a.py:3"
     )
-
-
-def test_an_action_that_an_error_left_ends_with_the_one_around_it() -> None:
-    progress = Progress()
-    for action in ("run_training_epoch", "backward"):
-        progress.begin_action(action)
-    progress.end_action("run_training_epoch")
-    assert progress.seconds == 0
 
 
 def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

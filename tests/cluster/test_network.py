@@ -1,17 +1,13 @@
-"""The interface that gloo listens on, and forks beside its threads."""
+"""The interface that gloo listens on."""
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from lightning_shard.cluster import network
-from tests.harness import run_distributed
 
 
 @pytest.fixture
@@ -43,27 +39,3 @@ def test_what_the_user_set_stays() -> None:
     environ = {}
     network.prepare_gloo("node1", environ, gpu=True)
     assert environ == {"GLOO_SOCKET_IFNAME": "ib0", "TORCH_GLOO_LAZY_INIT": "1"}
-
-
-def test_of_this_host() -> None:
-    assert network.interface_towards("127.0.0.1") is None
-    assert network.interface_towards("::2") is None
-    for name, found in psutil.net_if_addrs().items():
-        for address in (each.address for each in found if each.family == socket.AF_INET):
-            assert network.interface_towards(address) == (None if address.startswith("127.") else name)
-
-
-def _fork() -> list[float]:
-    slept: list[float] = []
-    network.let_threads_finish_before_forks()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(network.time, "sleep", slept.append)
-        if (child := os.fork()) == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-    return slept
-
-
-def test_threads_of_the_backend_may_finish_before_a_fork() -> None:
-    """Else worker processes of loaders hang now and then."""
-    assert run_distributed(_fork, 1) == [[network._SECONDS] if sys.version_info < (3, 12) else []]

@@ -53,13 +53,6 @@ def test_the_batch_script() -> None:
     assert (job.nodes, job.tasks, job.restarts) == (2, 4, 0)
 
 
-def test_a_step_of_a_part_of_the_job() -> None:
-    part = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-    job = read_job(STEP | part)
-    assert job is not None
-    assert (job.nodes, job.tasks, job.tasks_per_node) == (1, 1, (1,))
-
-
 def test_an_array_task_is_named_by_array_and_task() -> None:
     # The last task of an array has the array's own id: plain, it would mean all of them.
     job = read_job(STEP | {"SLURM_JOB_ID": "68", "SLURM_ARRAY_JOB_ID": "68", "SLURM_ARRAY_TASK_ID": "3"})

@@ -10,10 +10,6 @@ import pytest
 import torch
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.inspect import open_any
-from lightning_shard.checkpoint.save import write_portable
-from tests.checkpoint.calls import load_into
 from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.foreign.test_export import read_safetensors
 
@@ -101,11 +97,3 @@ def test_commands(command: Any, trained: Path) -> None:
     code, _, error = command("verify", "trained.ckpt")
     assert code == 2
     assert "trained.ckpt is damaged: trainer.pt" in error
-
-
-def test_a_portable_checkpoint_of_a_converted_file_loads(tmp_path: Path, trained: Path) -> None:
-    write_full(tmp_path / "full.ckpt", open_any(trained))
-    write_portable(tmp_path / "back.ckpt", open_any(tmp_path / "full.ckpt"))
-    tensors = {"model.embed.weight": torch.zeros(7, 5)}
-    load_into(tmp_path / "back.ckpt", tensors, strict=False)
-    assert torch.equal(tensors["model.embed.weight"], stored(trained)["model.embed.weight"])

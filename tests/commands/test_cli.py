@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision, __version__
+from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision
 from lightning_shard.precision.policy import policy_from
-from tests.commands.support import BASE, DEMO, write_config
+from tests.commands.support import DEMO, write_config
 from tests.commands.test_user_code import USER_CODE
 
 FSDP = {"class_path": "lightning_shard.ShardFSDPStrategy"}
@@ -30,7 +30,6 @@ def _strategy(**init_args: object) -> dict[str, object]:
 STOPPING = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "x", "mode": "up"}}
 MISTAKES = {
     "wrong key": ({"trainer": {"max_epohs": 3}}, [], ["trainer.max_epohs", "Did you mean trainer.max_epochs"]),
-    "wrong option": ({}, ["--trainer.max_epohs", "3"], ["trainer.max_epohs", "Did you mean trainer.max_epochs"]),
     "wrong type": ({"trainer": {"max_epochs": "three"}}, [], ["trainer.max_epochs", "Given value: three"]),
     "wrong choice": ({"trainer": {"precision": "bf17"}}, [], ["trainer.precision", "bf17", "bf16-mixed"]),
     "wrong name": ({"trainer": {"strategy": "shard_fdsp"}}, [], ["'shard_fdsp'", "mean shard_fsdp", "shard_ddp_al"]),
@@ -112,13 +111,6 @@ def test_yaml_of_a_strategy_is_an_overlay(command: Callable[..., ShardCLI], caps
     assert cli.trainer.strategy.aligned
 
 
-def test_version(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command("--version")
-    assert ended.value.code == 0
-    assert f" {__version__} (lightning " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("kind", [ShardFSDPStrategy])
 def test_help_has_a_text_for_every_field(
     kind: type, command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
@@ -148,14 +140,6 @@ def test_later_configurations_win(command: Callable[..., ShardCLI]) -> None:
     cli = command("--config", "base.yaml", "--config", first, "--config", name, run=False)
     assert type(cli.trainer.strategy) is ShardDDPStrategy
     assert cli.trainer.strategy.timeout.total_seconds() == 1800
-
-
-def test_own_module_and_no_leftover_option(command: Callable[..., ShardCLI]) -> None:
-    trainer = write_config("trainer.yaml", {"trainer": BASE["trainer"]})
-    cli = command("fit", "--config", trainer, "--traceback", model_class=BoringModel, datamodule_class=BoringDataModule)
-    assert type(cli.model) is BoringModel
-    assert cli.trainer.global_step == 1
-    assert "traceback" not in cli.config["fit"]
 
 
 def test_plain_lightning_cli_takes_the_names(
@@ -219,7 +203,6 @@ def test_a_second_run_in_the_same_folder(command: Callable[..., ShardCLI]) -> No
 
 
 FP16_CASES = {
-    "a number": ({"strategy": "shard_ddp_aligned", "precision": 16}, True),
     "a class": ({"strategy": {**FSDP, "init_args": {"aligned": True}}}, True),
 }
 
@@ -244,16 +227,6 @@ def test_fp16_of_another_strategy_is_left_to_lightning(command: Callable[..., Sh
     trainer = command("fit", "--config", "base.yaml", "--config", overlay).trainer
     assert trainer.precision == "bf16-mixed"
     assert not isinstance(trainer.precision_plugin, ShardPrecision)
-
-
-def test_fp16_by_flag_and_by_plugin_is_refused(
-    command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
-) -> None:
-    plugin = {"class_path": "lightning_shard.ShardPrecision", "init_args": {"precision": "16-mixed"}}
-    settings = {"precision": "16-mixed", "strategy": "shard_ddp", "plugins": [plugin]}
-    with pytest.raises(SystemExit):
-        command("fit", "--config", "base.yaml", "--config", write_config("fp16.yaml", {"trainer": settings}))
-    assert "Received multiple values for Precision flags" in capsys.readouterr().err
 
 
 class Named(BoringModel):

@@ -19,8 +19,6 @@ from lightning_shard import ConfigurationError, DataError, ShardCLI
 from lightning_shard._lightning.processes import take_children
 from lightning_shard.cluster.traces import words_of
 from lightning_shard.commands import failures
-from lightning_shard.errors import chain
-from lightning_shard.meters.memory_account import is_out_of_memory
 from tests.harness import ROOT
 
 DEMO = "lightning.pytorch.demos.boring_classes"
@@ -40,7 +38,6 @@ BASE = {
     },
 }
 USER_CODE = """
-import time
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_shard import DataError
 
@@ -52,9 +49,6 @@ class Model(BoringModel):
     def training_step(self, batch, batch_idx):
         if self.global_rank == self.fails:
             raise DataError(f"no batch on rank {self.fails}")
-        if self.fails == 2:  # both, rank 1 first
-            time.sleep(1 - self.global_rank)
-            raise DataError("no batch on any rank")
         return super().training_step(batch, batch_idx)
 """
 
@@ -101,17 +95,6 @@ def test_what_is_a_mistake() -> None:
     assert not failures.is_mistake(raised(ValueError("from this file, which is no library")))
     assert not failures.is_mistake(raised(RuntimeError("x")))
     assert failures.user_frame(raised(DataError("x"))).startswith(__file__)
-
-
-def test_errors_that_are_raised_from_each_other_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """Their chain has no end: the report came to none either."""
-    error, other = ConfigurationError("x"), ValueError("y")
-    error.__cause__, other.__context__ = other, error
-    with pytest.raises(SystemExit):
-        failures.end_command(error, None, [], {})
-    assert "error: x" in capsys.readouterr().err
-    assert not is_out_of_memory(other)
-    assert [*chain(error)] == [error, other]
 
 
 def test_children_are_taken_and_ended() -> None:
@@ -186,15 +169,6 @@ def test_a_mistake_on_one_rank_ends_all(folder: Path) -> None:
     assert run.returncode == 2, run.stderr
     assert "[rank 1] error: no batch on rank 1" in run.stderr
     assert run.stderr.count("error: ") == 1
-    assert "Traceback" not in run.stderr
-
-
-@needs_proc
-@pytest.mark.matrix
-def test_a_mistake_of_all_ranks_is_said_once(folder: Path) -> None:
-    run = _run([sys.executable, "-m", "lightning_shard", "fit", "--config", "base.yaml", "--model.fails", "2"], folder)
-    assert run.returncode == 2, run.stderr
-    assert run.stderr.count("error: no batch on any rank") == 1, run.stderr
     assert "Traceback" not in run.stderr
 
 

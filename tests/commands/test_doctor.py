@@ -91,31 +91,6 @@ def test_a_process_alone_writes_that_it_has_no_links(
     assert path.read_bytes() == before
 
 
-def _gathers(nodes: list[str]) -> tuple[tuple[float, float], list[tuple[int, int]]]:
-    """The speeds, and of each all-gather the bytes that a rank has afterwards and the number of ranks."""
-    gathered, all_gather = [], dist.all_gather_single
-
-    def recorded(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        gathered.append((full.nbytes, dist.get_world_size(group)))
-        return all_gather(full, part, group)
-
-    dist.all_gather_single = recorded
-    try:
-        return doctor._measure_gathers(torch.device("cpu"), 1, nodes), gathered
-    finally:
-        dist.all_gather_single = all_gather
-
-
-@pytest.mark.parametrize(
-    ("nodes", "measured"), sampled([(["n0", "n1"], (False, True)), (["n0", "n0"], (True, False))], 0)
-)
-def test_all_gathers_are_measured_inside_nodes_and_between_them(nodes: list[str], measured: tuple[bool, bool]) -> None:
-    inside = 2 if measured[0] else 1
-    for speeds, gathered in run_distributed(_gathers, 2, nodes):
-        assert tuple(speed > 0 for speed in speeds) == measured
-        assert gathered == [(1 << 20, inside)] * 4 + [(1 << 20, 2)] * 4
-
-
 def test_a_node_with_fewer_ranks() -> None:
     ranks = [Rank(node=n, device="cpu", versions={}, sums=True, link=1.0) for n in ("n0", "n0", "n1", "n1", "n2")]
     assert doctor.find_oddities(ranks) == ["n2: number of ranks on its node is 1, elsewhere 2"]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_shard import ConfigurationError, ShardCLI
-from lightning_shard.commands import init, run_quick
+from lightning_shard.commands import init
 from tests.harness import run_distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -94,28 +94,3 @@ def test_answers_that_are_none(answer: str, says: str, folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=says):
         init.main(["--answers", answer])
     assert list(folder.iterdir()) == []
-
-
-def test_what_does_not_go_together_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="DeepSpeed keeps fp16 masters only with the optimizer offloaded"):
-        init.main(["--answers", "slurm=no", "devices=2 cpu", "precision=16-true", "engine=shard_deepspeed_stage_2"])
-    assert list(folder.iterdir()) == []
-
-
-def test_a_wrong_answer_is_asked_for_again_and_an_end_of_input_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    typed = iter(["", "many", "2 cpu", "no", "shard_ddp", "32-true"])
-    monkeypatch.setattr("builtins.input", lambda question: next(typed))
-    assert init.main(["--output", "my run.yaml"]) == 0
-    out = capsys.readouterr().out
-    assert "devices is 'many', which is no answer" in out
-    assert "lightning-shard fit --config 'my run.yaml'" in out
-    monkeypatch.undo()
-    monkeypatch.chdir(folder)
-    for ends, code, says in ((EOFError, 2, "error: the input ended before"), (KeyboardInterrupt, 130, "interrupted")):
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-        monkeypatch.setattr("builtins.input", lambda question, ends=ends: (_ for _ in ()).throw(ends()))
-        assert run_quick("lightning-shard", ["init"]) == code
-        assert says in capsys.readouterr().err

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -27,8 +26,6 @@ TEXT = {**SMALL, "vocab_size": 96, "max_position_embeddings": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama", **TEXT},
     "BertForMaskedLM": {"model_type": "bert", **TEXT},
-    "BertForSequenceClassification": {"model_type": "bert", **TEXT},
-    "RobertaForTokenClassification": {"model_type": "roberta", **TEXT, "max_position_embeddings": 18},
     "T5ForConditionalGeneration": {
         "model_type": "t5",
         "d_model": 32,
@@ -38,7 +35,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "d_kv": 8,
         "vocab_size": 96,
     },
-    "DebertaV2ForSequenceClassification": {"model_type": "deberta-v2", **TEXT},
     "ResNetForImageClassification": {
         "model_type": "resnet",
         "hidden_sizes": [8, 16, 32, 64],
@@ -117,45 +113,9 @@ def test_a_module_without_sizes() -> None:
         plan_command.main(["--device-memory=1GB", f"--model={__name__}.Lazy", "--trainer.strategy=shard_ddp"])
 
 
-class Adversaries(pl.LightningModule):
-    """Two optimizers, which the module steps itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.maker, self.judge = nn.Linear(64, 64), nn.Linear(64, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        for optimizer, sign in zip(self.optimizers(), (-1.0, 1.0), strict=True):
-            with optimizer.toggle_model():
-                loss = sign * self.judge(self.maker(batch)).mean()
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                self.clip_gradients(optimizer, 1.0)
-                optimizer.step()
-        self.lr_schedulers().step()
-
-    def configure_optimizers(self) -> Any:
-        slow = torch.optim.SGD(self.judge.parameters(), lr=0.1)
-        return [torch.optim.Adam(self.maker.parameters()), slow], [torch.optim.lr_scheduler.ConstantLR(slow)]
-
-
 class Rows(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader([torch.zeros(64)] * 8, batch_size=4 // self.trainer.world_size)  # type: ignore[arg-type]
-
-
-def test_a_manual_step(capsys: pytest.CaptureFixture[str]) -> None:
-    own = [
-        f"--{name}=tests.commands.test_plan_model.{kind}" for name, kind in (("model", "Adversaries"), ("data", "Rows"))
-    ]
-    out = plan(capsys, *own, "--trainer.strategy=shard_ddp")
-    assert "note:" not in out
-    # Adam's two slots of each parameter in fp32, and its steps.
-    held = re.search(r"^optimizer +([\d.]+) kB", out, re.MULTILINE)
-    assert held is not None
-    assert float(held[1]) == pytest.approx(2 * 4 * (64 * 64 + 64 + 64 + 1) / 1000, rel=0.01)
-    assert re.search(r"^activations +[1-9]", out, re.MULTILINE)
 
 
 OWN = ["--data=tests.commands.test_plan_model.Rows", "--model"]
@@ -227,32 +187,6 @@ def test_layers_that_setup_makes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "batch 4 per device: 650 parameters" in out
     out = plan(capsys, f"--data={__name__}.Rows", *arguments, "--no-trace")
     assert "note: the module's setup fails, so its layers are not counted: AttributeError" in out
-
-
-class Several(Rows):
-    """The rows by several loaders, in whichever form Lightning takes."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form = form
-
-    def train_dataloader(self) -> Any:
-        first, second = super().train_dataloader(), super().train_dataloader()
-        named = {0: first, 1: second}
-        return {"list": [first, second], "names": named, "own": CombinedLoader(named, "min_size")}[self.form]
-
-
-class Both(Asks):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(torch.cat([batch[0], batch[1]]), batch_idx)
-
-
-@pytest.mark.parametrize("form", sampled(["list", "names", "own"], 2))
-def test_a_batch_of_several_loaders(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    data = [f"--data={__name__}.Several", f"--data.form={form}", f"--model={__name__}.Both"]
-    out = plan(capsys, *data, "--trainer.strategy=shard_ddp")
-    assert "note:" not in out
-    assert "batch 4 per device" in out
 
 
 class Once(nn.Sequential):

@@ -78,19 +78,6 @@ def test_alone_it_starts_two_processes_and_all_engines_agree(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-FEW = ["selftest", "--names", "shard_ddp_aligned", "shard_fsdp_aligned", "--accelerator=cpu", "--precision=32-true"]
-
-
-@pytest.mark.matrix
-def test_it_takes_the_processes_that_it_is_given(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_shard", *FEW]
-    ended = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
-    head, _, *rows, last = _lines(ended.stdout)
-    assert (ended.returncode, head) == (0, ["2 cpu processes, 32-true, 6 steps, saved after 3"])
-    assert [row[1:] for row in rows] == [["equal"] * 4] * 2 + [["found"]]
-    assert last == ["all is equal"]
-
-
 def test_tasks_of_srun_are_its_processes() -> None:
     job = {"JOB_ID": "7", "NTASKS": "4", "NNODES": "2", "NODELIST": "n[0-1]", "STEP_ID": "0", "PROCID": "1"}
     environ = {f"SLURM_{name}": value for name, value in job.items()}

@@ -15,7 +15,6 @@ from lightning_shard import __version__
 from lightning_shard.commands import COMMANDS, EXAMPLES, FIT, run_command, run_quick
 from lightning_shard.commands.options import UsageError
 
-SCRIPT = "from lightning_shard import ShardCLI; ShardCLI()"
 PROGRAM = "import sys; sys.argv[0] = '/bin/lightning-shard'; from lightning_shard.__main__ import main; main()"
 
 
@@ -42,7 +41,6 @@ WRONG = {
     "completion fish": "shell: invalid choice: 'fish' (choose from ",
     "plan --device-memory 80GB --nodes 0": "--nodes: got 0, but must be a whole number, 1 or more",
     "plan --device-memory 80": "--device-memory: '80' is no size. Write a number and a unit",
-    "selftest --devices 0": "--devices: got 0, but must be a whole number, 1 or more",
     "doctor --seconds soon": "--seconds: invalid float value: 'soon'",
 }
 
@@ -107,16 +105,6 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [] if name == "checkpoint" else EXAMPLES.get(name, "").split()
     own = [word for word in words if word.startswith("--") and word != "--config"]
     assert [word for word in own if word not in text] == []
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("code", [PROGRAM, SCRIPT], ids=["program", "script"])
-def test_a_command_of_the_table_runs(code: str, tmp_path: Path) -> None:
-    ended = _run(code, "doctor", "--backend", "gloo", "--output", str(tmp_path / "links.json"))
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == f"links: {tmp_path / 'links.json'}"
-    assert "one process alone" in ended.stdout
-    assert "nothing is odd" not in ended.stdout
 
 
 @pytest.mark.matrix

@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.lightning_suite.hooks import ManualNet
 from tests.lightning_suite.stock import Net, Runs, cases, data, files, held_out, raised, weights
@@ -57,16 +57,8 @@ def by_steps_with_metric(runs: Runs) -> Any:
     return fitted(runs, every_n_train_steps=3, monitor="train_loss_step", save_top_k=2, save_last=True)
 
 
-def by_steps_with_metric_of_validation(runs: Runs) -> Any:
-    return fitted(runs, every_n_train_steps=3, monitor="score", save_top_k=2, flags={"val_check_interval": 2})
-
-
 def by_time(runs: Runs) -> Any:
     return fitted(runs, train_time_interval=timedelta(microseconds=1), save_top_k=-1, flags={"max_epochs": 1})
-
-
-def accumulating(runs: Runs) -> Any:
-    return fitted(runs, every_n_train_steps=1, save_top_k=-1, flags={"accumulate_grad_batches": 3, "max_epochs": 2})
 
 
 def by_hand(runs: Runs) -> Any:
@@ -116,26 +108,6 @@ def words_for_paths(runs: Runs) -> Any:
             found["no best"] = raised(lambda t=trainer, m=module: t.test(m, held_out(), ckpt_path="best"))
         found[f"fit {word}"] = raised(lambda t=trainer, m=module, w=word: t.fit(m, data(), held_out(), ckpt_path=w))
         found[f"fitted {word}"] = weights(module), trainer.global_step
-    return found
-
-
-class Breaking(Net):
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.trainer.global_step == 5:
-            raise RuntimeError("broken here")
-
-
-def on_an_exception(runs: Runs) -> Any:
-    found = []
-    for callback in (
-        OnExceptionCheckpoint("saved"),
-        ModelCheckpoint("saved", save_on_exception=True, filename="{step}"),
-    ):
-        module = runs.seeded(Breaking)
-        trainer = runs.trainer(callbacks=[callback], enable_checkpointing=True, max_epochs=4)
-        found.append(raised(lambda t=trainer, m=module: t.fit(m, data(), held_out())))
-        # After an error several ranks save nothing: each can't know where the others are.
-        found.append([name for name in files() if "=" in name and not name.endswith("=5.ckpt")])
     return found
 
 

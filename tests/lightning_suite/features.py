@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import BasePredictionWriter, EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 
 from lightning_shard import EMACallback
 from tests.lightning_suite.loops import fitted
@@ -133,88 +132,6 @@ def schedules(runs: Runs) -> Any:
         lambda o: ([o], [lr.SequentialLR(o, [lr.ConstantLR(o, 0.1, 1), lr.ExponentialLR(o, 0.5)], [1])]),
     ]
     return [fitted(runs, _scheduled(make), max_epochs=3) for make in kinds]
-
-
-class Stepped(Net):
-    """Manual optimization with accumulation, a closure, and a plateau schedule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        if batch_idx % 3 == 0:
-
-            def closure() -> Any:
-                loss = self.loss(batch)
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                return loss
-
-            optimizer.step(closure=closure)
-            optimizer.zero_grad()
-            return None
-        loss = self.loss(batch)
-        self.manual_backward(loss / 2)
-        if batch_idx % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.log("loss", loss, sync_dist=True)
-        return {"loss": loss, "x": 1}
-
-    def on_train_epoch_end(self) -> None:
-        self.lr_schedulers().step(self.trainer.callback_metrics["val_loss"])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=5.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
-
-
-def by_hand(runs: Runs) -> Any:
-    return fitted(runs, Stepped, max_epochs=3)
-
-
-class Clipping(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch) * 10)
-        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.5)
-        self.seen.append(round(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), 4))
-        optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def clipped_by_torch(runs: Runs) -> Any:
-    return fitted(runs, Clipping)
-
-
-class Writer(BasePredictionWriter):
-    def __init__(self, interval: str) -> None:
-        super().__init__(interval)
-        self.told: list[Any] = []
-
-    def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, batch_idx: int, dataloader_idx: int
-    ) -> None:
-        self.told.append(("batch", prediction, indices, batch_idx, dataloader_idx))
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        self.told.append(("epoch", predictions, indices))
-
-
-def predictions(runs: Runs) -> Any:
-    writer = Writer("batch_and_epoch")
-    kept = runs.trainer(callbacks=[writer]).predict(runs.seeded(), held_out(3), return_predictions=False)
-    return [kept, writer.told, runs.trainer(limit_predict_batches=1).predict(runs.seeded(), held_out())]
 
 
 def averages(runs: Runs) -> Any:

@@ -113,51 +113,6 @@ def of_a_resume(runs: Runs) -> Any:
     return {"told": told, "loads": loads, "first": first, "weights": weights(module)}
 
 
-class Transferring(Net):
-    """Every hook around a batch changes it, once."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [batch[0], batch[1] + 1]
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return [batch[0].to(device), batch[1].to(device) * 2]
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [batch[0], batch[1] - self.trainer.global_step]
-
-
-def around_batches(runs: Runs) -> Any:
-    module = runs.seeded(Transferring)
-    trainer = runs.trainer(max_epochs=1)
-    trainer.fit(module, data(), held_out())
-    predicted = trainer.predict(module, held_out())
-    return {"metrics": trainer.callback_metrics, "weights": weights(module), "predicted": predicted}
-
-
-class Overriding(Net):
-    """Everything that a module may take over of a step."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (loss * 2).backward(*args, **kwargs)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step()
-        scheduler.step()
-
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="value")
-
-
-def overridden_in_the_module(runs: Runs) -> Any:
-    module = runs.seeded(Overriding)
-    trainer = runs.trainer(max_epochs=2)
-    trainer.fit(module, data(), held_out())
-    return {"weights": weights(module), "lr": trainer.optimizers[0].param_groups[0]["lr"], "seen": module.seen}
-
-
 class Own(pl.Callback):
     def __init__(self, number: int = 0) -> None:
         self.number, self.steps = number, 0
@@ -220,25 +175,6 @@ def overridden_backward(runs: Runs) -> Any:
         trainer.fit(module, data(), held_out())
         found.append(weights(module))
     return found
-
-
-class FrozenAmongStepped(Net):
-    """The optimizer is given a frozen layer too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = torch.nn.Linear(1, 3).requires_grad_(False)
-
-
-def frozen_in_the_optimizer(runs: Runs) -> Any:
-    module = runs.seeded(FrozenAmongStepped)
-    trainer = runs.trainer(max_epochs=1, enable_checkpointing=True)
-    trainer.fit(module, data(), held_out())
-    first = weights(module)
-    module = runs.seeded(FrozenAmongStepped)
-    again = runs.trainer(max_epochs=2)
-    again.fit(module, data(), held_out(), ckpt_path=trainer.checkpoint_callback.best_model_path)
-    return first, weights(module)
 
 
 CASES = [each for each in cases(__name__) if each is not toggled_without_a_word]

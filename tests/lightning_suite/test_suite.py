@@ -34,9 +34,7 @@ def _marked(case: Case, strategy: str, *more: Any) -> Any:
 
 
 def _equal(cases: list[Case]) -> Any:
-    # A step by hand that clips with torch's functions is warned of under ZeRO.
-    refusing = {(features.clipped_by_torch, ZERO)}
-    every = [(case, strategy) for case in cases for strategy in STRATEGIES if (case, strategy) not in refusing]
+    every = [(case, strategy) for case in cases for strategy in STRATEGIES]
     return pytest.mark.parametrize(("case", "strategy"), [_marked(*each) for each in every])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import yaml
 from examples.gpt import GPT
 from lightning_shard import ShardCLI
 from lightning_shard.commands import migrate as migrate_command
-from tests.compiled import NVME, need
 from tests.harness import ROOT, run_distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -114,16 +112,6 @@ def _check(table: dict[str, tuple[list[object], str, list[str]]], folder: Path) 
 @pytest.mark.matrix
 def test_every_file_trains(tmp_path: Path) -> None:
     _check(EVERY, tmp_path)
-
-
-@pytest.mark.matrix
-def test_files_on_nvme_train(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    need(request, *NVME)
-    content = json.loads((DEEPSPEED_FILES / "zero3_nvme.json").read_text())
-    for section in ("offload_optimizer", "offload_param"):
-        content["zero_optimization"][section]["nvme_path"] = str(tmp_path / "nvme")
-    (tmp_path / "zero3_nvme.json").write_text(json.dumps(content))
-    _check({"nvme": ([tmp_path / "zero3_nvme.json"], "ShardDeepSpeedStrategy", [])}, tmp_path)
 
 
 def test_files_of_this_package_are_read_as_they_are(tmp_path: Path) -> None:

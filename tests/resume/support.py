@@ -112,17 +112,6 @@ class NumpyOwn(Own):
         return [int(i) for i in self.rng.permutation(self.length)]
 
 
-class CountingOwn(Own):
-    """Counts epochs without being told."""
-
-    def __init__(self) -> None:
-        self.epochs = np.int64(0)
-
-    def order(self) -> list[int]:
-        self.epochs += 1
-        return torch.randperm(self.length, generator=torch.Generator().manual_seed(int(self.epochs))).tolist()
-
-
 class InPlaceOwn(Own):
     """Shuffles its indices in place."""
 

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_shard.checkpoint.inspect import describe, open_any
@@ -66,20 +65,6 @@ def fit(
         trainer.fit(TinyLM(dropout=0.1), loader(), ckpt_path=resume)
     said = [str(warning.message) for warning in caught if "batches of one step" in str(warning.message)]
     return {**final.parameters, **final.optimizer}, said, trainer
-
-
-def _at_the_boundary(path: str) -> list[Any]:
-    # Epochs of 8 batches, the save after the first step of the second.
-    callbacks = [GradientAccumulationScheduler({0: 2, 1: EVERY})]
-    settings: dict[str, Any] = {"limit_train_batches": 8, "max_steps": 6, "accumulate_grad_batches": 1}
-    straight = fit("full", Saves(path, inside=False, after=12), *callbacks, **settings)
-    return [straight[:2], fit("full", *callbacks, resume=path, **settings)[:2]]
-
-
-def test_a_save_after_a_step_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    for (straight, said), (resumed, warned) in run_distributed(_at_the_boundary, 2, str(tmp_path / "a.ckpt")):
-        assert not said + warned
-        assert not differences(straight, resumed)
 
 
 def _within(root: str, strategy: str) -> list[Any]:

@@ -99,18 +99,15 @@ def _straight_and_resumed(
     sampled(
         [
             ("epoch", False, {}),
-            ("val_loss", False, {}),
             ("val_loss", False, {"val_check_interval": 2}),
             ("val_loss", True, {"val_check_interval": 2}),
             ("train_loss", False, {"val_check_interval": 2}),
-            ("epoch", False, {"limit_val_batches": 0}),
             ("train_mean", False, {"limit_val_batches": 0}),
             ("epoch", False, {"ends_at": 3, "val_check_interval": 2}),
-            ("epoch", True, {"limit_val_batches": 0}),
             ("epoch", False, {"check_val_every_n_epoch": 2, "accumulate_grad_batches": 2, "max_steps": 6}),
         ],
-        3,
-        7,
+        2,
+        5,
     ),
 )
 def test_what_follows_the_batch_of_a_save_is_not_left_out(
@@ -132,23 +129,6 @@ def test_what_follows_the_batch_of_a_save_is_not_left_out(
         assert (own_rate, own_mean) == (rate, mean), step
         for name, value in parameters.items():
             assert torch.equal(resumed[name], value), (step, name)
-
-
-def _rate_of_a_fit_after_one_without_batches(root: str) -> float:
-    settings: dict[str, Any] = {"strategy": "shard_fsdp", "max_epochs": 1, "limit_train_batches": BATCHES}
-    saves = ModelCheckpoint(root, "end", save_on_train_epoch_end=True)
-    quiet_trainer(callbacks=[saves], enable_checkpointing=True, **settings).fit(Telling("train_mean", None), loader())
-    module, trainer = Telling("train_mean", None), quiet_trainer(**settings)
-    trainer.fit(module, loader(), ckpt_path=f"{root}/end.ckpt")
-    assert module.seen == []
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader())
-    return float(trainer.optimizers[0].param_groups[0]["lr"])
-
-
-def test_what_a_fit_without_batches_was_to_go_on_with_is_not_given_to_the_next(tmp_path: Path) -> None:
-    """The plateau schedule's step that was due at the save: after two the rate would be halved."""
-    assert run_distributed(_rate_of_a_fit_after_one_without_batches, 1, str(tmp_path)) == [1e-2]
 
 
 def _fit_with_saves_within(

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from lightning_shard.resume.rng import seed_rng
 from lightning_shard.resume.wrap import resumable
@@ -35,21 +35,6 @@ class Noisy(Dataset[Any]):
 class NoisyBatches(Noisy):
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[index] + torch.rand(()) for index in indices]
-
-
-class Told(Noisy):
-    """What its loader's ``worker_init_fn`` sets."""
-
-    offset = 0
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) + self.offset
-
-
-def _tell(_: int) -> None:
-    info: Any = get_worker_info()
-    assert len(info.dataset) == LENGTH
-    info.dataset.offset = 5
 
 
 def make(
@@ -100,17 +85,6 @@ def test_epochs_iterations_and_seeds_have_numbers_of_their_own() -> None:
     assert found[2] == rows(make(Noisy(), epoch=1))
 
 
-def test_a_resumed_second_iteration_of_an_epoch_has_its_numbers() -> None:
-    loader = make(Noisy())
-    rows(loader)
-    first = rows(itertools.islice(loader, 4))
-    resumed = make(Noisy())
-    resumed.load_state_dict(through_file(loader.state_dict()))
-    again = make(Noisy())
-    rows(again)
-    assert first + rows(resumed) == rows(again)
-
-
 def test_the_training_process_draws_as_if_nothing_had_been_drawn() -> None:
     found = []
     for dataset in (Noisy(), Numbers(LENGTH)):
@@ -119,12 +93,6 @@ def test_the_training_process_draws_as_if_nothing_had_been_drawn() -> None:
             pass
         found.append((torch.rand(()).item(), random.random(), np.random.rand()))
     assert found[0] == found[1]
-
-
-def test_workers_reach_the_dataset() -> None:
-    loader = make(Told(), num_workers=1, worker_init_fn=_tell)
-    assert type(loader.dataset) is Told
-    assert sorted(round(row[0]) for row in rows(loader)) == list(range(5, LENGTH + 5))
 
 
 class Regression(pl.LightningModule):

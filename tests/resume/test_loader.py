@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import warnings
 from collections.abc import Iterator
@@ -157,21 +156,6 @@ def test_interrupted_is_the_stock_loader_uninterrupted(name: str, stop: tuple[in
     rest, _ = train(resumed, 3, start=(stop[0] + 1, 0) if state["finished"] and stop[1] else stop)
     assert len(first) > 0
     assert first + rest == whole
-
-
-def test_interrupted_twice_in_one_epoch() -> None:
-    seed_rng(5)
-    whole = ids(resumable(STOCK["shuffled"](), world_size=1, rank=0))
-    seed_rng(5)
-    loader, seen = resumable(STOCK["shuffled"](), world_size=1, rank=0), []
-    for _ in range(3):
-        seen += ids(itertools.islice(loader, 2))
-        state = loader.state_dict()
-        seed_rng(1)
-        loader = resumable(STOCK["shuffled"](), world_size=1, rank=0)
-        loader.load_state_dict(state)
-        assert loader.state_dict()["samples"] == state["samples"]
-    assert seen == whole
 
 
 def test_another_epoch_set_after_loading_starts_at_its_beginning() -> None:

@@ -1,26 +1,20 @@
-"""Checkpoints saved in any hook, of loaders that end within an epoch, draw by themselves or are made anew."""
+"""Checkpoints saved in any hook, of loaders that draw by themselves or are made anew."""
 
 from __future__ import annotations
 
-import os
 import random
 import warnings
-from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_shard.errors import CheckpointMismatchError
 from lightning_shard.registry import build
-from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 from tests.resume.support import StatefulStream
@@ -51,10 +45,6 @@ def _loader(length: int = 8, **options: Any) -> Any:
 
 def _shuffled() -> Any:
     return _loader(shuffle=True, generator=torch.Generator().manual_seed(2))
-
-
-def _several(mode: str, *, streams: bool = False) -> Any:
-    return CombinedLoader([_loader(), DataLoader(StatefulStream(3), 2) if streams else _loader(4)], mode)
 
 
 class Noted(pl.LightningModule):
@@ -88,15 +78,6 @@ class Noted(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _order(events: list[Any]) -> list[Any]:
-    """Which samples steps got."""
-    kinds = [event[2] if event[0] == "train" else [] for event in events]
-    return [
-        (*e[:2], [p and [int(np.ravel(row)[0]) for row in p] for p in parts])
-        for e, parts in zip(events, kinds, strict=True)
-    ]
 
 
 class Saves(pl.Callback):
@@ -149,62 +130,6 @@ def test_a_save_in_any_hook_leaves_nothing_out(hook: str, numbers: list[int]) ->
         assert rest == whole[start:]
 
 
-def _at_an_epochs_start() -> list[Any]:
-    runs = []
-    for path, hook in ((None, "on_train_epoch_start"), ("2.ckpt", "on_train_batch_end"), ("1.ckpt", "on_fit_end")):
-        pl.seed_everything(1, verbose=False)
-        module = Noted(_shuffled)
-        trainer = quiet_trainer(strategy="shard_ddp", max_epochs=2, num_sanity_val_steps=0, callbacks=[Saves(hook)])
-        trainer.fit(module, ckpt_path=path)
-        runs.append(module.events)
-    return runs
-
-
-def test_a_run_that_went_on_at_an_epochs_start_is_resumed_in_that_epoch() -> None:
-    [[whole, second, rest]] = run_distributed(_at_an_epochs_start, 1)
-    assert len(second) > len(rest) > 3
-    assert second == whole[-len(second) :]
-    assert rest == whole[-len(rest) :]
-
-
-@pytest.mark.parametrize("streams", sampled([False, True], 1))
-def test_a_loader_that_has_ended_before_the_others_is_not_begun_again(streams: bool) -> None:
-    loaders = partial(_several, "max_size", streams=streams)
-    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, "on_train_batch_end", [2, 3, 7], loaders)
-    assert [event[2][1] is None for event in whole if event[0] == "train"] == [False, False, True, True] * 3
-    if streams:  # What was fetched ahead has drawn before the save, and draws again.
-        whole, rests = _order(whole), [_order(rest) for rest in rests]
-    assert rests == [whole[start:] for start in starts]
-
-
-class Endless(Sampler[int]):
-    """Has no length, so that the loop fetches a batch ahead."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(8)
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield int(self.rng.integers(8))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rng": self.rng.bit_generator.state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rng.bit_generator.state = state["rng"]
-
-
-def _endless() -> Any:
-    return _loader(sampler=Endless())
-
-
-def test_what_was_fetched_ahead_is_not_left_out() -> None:
-    settings = {"max_epochs": 1, "max_steps": 7, "limit_val_batches": 0}
-    run = ("on_train_batch_end", [1, 4], _endless, "shard_ddp")
-    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
-    assert [_order(rest) for rest in rests] == [_order(whole[start:]) for start in starts]
-
-
 def _stream() -> Any:
     return DataLoader(StatefulStream(8), 2)
 
@@ -214,12 +139,6 @@ def test_a_stream_goes_on_from_its_last_batch_with_a_validation_after_it(limits:
     """The loop fetches one batch ahead of a stream without an end in sight, and none of a limited one."""
     run = ("on_train_batch_end", [3, 4, 5], _stream, "shard_ddp")
     [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, max_steps=12, **limits)
-    assert rests == [whole[start:] for start in starts]
-
-
-def test_a_loader_that_is_cycled_has_other_random_numbers_in_each_cycle() -> None:
-    run = ("on_train_batch_end", [2, 3, 6], partial(_several, "max_size_cycle"), "shard_ddp_aligned")
-    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run)
     assert rests == [whole[start:] for start in starts]
 
 
@@ -251,30 +170,6 @@ def test_a_run_that_was_stopped_goes_on_when_it_is_resumed() -> None:
     [(whole, _, _, [rest])] = run_distributed(_whole_and_rests, 1, *run, **settings)
     assert len(whole) == 5  # an epoch, which is the least
     assert len(rest) == 10
-
-
-def _weights_alone() -> tuple[list[str], list[str]]:
-    """What a fit says of checkpoints without more, in both forms, and what is left beside them."""
-    trainer = quiet_trainer(strategy=build("shard_fsdp"), max_steps=1, limit_val_batches=0)
-    trainer.fit(Noted(_shuffled))
-    said = []
-    for path in ("alone.ckpt", "alone.full.ckpt"):
-        trainer.save_checkpoint(path, weights_only=True)
-        again = quiet_trainer(strategy=build("shard_fsdp"), max_steps=1, limit_val_batches=0)
-        with pytest.raises(CheckpointMismatchError) as error:
-            again.fit(Noted(_shuffled), ckpt_path=path)
-        said.append(str(error.value))
-        # Lightning would go on from what it has read of that one.
-        again.fit(Noted(_shuffled))
-        assert again.global_step == 1
-    return said, sorted(os.listdir())
-
-
-def test_weights_alone_are_refused_by_name_and_nothing_is_left() -> None:
-    [(said, left)] = run_distributed(_weights_alone, 1)
-    for path, message in zip(["alone.ckpt", "alone.full.ckpt"], said, strict=True):
-        assert message.startswith(f"{path} has no optimizer state: it was saved with weights only")
-    assert left == ["alone.ckpt", "alone.full.ckpt"]
 
 
 class Jitter(pl.Callback):

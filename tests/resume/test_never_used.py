@@ -1,4 +1,4 @@
-"""Checkpoints without state of parameters that no step uses, as BERT's pooler, and one that is loaded in mid-fit."""
+"""Checkpoints without state of parameters that no step uses, as BERT's pooler."""
 
 from __future__ import annotations
 
@@ -57,32 +57,3 @@ def test_every_engine_goes_on_from_a_checkpoint_without_its_state(tmp_path: Path
     for straight, resumed in run_distributed(_runs, 2, str(tmp_path / "three.ckpt")):
         for reader, weights in zip(READERS, resumed, strict=True):
             assert [name for name in straight if not torch.equal(straight[name], weights[name])] == [], reader
-
-
-class GoesBack(Pooled):
-    """Loads an earlier checkpoint's weights and optimizer in mid-fit, as schedules of fine-tuning do."""
-
-    path: str
-    batches = 0
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.batches += 1
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1 and self.batches == 8:
-            strategy: Any = self.trainer.strategy
-            checkpoint = strategy.load_checkpoint(self.path)
-            strategy.load_model_state_dict(checkpoint)
-            strategy.load_optimizer_state_dict(checkpoint)
-
-
-def _goes_back(path: str) -> tuple[int, int]:
-    _fit(WRITER, 3, save=path)
-    module, trainer = GoesBack(), quiet_trainer(strategy=WRITER, max_epochs=2)
-    module.path = path
-    trainer.fit(module, DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4))
-    return module.batches, trainer.global_step
-
-
-def test_a_checkpoint_that_is_loaded_in_mid_fit_leaves_the_loaders(tmp_path: Path) -> None:
-    assert run_distributed(_goes_back, 2, str(tmp_path / "three.ckpt")) == [(16, 16)] * 2

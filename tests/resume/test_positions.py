@@ -93,11 +93,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[str, int]]]] = {
     "epochs": (None, EPOCHS, [("batch", 9), ("batch", 6), ("epoch", 6)]),
     "steps": (None, STEPS, [("batch", 9), ("batch", 7), ("epoch", 12), ("batch", 6)]),
     "limited epochs": (None, EPOCHS | {"limit_train_batches": 4}, [("epoch", 8)]),
-    "limited steps": (None, STEPS | {"limit_train_batches": 4}, [("batch", 4)]),
     "validation": (None, STEPS | {"val_check_interval": 3}, [("validation", 9), ("validation", 6), ("epoch", 6)]),
     "more epochs": ({"max_epochs": 1}, EPOCHS, []),
     "cut by max_steps": (STEPS | {"max_steps": 8}, STEPS, []),
-    "cut by max_steps, then epochs": (STEPS | {"max_steps": 8}, EPOCHS, []),
 }
 WITH_WORKERS = [pytest.param(case, 2, marks=[] if case == "epochs" else pytest.mark.matrix) for case in CASES]
 ALONE = [pytest.param(case, 0, marks=pytest.mark.matrix if case == "epochs" else []) for case in CASES]

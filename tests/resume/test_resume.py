@@ -13,9 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard import PreemptionConfig, full_tensor
+from lightning_shard import full_tensor
 from lightning_shard.errors import CheckpointError, DataError
-from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import DistributedError, run_distributed
 from tests.models import Final, TinyLM, Tokens, loader, quiet_trainer
@@ -119,37 +118,6 @@ def test_another_world_size_goes_on_after_the_last_sample(tmp_path: Path) -> Non
     assert alone[0]["step"] == EPOCH
 
 
-def _kept(strategy: str, folder: str, **settings: Any) -> tuple[dict[str, Any], list[str]]:
-    own = build(strategy, preemption=PreemptionConfig(run="mine", keep_batch=True))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = _fit(own, folder=folder, default_root_dir=folder, resume="auto", **settings)
-    return found, [str(warning.message) for warning in said if "A step took" in str(warning.message)]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2"])
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
-def test_a_step_keeps_its_samples_on_another_number_of_ranks(
-    strategy: str, ranks: tuple[int, int], tmp_path: Path
-) -> None:
-    settings = {"accumulate_grad_batches": 2 // ranks[0]}
-    straight = run_distributed(_kept, ranks[0], strategy, str(tmp_path / "straight"), steps=EPOCH, **settings)
-    run_distributed(_kept, ranks[0], strategy, str(tmp_path / "run"), steps=3, **settings)
-    resumed = run_distributed(_kept, ranks[1], strategy, str(tmp_path / "run"), steps=EPOCH, **settings)
-
-    def samples(results: list[tuple[dict[str, Any], list[str]]], since: int) -> list[int]:
-        """Sums over the samples of each step, of all ranks and micro-batches."""
-        micro = 2 // len(results)
-        seen = [rank["seen"] for rank, _ in results]
-        return [sum(sum(own[i : i + micro]) for own in seen) for i in range(since * micro, len(seen[0]), micro)]
-
-    assert samples(resumed, 0) == samples(straight, 3)
-    for key in ("step", "epoch", "lr"):
-        assert resumed[0][0][key] == straight[0][0][key], key
-    assert not any(said for _, said in resumed)
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize(
@@ -159,23 +127,6 @@ def test_resume_on_more_ranks_under_every_engine(strategy: str, ranks: int, tmp_
     straight = run_distributed(_fit, ranks, strategy, folder=str(tmp_path), steps=5)
     resumed = run_distributed(_fit, ranks, strategy, resume=str(tmp_path / "step=3.ckpt"), steps=5)
     _assert_continues(straight, resumed, 3)
-
-
-def _validate(strategy: str, path: str) -> float:
-    module = TinyLM()
-    trainer = quiet_trainer(strategy=strategy)
-    return trainer.validate(module, loader(4, count=16, shuffle=False), ckpt_path=path, verbose=False)[0]["val_loss"]
-
-
-def test_a_missing_or_half_written_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "half.ckpt").mkdir()
-    (tmp_path / "half.ckpt" / "trainer.pt").write_bytes(b"")
-    for path in ["missing.ckpt", "half.ckpt"]:
-        with pytest.raises(DistributedError) as error:
-            run_distributed(_validate, 2, "shard_fsdp", str(tmp_path / path))
-        assert set(error.value.failed.values()) == {"CheckpointNotFoundError"}
-        assert path in str(error.value)
-    assert issubclass(CheckpointError, RuntimeError)
 
 
 class _Stream(IterableDataset[Any]):

@@ -126,19 +126,3 @@ def test_a_save_at_an_epochs_end_has_the_values_that_a_schedule_steps_by() -> No
     assert rates == [1.0] * 4
     assert resumed == [1.0] * 2
     assert said.startswith("The schedule that monitors late takes no step for the epoch after which")
-
-
-def _saved_in_mid_epoch() -> Any:
-    def save(trainer: Any, _: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, 0):
-            trainer.save_checkpoint("middle.ckpt")
-
-    module, resumed = Plateau("rising"), Plateau("rising")
-    flags: dict[str, Any] = {"max_epochs": 4, "limit_train_batches": 2, "strategy": "shard_ddp"}
-    quiet_trainer(callbacks=[LambdaCallback(on_train_batch_end=save)], **flags).fit(module, loader())
-    quiet_trainer(**flags).fit(resumed, loader(), ckpt_path="middle.ckpt")
-    return module.rates, resumed.rates
-
-
-def test_a_schedule_that_monitors_a_value_steps_at_the_end_of_a_resumed_epoch() -> None:
-    assert run_distributed(_saved_in_mid_epoch, 1) == [([1.0, 1.0, 0.5, 0.25], [0.5, 0.25])]

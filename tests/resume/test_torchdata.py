@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_shard.resume.wrap import order_warning, resumable
-from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, Tokens, quiet_trainer
 from tests.resume.support import Numbers, StatefulStream, ids, through_file
@@ -55,23 +53,6 @@ def test_a_stream_goes_on_after_the_last_batch_trained_on(workers: int, lookahea
     resumed.load_state_dict(state)
     assert first + ids(resumed) == whole
     assert ids(resumed) == whole
-
-
-@pytest.mark.parametrize("workers", sampled([0, 1], 1))
-def test_its_own_shuffled_order_goes_on(workers: int) -> None:
-    """Its sampler draws the order when an iterator is made, which workers make twice."""
-
-    def made() -> Any:
-        torch.manual_seed(4)
-        stock = loaders.StatefulDataLoader(Numbers(COUNT), 3, shuffle=True, num_workers=workers)
-        return resumable(stock, world_size=1, rank=0)
-
-    whole = ids(made())
-    loader = made()
-    seen = ids(itertools.islice(loader, 5))
-    resumed = made()
-    resumed.load_state_dict(through_file(loader.state_dict()))
-    assert seen + ids(resumed) == whole != sorted(whole)
 
 
 class Recorder(pl.LightningModule):
