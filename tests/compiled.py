@@ -9,6 +9,8 @@ import pytest
 
 from lightning_shard.engines.zero import kernels
 
+NVME = ("async_io", "pin_memory")
+
 
 def need(request: pytest.FixtureRequest, *names: str) -> None:
     """Skip the test where a kernel can't be compiled, and in the default tests also where it was not."""
