@@ -99,10 +99,6 @@ def test_what_each_rank_does_to_its_own_part_is_right() -> None:
     assert run_distributed(_different, 2, [*TAKEN]) == [[], []]
 
 
-def test_one_process_has_all_of_a_tensor() -> None:
-    assert run_distributed(_different, 1, ["number", "row", "set element", "uneven mean", "truncated"]) == [[]]
-
-
 def test_nothing_is_left_of_the_table() -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     before = dict(handlers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,7 @@ import pytest
 import torch
 
 from lightning_shard.engines.zero import kernels
-from lightning_shard.engines.zero.config.fields import OptimizerOffload
 from lightning_shard.engines.zero.kernels import required_kernels
-from lightning_shard.errors import ConfigurationError
-from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
-from tests.harness import run_distributed
-from tests.models import TinyLM, loader, quiet_trainer
 
 
 def zero(**sections: Any) -> dict[str, Any]:
@@ -108,46 +102,6 @@ def test_each_missing_tool_is_named_with_its_package(tmp_path: Path, monkeypatch
     assert kernels.missing_build_tools(("async_io", "pin_memory"), "cpu") == []
 
 
-def test_kernels_of_gpus_need_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed import accelerator
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-
-    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
-    monkeypatch.setattr(accelerator, "get_accelerator", CUDA_Accelerator)
-    monkeypatch.setenv("PATH", path_with(tmp_path / "bin", "ninja", "c++"))
-    for home in (None, str(tmp_path)):  # a runtime alone has no nvcc
-        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
-        [problem] = kernels.missing_build_tools(("cpu_adam", "fused_adam"), "cuda")
-        assert problem.startswith("DeepSpeed compiles fused_adam, but this machine lacks a CUDA toolkit with nvcc")
-    # Kernels of the host need none.
-    assert kernels.missing_build_tools(("cpu_adam", "pin_memory"), "cuda") == []
-    (tmp_path / "bin" / "nvcc").symlink_to("/bin/true")
-    assert kernels.missing_build_tools(("fused_adam",), "cuda") == []
-
-
 def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
     [problem] = kernels.missing_build_tools(("fused_lamb",), "cpu")
     assert problem == "DeepSpeed has no kernel fused_lamb for cpu: use another option or optimizer"
-
-
-def fit_without_tools(rank_without: int) -> str:
-    """The error of a run that needs async_io. One rank lacks a compiler, and the others have loaded the kernels."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    loaded = dict(OpBuilder._loaded_ops)
-    OpBuilder._loaded_ops.clear()
-    if torch.distributed.get_rank() == rank_without:
-        os.environ["CXX"] = "no-such-compiler"
-    else:
-        OpBuilder._loaded_ops.update(async_io=None, pin_memory=None)
-    strategy = ShardDeepSpeedStrategy(stage=3, offload_optimizer=OptimizerOffload(device="nvme", nvme_path="swap"))
-    with pytest.raises(ConfigurationError) as caught:
-        quiet_trainer(strategy=strategy, max_steps=1).fit(TinyLM(), loader())
-    OpBuilder._loaded_ops.clear()
-    OpBuilder._loaded_ops.update(loaded)
-    return str(caught.value)
-
-
-def test_what_is_missing_on_one_rank_is_an_error_on_all() -> None:
-    for error in run_distributed(fit_without_tools, 2, 1):
-        assert "DeepSpeed compiles async_io, but this machine lacks a C++ compiler" in error

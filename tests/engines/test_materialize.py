@@ -163,23 +163,6 @@ def test_the_enclosing_models_initialisation_comes_on_top_of_the_modules_own() -
     assert root.outside.weight.std() < 1
 
 
-def test_values_depend_on_seed_and_name_alone() -> None:
-    def weight_of(name: str, **children: Callable[[], nn.Module]) -> Tensor:
-        root = holding(**children)
-        fill(root)
-        return root.get_submodule(name).weight
-
-    make = lambda: nn.Linear(3, 3)  # noqa: E731
-    alone = weight_of("layer", layer=make)
-    assert alone.requires_grad
-    assert torch.equal(weight_of("layer", first=make, layer=make), alone)
-    assert not torch.equal(weight_of("other", other=make), alone)
-    torch.manual_seed(99)
-    before = torch.get_rng_state()
-    assert torch.equal(weight_of("layer", layer=make), alone)
-    assert torch.equal(torch.get_rng_state(), before), "the run's own random numbers were used up"
-
-
 def _sharded_by_the_user() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     root: Any = Root()
     mesh = build_mesh((1, 2), device_type="cpu")

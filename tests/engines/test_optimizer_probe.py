@@ -82,20 +82,6 @@ class RoundsShort(Own):
             p *= 1.01
 
 
-class InBlocks(Optimizer):
-    """Gradient descent with signs, scaled by full blocks of 2,048 elements."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            blocks = p.grad.reshape(-1, 2048 if p.numel() % 2048 == 0 else 1)
-            self.state[p] = {"scale": blocks.abs().amax(1)}
-            p.sub_((blocks.sign() * self.state[p]["scale"][:, None]).view_as(p), alpha=0.1)
-
-
 class TrainsFirst(optim.SGD):
     """As schedulefree's, has values for training and for evaluation, and steps in its train mode alone."""
 
@@ -127,7 +113,6 @@ FULL: dict[str, Any] = {
     "fused": lambda p: optim.AdamW(p, fused=True),
     "rounds short": RoundsShort,
     "later": Later,
-    "in blocks": InBlocks,
 }
 
 

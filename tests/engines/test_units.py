@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_shard.engines.units import UnitRule, compute_dtypes, find_units
 from lightning_shard.errors import WrappingError
@@ -179,31 +178,6 @@ def test_children_become_units_and_containers_give_theirs() -> None:
     # The generator has nothing that its blocks have not taken, but its hooks are harmless.
     assert names(root, "auto", with_children=True) == expected
     assert names(root, ["Layer"], with_children=True) == expected
-
-
-def test_tied_children_are_the_roots() -> None:
-    root = Root(embed=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False))
-    root.head.weight = root.embed.weight  # type: ignore[union-attr]
-    assert names(root, "auto", with_children=True) == []
-
-
-class WithNetwork(Metric):
-    """A metric that carries a network, as FID does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.ModuleList(layers(2))
-
-    def update(self) -> None: ...
-
-    def compute(self) -> None: ...
-
-
-def test_a_metrics_own_network_is_no_part_of_the_model() -> None:
-    root = Root(metric=WithNetwork(), layer=Layer())
-    assert names(root, "auto", with_children=True) == ["layer"]
-    assert names(root, 44) == ["layer"]
-    assert names(root, ["Layer"]) == ["layer"]
 
 
 def test_attention_is_never_cut_apart() -> None:

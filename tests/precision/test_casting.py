@@ -161,51 +161,6 @@ def test_attention_in_eval_takes_no_path_around_the_casts() -> None:
     torch.testing.assert_close(in_eval[~mask], in_training[~mask], rtol=2 * eps, atol=2 * eps)
 
 
-def test_modules_that_no_engine_casts_are_cast_for_their_forward() -> None:
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.MultiheadAttention(6, 1))
-    attention = whole[2]
-    whole.forward = lambda x: attention(*3 * [whole[1](whole[0](x))])[0]  # type: ignore[method-assign]
-    twin = shown_in_bf16(whole)
-    twin.forward = lambda x: twin[2](*3 * [twin[1](twin[0](x))])[0]  # type: ignore[index, method-assign]
-    root, other = Model(whole=whole), Model(whole=twin)
-    install_casts(root, BF16, whole=[whole])
-    install_casts(other, BF16)
-    x = torch.randn(4, 6)
-    out, expected = root.whole(x), other.whole(x)
-    assert out.dtype == BF16
-    assert torch.equal(out, expected)
-    out.float().sum().backward()
-    expected.float().sum().backward()
-    for mine, theirs in zip(root.parameters(), other.parameters(), strict=True):
-        # The masters take the gradient that the compute dtype gave.
-        assert mine.dtype == mine.grad.dtype == torch.float32  # type: ignore[union-attr]
-        assert torch.equal(mine.grad, theirs.grad.float())  # type: ignore[arg-type, union-attr]
-    assert all(not any(n in m.__dict__ for n in ("weight", "bias", "in_proj_weight")) for m in root.modules())
-
-
-def test_undo_restores_everything() -> None:
-    whole = nn.Linear(2, 2)
-    root = Model(norm=nn.BatchNorm1d(2), linear=nn.Linear(2, 2), whole=whole, patched=nn.Linear(2, 2))
-    patch = lambda x: x  # noqa: E731
-    root.patched.forward = patch
-    before = {name: dict(m.__dict__) for name, m in root.named_modules()}
-    undo = install_casts(root, BF16, whole=[whole, root.patched, root.norm])
-    assert root.linear._forward_pre_hooks
-    assert "forward" in root.norm.__dict__
-    assert root.patched.forward is not patch
-    with pytest.raises(ValueError, match="expected 2D or 3D"):
-        root.norm(torch.ones(1))
-    assert "weight" not in root.norm.__dict__, "a failing forward leaves no cast"
-    undo()
-    assert root.patched.forward is patch
-    for name, module in root.named_modules():
-        assert not module._forward_pre_hooks
-        assert not module._forward_pre_hooks_with_kwargs
-        assert module.__dict__.keys() == before[name].keys()
-    assert root.linear(torch.ones(1, 2)).dtype == torch.float32
-
-
 # cast_trainable_parameters
 
 

@@ -83,11 +83,6 @@ def test_the_state_in_a_checkpoint() -> None:
         state_from_dict(torch.amp.GradScaler("cpu").state_dict())
 
 
-def test_a_loss_in_fp16_is_scaled_in_fp32() -> None:
-    loss = torch.tensor(3.0, dtype=torch.float16)
-    assert LossScaler(LossScaling()).scale_loss(loss) == 3 * 2.0**16
-
-
 def _unscale() -> list[tuple[bool, bool]]:
     """By overflow and its place: whether it was found, and whether gradients are those before scaling, bitwise."""
     return [_unscaled(None, ""), *(_unscaled(o, where) for o in (torch.inf, torch.nan) for where in ("whole", "cut"))]

@@ -19,7 +19,6 @@ from lightning_shard import EMACallback, full_tensor
 from lightning_shard.checkpoint.inspect import describe
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.errors import CheckpointError
-from lightning_shard.registry import build
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.tools import convert, export
 from tests.groups import sampled
@@ -215,32 +214,6 @@ def test_a_save_in_validation_has_the_weights_and_leaves_the_average(strategy: s
     assert [differing(*pair) for pair in zip(usual, states, strict=True)] == [[]] * 3
     assert not [name for name in averages if not torch.equal(averages[name], states[0][name])]
     assert {"head.weight", "body.1.running_mean"} <= set(differing(weights, averages))
-
-
-class Freezes(pl.Callback):
-    """The head after two steps: its weight, which was trained, and its average differ from then on."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        module.head.requires_grad_(trainer.global_step < 2)
-
-
-def _without_frozen(kind: str, folder: str) -> Any:
-    straight = fit(build("shard_fsdp", save_frozen=False), kind, None, f"{folder}/left", Freezes())[0]
-    path = f"{folder}/left-step=3.ckpt"
-    resumed = fit(build("shard_ddp", save_frozen=False), kind, path, f"{folder}/again", Freezes())[0]
-    again = open_portable(f"{folder}/again-step=6.ckpt").tensors
-    return straight[-1], resumed[-1], set(open_portable(path).tensors), set(again)
-
-
-@pytest.mark.parametrize("kind", sampled(["ema", "none"], 0))
-def test_frozen_weights_that_are_not_saved(kind: str, tmp_path: Path) -> None:
-    """Those that the module has frozen by itself, and neither what was trained nor another average."""
-    (straight, resumed, *saved), _ = run_distributed(_without_frozen, 2, kind, str(tmp_path))
-    assert differing(straight, resumed) == ["passing"]
-    for stored in saved:
-        assert not {"model.frozen", "average.frozen"} & stored
-        assert "model.head.weight" in stored
-        assert ("average.head.weight" in stored) == (kind == "ema")
 
 
 def _resumed(runs: list[tuple[str, str, str]]) -> Any:

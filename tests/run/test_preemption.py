@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_shard import ConfigurationError, EMACallback, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.cluster.preemption import Preempted, SignalFlag, TimeLimit, run_name
+from lightning_shard.cluster.preemption import Preempted, TimeLimit, run_name
 from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
@@ -118,9 +118,7 @@ MOMENTS: dict[str, tuple[str, tuple[str, int], int, dict[str, Any]]] = {
     "in an accumulation": ("ddp", ("train", 1), 2, {"accumulate_grad_batches": 2}),
     # EMACallback averages buffers too, and has them in the module meanwhile.
     "in a validation of averages": ("ddp", ("validation", 2), 2, {"val_check_interval": 2, "averages": True}),
-    "in the epoch's validation": ("ddp", ("validation", 5), 5, {}),
     "ahead of a validation in mid-epoch": ("ddp", ("train", 0), 2, {"val_check_interval": 2}),
-    "ahead of the epoch's validation": ("ddp", ("train", 3), 5, {}),
     "the epoch's last batch, none follows": ("ddp", ("train", 3), 6, {"limit_val_batches": 0}),
     "in the last epoch's validation": ("ddp", ("validation", 10), 10, {}),
 }
@@ -148,24 +146,6 @@ def test_told_in_the_last_steps_it_ends_as_ever() -> None:
 
 
 # The parts
-
-
-def test_a_signal_is_noted_and_nothing_more() -> None:
-    flag, calls = SignalFlag(), []
-    before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
-    try:
-        assert flag.install_handlers(("SIGUSR1",))
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert (flag.received, calls) == (signal.SIGUSR1, [])
-        flag.restore_handlers()
-        flag.restore_handlers()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert calls == [1]
-        flag.install_handlers(("SIGUSR1",))
-        assert flag.received == 0, "the next fit would stop at once"
-        flag.restore_handlers()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_time_limit() -> None:

@@ -93,20 +93,6 @@ def test_by_value_is_torchs(dtype: torch.dtype) -> None:
     assert max(g.abs().max() for g in gradients(ours)) == 0.25
 
 
-def test_parameters_without_gradients() -> None:
-    parameters = with_gradients()
-    expected = gradient_norm(gradients_of(parameters))
-    assert torch.equal(gradient_norm(gradients_of([*parameters, nn.Parameter(torch.ones(3))])), expected)
-    none = [nn.Parameter(torch.ones(3))]
-    assert clipped(gradients_of(none), 1.0, error_if_nonfinite=True) == 0
-    clip_by_value(gradients_of(none), 1.0)
-    assert none[0].grad is None
-    assert gradient_norm(gradients_of([])) == 0
-    empty = nn.Parameter(torch.zeros(0, 3))
-    empty.grad = torch.zeros(0, 3)
-    assert clipped(gradients_of([empty]), 1.0) == 0
-
-
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite(value: float) -> None:
     parameters = with_gradients()

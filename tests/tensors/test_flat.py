@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.errors import CheckpointError
@@ -52,22 +51,6 @@ def test_boxes_are_the_range_once_in_order_and_few(case):
     assert covered == list(range(start, start + length)), "every element once"
 
 
-@given(ranges(), st.data())
-def test_views_lie_in_the_flat_memory(case, data):
-    """Writing through every view fills the range, and nothing beside it."""
-    shape, start, length = case
-    before, after = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
-    flat = torch.zeros(before + length + after)
-    tensor = FlatTensor(shape, flat.dtype, [FlatSlice(flat[before : before + length], start)])
-    values = torch.arange(1.0, math.prod(shape) + 1).view(shape)
-    for chunk in tensor.__create_chunk_list__():
-        slices = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-        view = tensor.__get_tensor_shard__(MetadataIndex("w", chunk.offsets))
-        assert view.shape == chunk.sizes
-        view.copy_(values[slices])
-    assert flat.tolist() == [0.0] * before + list(range(start + 1, start + length + 1)) + [0.0] * after
-
-
 def cut(tensor: torch.Tensor, bounds: list[int]) -> list[FlatSlice]:
     """A copy of the tensor in pieces of memory of their own."""
     flat = tensor.flatten()
@@ -90,14 +73,6 @@ def test_pieces_are_written_and_filled_in_place_whatever_the_cuts(tmp_path, shap
     pieces = cut(torch.full(shape, torch.nan, dtype=torch.float32), [size // 4])
     load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor(shape, torch.float32, pieces)})
     assert torch.equal(torch.cat([piece.data for piece in pieces]).view(shape), values.float()), "cast to fp32"
-
-
-def test_a_part_alone_is_filled(tmp_path):
-    save_tensors(tmp_path / "a.ckpt", {"model.w": torch.arange(20.0).view(4, 5)})
-    flat = torch.full((9,), -1.0)
-    load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [FlatSlice(flat[1:8], 8)])})
-    assert flat.tolist() == [-1.0, *range(8, 15), -1.0]
-    load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [])})
 
 
 @pytest.mark.parametrize(

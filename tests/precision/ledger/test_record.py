@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_shard import run as parts
-from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.precision.ledger import Ledger
 from tests.groups import sampled
 from tests.harness import run_distributed
@@ -126,16 +125,3 @@ def test_recording_changes_no_number_and_engines_agree(engines: list[str], model
     for runs in ranks:
         for run in runs[1:]:
             assert_equal_numbers(runs[0], run)
-
-
-def saved(engine: str) -> tuple[Any, Any]:
-    trainer = fit(engine, TinyLM(), loader(), "bf16-mixed", steps=2)
-    trainer.save_checkpoint(f"{engine}.ckpt")
-    return read_manifest(f"{engine}.ckpt").facts.ledger, trainer.strategy.ledger.to_json()
-
-
-def test_the_manifest_holds_the_ledger() -> None:
-    for stored, measured_here in run_distributed(saved, 2, "full"):
-        assert stored == measured_here
-        assert stored["reduction"] == ["float32"]
-        assert stored["tensors"][0]["first"] == "frozen"

@@ -121,10 +121,3 @@ def test_loss_scales() -> None:
 )
 def test_loss_scales_without_an_equal(fp16: dict[str, Any], text: str) -> None:
     assert text in refusal({"fp16": {"enabled": True, **fp16}})
-
-
-def test_what_deepspeed_does_not_do_here_is_left_out() -> None:
-    given = {"checkpoint": {"writer": {}}, ZERO: {"compute_grad_norm": False}}
-    left = configured(DeepSpeedFields(config=given), run_facts())
-    assert "checkpoint" not in left
-    assert "compute_grad_norm" not in left[ZERO]

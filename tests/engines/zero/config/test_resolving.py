@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.runtime import config as library
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER, OVERLAPPED
+from lightning_shard.engines.zero.config.building import BUCKET, OVERLAPPED
 from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
-    ParameterOffload,
     ZeroBuckets,
 )
 from tests.engines.zero.config.support import ADAMW, ZERO, configured, contradiction, run_facts, settings_of
@@ -45,44 +41,6 @@ def test_every_contradiction_is_in_one_error() -> None:
         "scheduler.params.warmup_max_lr is 0.2, but the optimizer's learning rate is 0.001",
     )
     assert [line[: len(start)] for line, start in zip(text.split("\n  - ")[1:], starts, strict=True)] == [*starts]
-
-
-@pytest.mark.parametrize(
-    ("clip", "value", "algorithm", "text"),
-    [
-        (0, 0.5, "norm", "gradient_clipping is 0.0, but the Trainer's clipping is 0.5"),
-        (0.5, 0.5, "value", "gradient_clipping is by norm, but the Trainer's gradient_clip_algorithm is 'value'"),
-        (0.5, 0.5, "norm", None),
-    ],
-)
-def test_clipping_is_the_trainers(clip: Any, value: float | None, algorithm: str, text: str | None) -> None:
-    facts = run_facts(gradient_clip_val=value, gradient_clip_algorithm=algorithm)
-    if text is None:
-        fields = DeepSpeedFields(config={"gradient_clipping": clip})
-        assert configured(fields, facts)["gradient_clipping"] == 0.0
-    else:
-        assert text in contradiction({"gradient_clipping": clip}, facts)
-
-
-@given(
-    micro=st.none() | st.integers(1, 64),
-    accumulate=st.integers(1, 16),
-    world=st.integers(1, 64),
-    given_micro=st.none() | st.integers(1, 64),
-)
-def test_the_batch_keys_always_multiply(
-    micro: int | None, accumulate: int, world: int, given_micro: int | None
-) -> None:
-    config = {"train_micro_batch_size_per_gpu": given_micro, "train_batch_size": "auto"}
-    fields = DeepSpeedFields(config=config)
-    facts = run_facts(micro_batch_size=micro, accumulate_grad_batches=accumulate, world_size=world)
-    if None not in (micro, given_micro) and micro != given_micro:
-        assert f"is {given_micro}, but the dataloader's batch size is {micro}" in contradiction(config, facts)
-        return
-    result = configured(fields, facts)
-    assert result["train_micro_batch_size_per_gpu"] == (micro or given_micro or 1)
-    assert result["gradient_accumulation_steps"] == accumulate
-    assert result["train_batch_size"] == result["train_micro_batch_size_per_gpu"] * accumulate * world
 
 
 @pytest.mark.parametrize(
@@ -133,19 +91,6 @@ def test_which_adam_deepspeed_builds(
     config = {"optimizer": {"type": "Adam", "params": {"lr": 0.5, **given}}}
     result = configured(DeepSpeedFields(config=config), run_facts(precision, aligned=aligned, optimizer=None))
     assert result["optimizer"]["params"] == {"lr": 0.5, **expected}
-
-
-def test_buffers_are_no_larger_than_the_model() -> None:
-    nvme = ParameterOffload(device="nvme", nvme_path="/x")
-    fields = DeepSpeedFields(stage=3, offload_parameters=nvme)
-    zero = configured(fields, run_facts())[ZERO]
-    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == zero["offload_param"]["buffer_size"] == 10_000
-    zero = configured(fields, run_facts(number_of_parameters=10**12))[ZERO]
-    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == BUCKET
-    assert zero["offload_param"]["buffer_size"] == NVME_BUFFER
-    own = library.DeepSpeedConfig({"train_batch_size": 1, ZERO: {"offload_param": {"device": "cpu"}}}).zero_config
-    assert own.reduce_bucket_size == own.allgather_bucket_size == BUCKET
-    assert own.offload_param.buffer_size == NVME_BUFFER
 
 
 @pytest.mark.parametrize(
