@@ -8,8 +8,6 @@ import os
 import re
 import resource
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,31 +66,6 @@ def test_replacing_leaves_the_new_one_alone(tmp_path):
     for _ in range(2):
         commit.remove_checkpoint(path)
         assert os.listdir(path.parent) == [other.name]
-
-
-def can_lock(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return try_lock(descriptor, fcntl.LOCK_EX)
-    finally:
-        os.close(descriptor)
-
-
-def test_a_process_that_was_forked_meanwhile_keeps_no_lock(tmp_path):
-    """As a DataLoader's workers are while a save goes on in the background."""
-    (tmp_path / "a").mkdir()
-    commit.lock(tmp_path / "a")
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    try:
-        assert not can_lock(tmp_path / "a")
-        commit.unlock(tmp_path / "a")
-        assert can_lock(tmp_path / "a")
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_half_written_is_no_checkpoint_and_is_replaced(tmp_path):
@@ -256,15 +229,3 @@ def read_by_another(path: Path) -> Iterator[None]:
     assert try_lock(descriptor, fcntl.LOCK_SH)
     yield
     os.close(descriptor)
-
-
-def test_a_file_that_a_user_put_into_a_checkpoint_stays(tmp_path):
-    path = tmp_path / "a.ckpt"
-    save_number(path, 1.0)
-    (path / "notes.txt").write_text("mine")
-    save_number(path, 2.0)
-    assert number_in(path) == 2.0
-    assert (path / "notes.txt").read_text() == "mine"
-    commit.remove_checkpoint(path)
-    assert os.listdir(path) == ["notes.txt"]
-    assert os.listdir(tmp_path) == ["a.ckpt"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from lightning_shard import CheckpointError, CheckpointNotFoundError, PreemptionConfig
-from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint
+from lightning_shard.checkpoint.load import find_checkpoints
 from lightning_shard.registry import build
 from lightning_shard.run.preemption_save import RunIdentity
 from tests.checkpoint.calls import save_tensors
@@ -74,22 +72,6 @@ def test_a_broken_one_is_named(tmp_path: Path) -> None:
     cut, unknown = sorted(found.broken)
     assert cut.startswith(f"{tmp_path}/2.ckpt lacks __0_0.distcp")
     assert unknown.startswith(f"{tmp_path}/3.ckpt/manifest.json is not a checkpoint's manifest")
-
-
-def _opened_around_a_replacement() -> tuple[str, int]:
-    for name in ("before", "after"):
-        save_tensors(f"{name}.ckpt", tensors={"model.w": torch.ones(3)}, trainer_state={"name": name})
-    # One rank opens the path when another checkpoint is there.
-    open_one, paths = load._open, iter(["after.ckpt"] * torch.distributed.get_rank())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "_open", lambda path, share: open_one(next(paths, path), share))
-        opened = open_checkpoint("before.ckpt")
-    left = sum(os.path.realpath(f"/proc/self/fd/{name}").endswith(".ckpt") for name in os.listdir("/proc/self/fd"))
-    return opened.trainer_state["name"], left
-
-
-def test_ranks_that_open_it_around_a_replacement_open_it_again() -> None:
-    assert run_distributed(_opened_around_a_replacement, 2) == [("before", 1)] * 2
 
 
 def _fit(

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.load import open_checkpoint, with_own_states
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import FACTS, save_module
@@ -28,7 +26,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {"epoch": 3, "global_step": 2, "loops": {"fit_loop": {"state_dict": {"combined_loader": [{"at": (5, 6)}]}}}}
     state["lightning_shard"] = {"seed": 1}
     save_module(folder / "a.ckpt", module=net, optimizers=[optimizer], trainer_state=state, own_state=OWN, facts=facts)
-    write_full(folder / "b.ckpt", open_any(folder / "a.ckpt"))
     return folder
 
 

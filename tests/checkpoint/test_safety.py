@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from lightning_shard.checkpoint.files.layout import FileEntry, SlotName
+from lightning_shard.checkpoint.files.layout import FileEntry
 from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, Facts, is_checkpoint, read_manifest
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.calls import load_into, save_tensors, trainer_state
@@ -224,25 +224,6 @@ def test_other_forms_are_refused_by_their_version(path, version):
     (path / "manifest.json").write_text(other.to_json())
     with pytest.raises(CheckpointError, match=f"version {version}; this .* reads 1 and {FORMAT_VERSION}: "):
         load_into(path, fresh())
-
-
-@pytest.mark.parametrize(
-    ("slots", "said"),
-    [
-        ({"optimizer.0.w.exp_avg": SlotName(0, "w", "exp_avg"), "optimizer.1": SlotName(1, "", "")}, "optimizer.1, wh"),
-        ({"optimizer.0.w.exp_avg": ("0", "w", "exp_avg")}, "slots are not optimizer, FQN and slot"),
-        ({"optimizer.0.w.exp_avg": (0, "w")}, "is not a checkpoint's manifest"),
-    ],
-    ids=["unknown", "no number", "too short"],
-)
-def test_slots_that_do_not_say_what_the_tensors_are(tmp_path, slots, said):
-    name = SlotName(0, "w", "exp_avg")
-    path = tmp_path / "a.ckpt"
-    save_tensors(path, {name.key: torch.ones(2)}, {}, slots={name.key: name})
-    assert read_manifest(path).slots == {name.key: name}
-    (path / "manifest.json").write_text(dataclasses.replace(read_manifest(path), slots=slots).to_json())
-    with pytest.raises(CheckpointCorruptError, match=said):
-        read_manifest(path)
 
 
 def test_fields_of_later_minor_versions_are_ignored(path):

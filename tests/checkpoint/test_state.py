@@ -81,16 +81,6 @@ def test_tying_may_differ(tmp_path, saved_tied, live_tied):
             load_module(tmp_path / "a.ckpt", module=other)
 
 
-@pytest.mark.parametrize("saved", [("a", "b"), ("b",)])
-def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path, saved):
-    """Files of other libraries have it twice. The saved model may register the names the other way round."""
-    save_tensors(tmp_path / "a.ckpt", {f"model.{name}": torch.ones(2) for name in saved})
-    net = nn.Module()
-    net.a = net.b = nn.Parameter(torch.zeros(2))
-    assert load_module(tmp_path / "a.ckpt", module=net)[1] == LoadReport()
-    assert net.a.tolist() == [1.0, 1.0]
-
-
 def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
     tensors = {f"model.{name}": torch.ones(2, 3) for name in ("same", "gone", "turned")}
     save_tensors(tmp_path / "a.ckpt", tensors)

@@ -128,16 +128,6 @@ def test_a_store_that_ranks_do_not_share_is_told(store: Any) -> None:
     assert "__1_0.distcp in " in first
 
 
-def test_a_name_is_no_pattern(store: Any) -> None:
-    save_number("memory://run/a1/last.ckpt", 1.0)
-    before = objects(store)
-    url = "memory://run/a[1]/last.ckpt"
-    save_number(url, 3.0)
-    assert number_in(url) == 3.0
-    commit.remove_checkpoint(url)
-    assert objects(store) == before
-
-
 def test_the_newest_of_a_run_is_found_there_and_a_broken_one_passed_over(store: Any) -> None:
     for step in 1, 2, 3:
         facts = Facts(engine="ddp", policy="fp32", run={"name": "a", "step": step, "time": 0.0})

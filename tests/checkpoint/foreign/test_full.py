@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, other_form
+from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.checkpoint.foreign import lightning_file
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any, verify
@@ -31,13 +31,6 @@ from tests.checkpoint.foreign.stock import fit, state_of
 from tests.checkpoint.nets import build, step
 from tests.checkpoint.test_commit import save_number
 from tests.harness import run_distributed
-
-
-def test_the_name_says_the_form() -> None:
-    for path in "runs/last.full.ckpt", "epoch=0-step=2.full-v12.ckpt":  # as ModelCheckpoint names a second one
-        assert other_form(path) == "full"
-    for path in "full.ckpt", "a.fuller.ckpt", "a.full.ckpt/model.ckpt":
-        assert other_form(path) is None
 
 
 def test_full_and_back_is_bitwise_the_same(tmp_path: Path, trained: Path) -> None:
