@@ -46,7 +46,6 @@ NOT_ON_A_DEVICE = {
     "test_moments.py": "their steps make tensors on the CPU",
     "test_sync_batchnorm_is_refused_on_cpu": "it is not refused here",
     "test_engines_take_the_steps_of_a_plain_loop": "the plain loop's attention is the CPU's",
-    "test_manual_optimization_with_two_optimizers": "its step makes tensors on the CPU",
     "test_parameters_have_one_layout_in_memory": "its step makes tensors on the CPU",
     "test_they_are_refused_on_all_ranks": "its hook puts a module on the CPU there",
     "test_settings_that_cannot_work": "it names the CPU in a message",

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from examples.benchmarks.processes import Place
 from lightning_shard import registry
-from lightning_shard.callbacks.memory_report import MemoryCallback
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.precision import ShardPrecision
@@ -80,15 +79,6 @@ class Steady(TinyLM):
         loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
-
-
-class Endless(TinyLM):
-    """Takes more memory than there is, in its third step."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if self.global_step == 2:
-            torch.empty(1 << 50, dtype=torch.uint8, device=self.device)
-        return super().training_step(batch, batch_idx)
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -203,12 +193,3 @@ def steady(place: Place, name: str, precision: str) -> int:
     data = loader(pin_memory=place.device.type == "cuda")
     fit(place, name, precision, Steady(), data, callbacks=[callback], max_steps=12)
     return callback.steps
-
-
-def out_of_memory(place: Place, name: str) -> str:
-    """The message of a run that has used up its device."""
-    try:
-        fit(place, name, "bf16-mixed", Endless(), callbacks=[MemoryCallback()])
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; on CPUs it is this itself
-        return str(error)
-    return "it fitted"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -192,96 +191,7 @@ def _refused(kind: type[Plain], names: list[str]) -> list[str]:
     return found
 
 
-def test_engines_that_would_round_fp64_refuse_it() -> None:
-    for found in run_distributed(_refused, 2, Wide, NAMES[1:]):
-        assert all("last.weight, last.bias are fp64, but Shard" in each for each in found)
-
-
 def test_a_step_inside_of_forward_is_refused_alike() -> None:
     for found in run_distributed(_refused, 2, Codebook, NAMES[:3]):
         assert len(set(found)) == 1
         assert found[0].startswith("SGD, which configure_optimizers does not return, steps codes.weight inside a ")
-
-
-@dataclass(frozen=True)
-class Atoms:
-    pos: Tensor
-    x: Tensor
-
-
-class Mixing(nn.Module):
-    """Hands a container on, in which the positions are as they came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, data: Any) -> Any:
-        if isinstance(data, Atoms):
-            return replace(data, x=data.x + self.linear(data.x).tanh())
-        data["x"] = data["x"] + self.linear(data["x"]).tanh()
-        return data
-
-
-class Energy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.last = nn.ModuleList(Mixing() for _ in range(3)), nn.Linear(WIDTH, 1)
-
-    def forward(self, kind: str, pos: Tensor) -> tuple[Tensor, Tensor]:
-        data: Any = {"pos": pos, "x": pos * 1.0} if kind == "dict" else Atoms(pos, pos * 1.0)
-        for block in self.blocks:
-            data = block(data)
-        data = vars(data) if kind == "class" else data
-        return data["pos"], self.last(data["x"])
-
-
-class Forces(nn.Module):
-    """The gradient of the energy by the positions that the modules hand on, in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = Energy()
-
-    def forward(self, kind: str, pos: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-        pos, energy = self.energy(kind, pos.clone().requires_grad_())
-        return energy, torch.autograd.grad(energy.sum(), pos, create_graph=training)[0]
-
-
-class Potential(Plain):
-    """Learns energies and forces, of two systems in a step, and has forces in validation too."""
-
-    kind = "dict"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Forces()
-
-    def loss(self, pos: Tensor, training: bool) -> Tensor:
-        energy, forces = self.net(self.kind, pos, training)
-        return forces.square().mean() + (energy - 1).square().mean()
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, 0) + self.loss(batch[0], True) + self.loss(batch[0].roll(1, 0), True)
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        with torch.inference_mode(False), torch.enable_grad():
-            self.weights[f"validated {self.global_step}"] = self.loss(batch[0].clone(), False).detach()
-
-
-class InClasses(Potential):
-    kind = "class"
-
-
-BF16 = {"precision": "bf16-mixed"}
-FORCES = [(InClasses, {}), (Potential, BF16)]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("kind", "given"), FORCES)
-def test_forces_are_those_of_stock_ddp(kind: type[Plain], given: dict[str, Any]) -> None:
-    names = ["shard_ddp", "shard_fsdp_aligned", "shard_fsdp_grad_op_aligned", "shard_deepspeed_stage_3_aligned"]
-    # Stock's has autocast in bf16. What modules get are cast copies of their inputs there, the same on every engine.
-    names, reference = ([n for n in names if n.endswith("aligned")], "shard_ddp_aligned") if given else (names, "ddp")
-    for found in run_distributed(differences, 2, kind, names, given, reference):
-        assert found == {name: [] for name in names}

@@ -1,25 +1,20 @@
-"""A run under DeepSpeed from start to end: fit, save, resume, validate, and the next run in the same process."""
+"""A run under DeepSpeed from start to end: fit, validate, and the next run in the same process."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional
 
-from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from lightning_shard.strategies.precision import ShardPrecision
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES, differences
-from tests.strategies.test_switch import stored
 from tests.strategies.zero import OFFLOADED, STAGES, Start, WithoutOptimizer, fit
 
 
@@ -90,30 +85,6 @@ def test_a_plain_fit_leaves_the_process_as_it_was() -> None:
     run_distributed(_plain_then_aligned, 2)
 
 
-def saved_after(engine: str, folder: str) -> None:
-    """Save in a fit's last step, and after the fit."""
-    last = ModelCheckpoint(dirpath=folder, filename=f"{engine}-in", every_n_train_steps=3)
-    trainer = quiet_trainer(
-        strategy=ENGINES[engine](aligned=True),
-        precision="bf16-mixed",
-        max_steps=3,
-        callbacks=[last],
-        enable_checkpointing=True,
-    )
-    trainer.fit(TinyLM(), loader())
-    trainer.save_checkpoint(f"{folder}/{engine}-after.ckpt")
-
-
-@pytest.mark.matrix
-def test_a_checkpoint_is_saved_after_the_fit_too(tmp_path: Path) -> None:
-    for engine in ["full", "zero_2", "zero_3_offload"]:
-        run_distributed(saved_after, 2, engine, str(tmp_path))
-        inside, after = (read_manifest(tmp_path / f"{engine}-{when}.ckpt") for when in ("in", "after"))
-        assert inside.tensors == after.tensors
-        tensors = [stored(tmp_path / f"{engine}-{when}.ckpt") for when in ("in", "after")]
-        assert differences(*tensors) == {}
-
-
 SECTIONS = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "train_micro_batch_size_per_gpu": "auto",
@@ -159,35 +130,3 @@ def _described() -> None:
 
 def test_optimizer_and_schedule_of_the_configuration() -> None:
     run_distributed(_described, 2)
-
-
-CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4}}
-
-
-def resumed(schedule: dict[str, Any], wins: str) -> tuple[list[Any], list[Any], list[str]]:
-    """Rates and betas of all steps, and of those after a resume, and warnings of hyperparameters."""
-
-    def run(path: str | None, steps: int) -> list[Any]:
-        config = {"optimizer": SECTIONS["optimizer"], "scheduler": schedule}
-        strategy = ShardDeepSpeedStrategy(stage=1, config=config, resume_hyperparameters=wins)
-        rates = Rates()
-        trainer = quiet_trainer(strategy=strategy, max_steps=steps, callbacks=[rates])
-        trainer.fit(WithoutOptimizer(), loader(), ckpt_path=path)
-        trainer.save_checkpoint(f"{schedule['type']}{steps}.ckpt")
-        return rates.seen
-
-    run(None, 3)
-    whole = run(None, 5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        after = run(f"{schedule['type']}3.ckpt", 5)
-    return whole, after, [str(each.message) for each in caught if "hyperparameters win" in str(each.message)]
-
-
-@pytest.mark.matrix
-def test_a_schedule_of_deepspeeds_goes_on_whosever_hyperparameters_win() -> None:
-    for schedule, wins in ((WARMUP, "checkpoint"), (CYCLE, "configuration")):
-        [(whole, after, said)] = run_distributed(resumed, 1, schedule, wins)
-        assert after == whole[3:]
-        assert len(set(whole)) > 2
-        assert said == []

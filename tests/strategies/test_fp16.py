@@ -9,13 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_shard import LossScaling, ShardPrecision
 from lightning_shard.errors import DataError, PrecisionError
 from tests.harness import DistributedError, run_distributed
-from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer, whole
+from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer
 from tests.resume import test_resume
 from tests.strategies.engines import AT_2, BATCH, BOUNDARY, ENGINES, NORM, TWICE, VALUE, Mapped, differences
 from tests.strategies.test_parity import by_hand
@@ -157,59 +157,6 @@ def test_resume_with_the_scale(tmp_path: Path) -> None:
     test_resume._assert_continues(straight, resumed, 9)
     # Another scale than a run begins with, or the comparison says nothing about it.
     assert resumed[0]["metrics"]["loss_scale"] < SCALING.initial / 4
-
-
-class TwoOptimizers(pl.LightningModule):
-    """Both losses go backward before both steps; in the second batch the first one overflows."""
-
-    def __init__(self, clip: float) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.clip = clip
-        self.changes: list[list[float]] = []
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "one"):
-            torch.manual_seed(0)
-            self.one, self.two = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizers = self.optimizers()
-        assert isinstance(optimizers, list)
-        before = [whole(self.one.weight), whole(self.two.weight)]
-        x = torch.ones(1, 4)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        # On one rank alone: the other one has to hear of it.
-        overflow = torch.inf if batch_idx == 1 and self.global_rank == 1 else 1.0
-        self.manual_backward(self.one(x).float().sum() * overflow)
-        self.manual_backward(self.two(x).float().sum())
-        for optimizer in optimizers:
-            self.clip_gradients(optimizer, self.clip, "norm")
-            optimizer.step()
-        after = [whole(self.one.weight), whole(self.two.weight)]
-        self.changes.append([(b - a).max().item() for b, a in zip(before, after, strict=True)])
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(module.parameters(), lr=0.125) for module in (self.one, self.two)]
-
-
-def _fit_two(strategy: str, clip: float) -> tuple[list[list[float]], float | None]:
-    module = TwoOptimizers(clip)
-    plugin = ShardPrecision("16-mixed", loss_scale=LossScaling(initial=1024.0))
-    quiet_trainer(strategy=strategy, plugins=[plugin], max_steps=6).fit(module, loader())
-    return module.changes, plugin.loss_scale
-
-
-@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp_offload_aligned"])
-def test_manual_optimization_with_two_optimizers(strategy: str) -> None:
-    # Each gradient is 1 in 8 elements, so that a norm clips it to clip / sqrt(8); a forgotten scale is off by 512.
-    # The tolerance is for the fp32 spacing of weights below 0.5, 3e-8, in a step of 6e-3.
-    clip, step = 2.0**-3, 2.0**-3 * 0.125 / 8**0.5
-    for changes, scale in run_distributed(_fit_two, 2, strategy, clip):
-        assert [one for one, _ in changes] == pytest.approx([step, 0.0, step], rel=1e-5)
-        assert [two for _, two in changes] == pytest.approx([step, step, step], rel=1e-5)
-        assert scale == 512.0
 
 
 class Sick(TinyLM):

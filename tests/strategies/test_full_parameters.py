@@ -12,11 +12,10 @@ import torch
 
 from lightning_shard import full_parameters, registry
 from lightning_shard.registry import PRESETS
-from tests.compiled import NVME, need
 from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 from tests.models import all_parameters, loader, quiet_trainer
-from tests.strategies.engines import ENGINES, differences, relative
+from tests.strategies.engines import ENGINES, differences
 from tests.strategies.taught import Taught
 
 
@@ -138,28 +137,3 @@ PLAIN = [name for name in NAMES if name not in ALIGNED]
 )
 def test_the_idioms_are_equal_under_every_name(names: list[str], precision: str) -> None:
     check_equal(run_distributed(fit_names, 2, names, precision, timeout=300))
-
-
-@pytest.mark.matrix
-def test_the_idioms_are_equal_with_parameters_in_files(request: pytest.FixtureRequest) -> None:
-    need(request, *NVME)
-    names = ["shard_fsdp", "shard_deepspeed_stage_3_offload_nvme"]
-    for suffix in ("_aligned", ""):
-        check_equal(run_distributed(fit_names, 2, [name + suffix for name in names], timeout=300))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("ranks", "engines"),
-    [
-        (1, ["ddp", "full", "offload", "zero_1", "zero_2", "zero_3"]),
-        (4, ["ddp", "full", "offload", "hybrid_2x2", "zero_1", "zero_2", "zero_3", "zero_3_offload", "zero_3_hpz"]),
-    ],
-)
-def test_the_idioms_at_other_numbers_of_processes(ranks: int, engines: list[str]) -> None:
-    first, *others = run_distributed(fit_all, ranks, engines, timeout=300)
-    for engine, run in first.items():
-        # At three and more the order of a sum depends on the engine.
-        assert relative(first["ddp"]["parameters"], run["parameters"]) < (1e-4 if ranks > 1 else 1e-12), engine
-        for other in others:
-            assert differences(run["parameters"], other[engine]["parameters"]) == {}, engine

@@ -147,11 +147,3 @@ def test_saves_in_the_background_have_what_saves_have_that_are_waited_for(
 @pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"])
 def test_runs_go_on_with_dropout_and_a_fused_optimizer(name: str, devices: int, precision: str, tmp_path: Path) -> None:
     assert run_processes(on_devices.resumed, name, precision, str(tmp_path), **_on(devices)) == [0.0] * devices
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2"])
-def test_memory_that_runs_out_is_accounted_for(name: str, devices: int) -> None:
-    for message in run_processes(on_devices.out_of_memory, name, **_on(devices)):
-        assert "out of memory" in message
-        assert "Memory of rank" in message

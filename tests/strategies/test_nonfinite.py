@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigurationError, DataError, EMACallback, ShardPrecision, full_tensor
 from lightning_shard.engines.memory_breakdown import Resident
-from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.registry import build
 from lightning_shard.run.nonfinite import warn_of_nonfinite
 from tests.groups import sampled
@@ -153,34 +152,6 @@ def test_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
     text, batches, _ = run_distributed(_ends, 2, "fsdp", {"action": "skip", "limit": 2}, 8, tmp_path, times=9)[0]
     assert "It is the 3th time in a row, more than nonfinite.limit = 2" in text
     assert batches == [0, 1, 2, 3, 4]
-
-
-class Damages(pl.Callback):
-    """Changes a byte of the checkpoint of the fourth step."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        trainer.strategy.barrier()
-        if batch_idx == 4 and trainer.is_global_zero:
-            file = Path(trainer.checkpoint_callback.best_model_path) / "__0_0.distcp"  # type: ignore[union-attr]
-            file.write_bytes(b"!" + file.read_bytes()[1:])
-        trainer.strategy.barrier()
-
-
-def _goes_back_further(folder: Path) -> Any:
-    module, plugin = Model(4), ShardPrecision("16-mixed", loss_scale=LossScaling(growth_interval=1, initial=2.0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _fit("fsdp", module, "rollback", steps=6, folder=folder, every=1, callbacks=[Damages()], plugins=[plugin])
-    said = [str(each.message) for each in caught if " go back to " in str(each.message)]
-    return _same(module.values[3], module.values[5]), module.scales, said
-
-
-@pytest.mark.matrix
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    (same, scales, (said,)), _ = run_distributed(_goes_back_further, 2, tmp_path)
-    assert same
-    assert scales == [2.0, 4.0, 8.0, 16.0, 32.0, 16.0, 32.0, 64.0]
-    assert "step=4.ckpt is damaged" in said
 
 
 def _goes_on_as_if_resumed(name: str, folder: Path) -> tuple[bool, bool]:

@@ -46,9 +46,3 @@ def test_saves_resumes_and_steady_steps(tmp_path: Path) -> None:
     assert on_two(on_devices.saves, "shard_fsdp", str(tmp_path)) == [[], []]
     assert on_two(on_devices.resumed, "shard_deepspeed_stage_2", "bf16-mixed", str(tmp_path)) == [0, 0]
     assert on_two(on_devices.steady, "shard_ddp", "bf16-mixed") == [3, 3]
-
-
-def test_memory_that_runs_out() -> None:
-    for message in on_two(on_devices.out_of_memory, "shard_fsdp"):
-        assert "allocate" in message
-        assert "Memory of rank" in message

@@ -58,8 +58,6 @@ STATE = {
     "AdamW8bit": "exp_avg.codes",
 }
 SHARDING = [f"shard_{name}_aligned" for name in ("fsdp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))]
-HOST = [f"shard_{name}_offload_aligned" for name in ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3")]
-ALL = [*SHARDING, *HOST, "shard_fsdp_hybrid_aligned", "shard_fsdp_grad_op_aligned"]
 
 
 class Model(pl.LightningModule):
@@ -134,18 +132,6 @@ def _differences(names: list[str], make: str, early: bool = False, **settings: A
 @pytest.mark.parametrize("make", sampled(["adafactor", "rprop"], 0))
 def test_engines_agree_bitwise(make: str) -> None:
     assert run_distributed(_differences, 2, SHARDING, make) == [{}] * 2
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("make", ["lamb", "adafactor", "muon"])
-def test_all_forms_agree_bitwise(make: str, precision: str, accumulate: int, ranks: int) -> None:
-    settings = {"precision": precision, "accumulate_grad_batches": accumulate}
-    # Stage 1 reduces sums of micro-batches, the others each one.
-    names = [n for n in ALL if accumulate == 1 or "stage_1" not in n]
-    assert run_distributed(_differences, ranks, names, make, **settings, timeout=600) == [{}] * ranks
 
 
 def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[str, list[str]]:
@@ -246,20 +232,6 @@ class SteppedByLoss(Indexed):
 @PRECISIONS
 def test_ranks_step_by_the_mean_of_their_losses(precision: str) -> None:
     same_everywhere(SteppedByLoss, precision, strategies=("ddp", "full", "zero_2"))
-
-
-class DecaysByHand(Indexed):
-    """Weight decay of its own, over the optimizer's groups, after the step."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            for group in self.trainer.optimizers[0].param_groups:
-                torch._foreach_mul_(group["params"], 0.9)
-
-
-@PRECISIONS
-def test_what_is_written_in_place_to_the_optimizers_parameters_is_there(precision: str) -> None:
-    same_everywhere(DecaysByHand, precision, strategies=("ddp", "full", "zero_3_offload_optimizer"))
 
 
 class MadeEarly(torch.optim.SGD):

@@ -200,36 +200,6 @@ def test_checkpointing_changes_no_bit_of_replicas() -> None:
 # Where the tensors lie.
 
 
-def _check_placements(shape: tuple[int, int], precision: str) -> tuple[int, int, int]:
-    replicas, pieces = shape
-    strategy = ShardFSDPStrategy(mesh=MeshConfig(replicate=replicas, shard=pieces))
-    module = fit(strategy, model={"width": 24}, precision=precision, max_steps=1)
-    expected = (Replicate(), Shard(0)) if replicas > 1 else (Shard(0),)
-    local = whole = 0
-    for name, parameter in module.named_parameters():
-        assert isinstance(parameter, DTensor), name
-        assert parameter.placements == expected, name
-        assert parameter.device_mesh.mesh_dim_names == (("replicate", "shard") if replicas > 1 else ("shard",))
-        local += parameter.to_local().untyped_storage().nbytes()
-        whole += parameter.numel() * parameter.element_size()
-    state = 0
-    optimizer = module.trainer.optimizers[0]
-    for slots in optimizer.state.values():
-        for slot in ("exp_avg", "exp_avg_sq"):
-            assert slots[slot].placements == expected
-            state += slots[slot].to_local().untyped_storage().nbytes()
-    return local, whole, state
-
-
-def test_parameters_and_optimizer_state_are_cut() -> None:
-    padding = 40 * 24 * 4  # Less than a row for each of 20 tensors or so.
-    for world, shape in [(2, (1, 2)), (4, (2, 2))]:
-        for local, whole, state in run_distributed(_check_placements, world, shape, "32-true"):
-            assert whole / shape[1] <= local <= whole / shape[1] + padding
-            # Two slots, for all but the 24 frozen values.
-            assert 2 * (local - padding) <= state <= 2 * local
-
-
 # What can't work is refused, on all ranks alike.
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

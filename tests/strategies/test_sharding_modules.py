@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional
 
 from lightning_shard import ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.errors import ConfigurationError, PrecisionError
@@ -75,89 +74,11 @@ class Shared(Regression):
         return self.net(self.last(x)) + self.borrowed(x)[:, :WIDTH]
 
 
-class TiedUnits(Regression):
-    """Ties between units side by side, and between an inner one and the one around it."""
-
-    def build(self) -> None:
-        self.model = Tied()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layer() for _ in range(3))
-        self.blocks[2].a.weight = self.blocks[0].a.weight
-        self.enter = nn.Linear(WIDTH, WIDTH)
-        self.leave = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.leave.weight = self.enter.weight
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x) * self.scale
-
-
-class Mixture(Regression):
-    """Layers that torch treats in special ways: running statistics, attention, recurrence, convolutions."""
-
-    def build(self) -> None:
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.image = nn.Conv2d(1, 2, (1, 3), padding=(0, 1))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.recurrent = nn.LSTM(WIDTH, WIDTH, 2)
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.image(self.norm(x)[:, None, None])[:, :, 0]
-        for layer in self.layers:
-            x = layer(x)
-        x, _ = self.recurrent(x.transpose(0, 1))
-        return self.head(x[-1])
-
-
-class InDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, *, batch: dict[str, Tensor]) -> dict[str, Any]:
-        assert batch["ids"].dtype == torch.int64
-        return {"out": self.layer(batch["x"]), "extra": [batch["ids"]]}
-
-
-class SeveralForwards(Regression):
-    """Calls itself and parts of itself more than once in a step, one with inputs and outputs in containers."""
-
-    def build(self) -> None:
-        super().build()
-        self.wrapped = InDict()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wrapped(batch={"x": self.net(x), "ids": torch.arange(len(x))})["out"]
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x, y = batch
-        first, second = self(x), self(x.flip(0)).flip(0)
-        with torch.no_grad():
-            target = self.net[0](x).float()
-        return functional.mse_loss(first.float(), y) + (first - second).float().square().mean() + target.mean() * 0
-
-
 CASES: list[tuple[type[Regression], list[dict[str, Any]]]] = [
     (Frozen, [{}, {"units": 1}]),
     (Shared, [{"units": ["Layer", "Linear"]}]),
     (WithAdapter, [{"ignored_modules": ["Adapter"]}, {"ignored_modules": ["Linear", "Adapter"]}]),
     (Shared, [{}, {"units": ["Linear"]}]),
-    (TiedUnits, [{}, {"units": 1}, {"units": ["Layer", "Linear"]}, {"forward_prefetch": 1, "backward_prefetch": 1}]),
-    (Mixture, [{}, {"units": 1}, {"activation_checkpointing": "units"}]),
-    (SeveralForwards, [{"units": ["InDict", "Layer"]}, {"units": ["Layer"], "activation_checkpointing": "units"}]),
 ]
 
 
@@ -184,20 +105,6 @@ def _check_cut(module: Regression, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kind", "options"), sampled(CASES, 0, 1, 2))
 def test_trains_as_under_ddp(kind: type[Regression], options: list[dict[str, Any]], precision: str) -> None:
     run_distributed(_check_kind, 2, kind, options, precision)
-
-
-def _check_dtypes() -> None:
-    module = fit(Frozen, ShardFSDPStrategy(), "bf16-mixed")
-    dtypes = {name: p.dtype for name, p in module.named_parameters()}
-    kept = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
-    assert kept == {"net.0.a.weight", "shift"}
-    expected = Frozen()
-    assert torch.equal(module.net[0].a.weight.full_tensor(), expected.net[0].a.weight)
-    assert torch.equal(module.shift.full_tensor(), expected.shift)
-
-
-def test_frozen_parameters_keep_value_and_dtype() -> None:
-    run_distributed(_check_dtypes, 2)
 
 
 class ShardsItself(Regression):

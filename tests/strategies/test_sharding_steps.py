@@ -9,14 +9,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_shard import ConfigurationError, ShardDDPStrategy, ShardFSDPStrategy
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
-from tests.strategies.regression import STEPS, WIDTH, Layer, Regression, compare, fit
+from tests.strategies.regression import WIDTH, Layer, Regression, compare, fit
 
 
 class OnlyItsOwn(Regression):
@@ -105,35 +104,6 @@ def test_gradients_inside_a_step(precision: str) -> None:
 
 def test_a_unit_that_is_thawed_later() -> None:
     run_distributed(_check_thawed, 2)
-
-
-class Watching(Regression):
-    """Notes at the end of each layer's backward pass which layers have reduced gradients."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(*(Layer() for _ in range(3)))
-        self.reduced: list[list[int]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.net:
-            x = layer(x)
-            if x.requires_grad:
-                x.register_hook(self.look)
-        return x
-
-    def look(self, gradient: Tensor) -> None:
-        weights = [(index, layer.a.weight) for index, layer in enumerate(self.net)]
-        self.reduced.append([i for i, weight in weights if isinstance(weight, DTensor) and weight.grad is not None])
-
-
-def _check_reduced_in_turn() -> None:
-    module = fit(Watching, ShardFSDPStrategy(units=["Layer"]))
-    # The hook of a layer's output comes ahead of that layer's backward pass.
-    assert module.reduced == [[], [2], [1, 2]] * STEPS
-
-
-def test_a_layers_gradients_are_reduced_before_the_next_ones_backward() -> None:
-    run_distributed(_check_reduced_in_turn, 2)
 
 
 class Encoder(nn.Module):

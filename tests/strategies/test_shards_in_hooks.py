@@ -1,13 +1,8 @@
-"""Hooks between steps: they see and write shards, and one that would be wrong on them ends all ranks at once."""
+"""Hooks between steps see and write shards."""
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard import ShardDDPStrategy, ShardFSDPStrategy, full_tensor
+from lightning_shard import ShardDDPStrategy, full_tensor
 from tests.groups import sampled
-from tests.harness import ROOT, run_distributed
-from tests.models import quiet_trainer, whole
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
 from tests.strategies.indexed import Indexed, data, refusal
 
 
@@ -117,75 +112,6 @@ def test_hooks_between_steps_see_and_write_shards(strategy: str, precision: str)
     wrong = [n for n, value in expected.items() if not torch.allclose(found[n], value, rtol=1e-6, atol=0)]
     assert (wrong, found.keys()) == ([], expected.keys())
     assert [n for n in expected if "." in n and not torch.equal(found[n], expected[n])] == []
-
-
-class SkipsInValidation(Indexed):
-    """Validates without its second unit, which is gathered with the first, and changes that unit then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            if self.training or index != 1:
-                x = block(x)
-        return super().forward(x)
-
-    def on_validation_end(self) -> None:
-        with torch.no_grad():
-            self.blocks[1][0].weight.mul_(0.5)
-
-
-def _gathered_ahead() -> list[dict[str, Tensor]]:
-    found = []
-    for units in (0, 1):
-        torch.manual_seed(1)
-        module, strategy = SkipsInValidation(), ShardFSDPStrategy(forward_prefetch=units)
-        quiet_trainer(strategy=strategy, max_steps=1, num_sanity_val_steps=1).fit(module, data(), data())
-        found.append({name: whole(parameter) for name, parameter in module.named_parameters()})
-    return found
-
-
-def test_a_unit_that_was_gathered_ahead_and_did_not_run_has_its_new_values() -> None:
-    for apart, ahead in run_distributed(_gathered_ahead, 2):
-        assert [name for name in apart if not torch.equal(apart[name], ahead[name])] == []
-
-
-SCRIPT = """
-import time
-import lightning.pytorch as pl
-import lightning_shard
-from lightning.pytorch.utilities import rank_zero_only
-from tests.strategies.indexed import Indexed, data
-
-class Prints(Indexed):
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if batch_idx == 1:
-            self.show()
-
-    @rank_zero_only
-    def show(self):
-        print("asks", time.time(), flush=True)
-        print(float(self.body[0].weight.norm()))
-
-flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="shard_fsdp", max_steps=50, **flags)
-trainer.fit(Prints(), data(count=400))
-"""
-
-
-@pytest.mark.matrix
-def test_one_rank_that_asks_ends_all_with_the_cause(tmp_path: Path) -> None:
-    (tmp_path / "asks.py").write_text(SCRIPT)
-    command, environ = [sys.executable, "asks.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    ended, said = time.time(), run.stdout + run.stderr
-    assert run.returncode != 0
-    assert ended - float(said.split("asks ")[1].split()[0]) < 30, said
-    assert "call tensor.full_tensor() on all ranks" in said
-    assert "[rank 1 on " in said
-    assert "ends: rank 0 on " in said, said
 
 
 class LogsOnRank0(Indexed):

@@ -9,22 +9,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_shard import full_tensor
-from lightning_shard.engines.replicated import SharedBuffers
-from lightning_shard.errors import ConfigurationError
 from lightning_shard.registry import build
-from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
-from tests import stand_in
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
-from tests.strategies.indexed import Indexed, data, refusal, same_everywhere
+from tests.strategies.indexed import Indexed, refusal, same_everywhere
 
 WIDTH = 6
 NAMES = ["shard_fsdp", *(f"shard_deepspeed_stage_{stage}" for stage in (1, 2, 3))]
@@ -94,29 +89,7 @@ class Hooked(Net):
             self.brief.remove()
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self) -> Any:
-        return self.weight, {"bias": self.bias}
-
-
-class ReturnsParameters(Net):
-    """A module gives others its parameters, one in a container of its output; one without any runs on one rank."""
-
-    def build(self) -> None:
-        self.pair, self.clip = Pair(), nn.Hardtanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, others = self.pair()
-        if self.global_rank == 1:
-            x = self.clip(x)
-        return super().forward(functional.linear(x.to(weight.dtype), weight, others["bias"]).tanh() + x)
-
-
-KINDS = [Codebook, ReturnsParameters]
+KINDS = [Codebook]
 
 
 class Listed(Net):
@@ -210,25 +183,6 @@ def test_functional_transforms() -> None:
     assert run_distributed(_different, 2, Mapped, ["shard_fsdp", "shard_deepspeed_stage_2"], "32-true") == [[], []]
 
 
-def _grown() -> tuple[float, float, float]:
-    """A buffer that is larger on one rank, one that stays, and one that grows on all after the first steps."""
-    rank, module = dist.get_rank(), nn.Module()
-    full = partial(torch.full, fill_value=float(rank), device=stand_in.NAME if stand_in.chosen() else "cpu")
-    module.register_buffer("own", full((2 + rank,)))
-    module.register_buffer("stays", full((3,)))
-    module.register_buffer("grows", full((), dtype=torch.bfloat16))
-    shared = SharedBuffers(module)
-    for _ in range(4):
-        shared.share()
-    module.grows, module.stays[:] = full((9,)), float(rank)
-    shared.share()
-    return float(module.own.max()), float(module.stays.max()), float(module.grows.max())
-
-
-def test_buffers_of_each_ranks_own_shape_are_left_alone() -> None:
-    assert run_distributed(_grown, 2) == [(0.0, 0.0, 0.0), (1.0, 0.0, 1.0)]
-
-
 class Never(nn.Module):
     """Has parameters for others to read, and is never called."""
 
@@ -273,29 +227,3 @@ class ReadElsewhere(Indexed):
 
 def test_where_scalars_are_read_makes_no_difference() -> None:
     same_everywhere(ReadElsewhere, "bf16-mixed", strategies=("ddp", "full", "zero_2", "zero_3"))
-
-
-class Clamped(ReadElsewhere):
-    """As CLIP's ``logit_scale`` often is, in automatic optimization."""
-
-    training_step = Indexed.training_step
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = True
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.never.scale.data.clamp_(max=0.1)
-
-
-def _refused() -> str:
-    strategy = ShardDeepSpeedStrategy(stage=3, hooks_use_accessor=True)
-    with pytest.raises(ConfigurationError) as error:
-        quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=4).fit(Clamped(), data(shuffle=True))
-    return str(error.value)
-
-
-def test_what_zero_would_lose_of_a_scalar_is_refused() -> None:
-    for said in run_distributed(_refused, 2):
-        assert "never.scale" in said
-        assert "set_full_tensor" in said

@@ -1,4 +1,4 @@
-"""Evaluation, loaders, callbacks, metrics and what a module may ask of its strategy under the Trainer.
+"""Evaluation, callbacks and what a module may ask of its strategy under the Trainer.
 
 `tests/lightning_suite` compares the Trainer's flags, hooks and callbacks with stock Lightning.
 """
@@ -12,12 +12,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder, ModelPruning
 from lightning.pytorch.loops import utilities
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
 from tests.harness import run_distributed
@@ -70,49 +68,6 @@ def test_validate_test_and_predict_with_and_without_fit() -> None:
     assert sorted(one["indices"] + other["indices"]) == list(range(COUNT))
 
 
-class OwnBatches(BatchSampler):
-    """A user's batch sampler with the constructor that Lightning asks for."""
-
-    def __init__(self, sampler: Any, batch_size: int = 2, drop_last: bool = False) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-
-
-def _sampled(kind: str) -> list[list[int]]:
-    module, flags = build(), {}
-    if kind == "own":
-        loader = DataLoader(samples(), batch_size=2, sampler=range(0, COUNT, 3))
-    elif kind == "own batches":
-        loader = DataLoader(samples(), batch_sampler=OwnBatches(SequentialSampler(range(COUNT))))
-    elif kind == "shuffled batches":
-        loader = DataLoader(samples(), batch_sampler=OwnBatches(RandomSampler(range(COUNT))))
-    else:
-        loader = data(shuffle=kind == "shuffled")
-        flags = {"use_distributed_sampler": kind != "off"}
-    trainer = quiet_trainer(strategy=FSDP, max_epochs=1, **flags)
-    trainer.fit(module, loader)
-    assert isinstance(trainer.train_dataloader.batch_sampler, OwnBatches) == ("batches" in kind)
-    return module.seen["train"]
-
-
-def _all_sampled(kinds: list[str]) -> dict[str, list[list[int]]]:
-    return {kind: _sampled(kind) for kind in kinds}
-
-
-def test_training_keeps_the_order_of_the_loader() -> None:
-    ordered = ["plain", "own", "own batches"]
-    one, other = run_distributed(_all_sampled, 2, [*ordered, "shuffled", "shuffled batches", "off"])
-    everything = list(range(COUNT))
-    for kind in ordered:
-        order = everything[::3] if kind == "own" else everything
-        assert one[kind] == [order[i : i + 4 : 2] for i in range(0, len(order), 4)], kind
-        assert other[kind] == [order[i + 1 : i + 4 : 2] for i in range(0, len(order), 4)], kind
-    for kind in ("shuffled", "shuffled batches"):
-        both = [index for batch in one[kind] + other[kind] for index in batch]
-        assert sorted(both) == everything != both, kind
-    assert one["off"] == other["off"]
-    assert [index for batch in one["off"] for index in batch] == everything
-
-
 class Writer(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
@@ -158,81 +113,6 @@ def test_prediction_where_a_rank_has_no_batch() -> None:
         assert "predict dataloader has no batch on rank 1 of 2" in message
 
 
-CLASSES, IMAGES = 3, 22
-
-
-def images() -> TensorDataset:
-    x = torch.randn(IMAGES, 4, generator=torch.Generator().manual_seed(2))
-    return TensorDataset(x, torch.arange(IMAGES) % CLASSES)
-
-
-class Classifier(pl.LightningModule):
-    """Metrics in the module; a rate of 0 keeps its predictions what they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-        self.train_accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
-        self.matrix = torchmetrics.ConfusionMatrix("multiclass", num_classes=CLASSES)
-        self.mean = torchmetrics.MeanMetric()
-        self.tracked = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False)
-        self.notes: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x)
-
-    def on_train_epoch_start(self) -> None:
-        self.tracked.increment()  # copies the metric
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self(batch[0])
-        self.tracked.update(logits)
-        self.train_accuracy(logits, batch[1])
-        self.log("train_accuracy", self.train_accuracy, on_epoch=True, on_step=False)
-        return functional.cross_entropy(logits.float(), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        logits = self(batch[0])
-        self.matrix.update(logits, batch[1])
-        self.mean.update(functional.cross_entropy(logits.float(), batch[1]), weight=len(batch[1]))
-        self.log("val_loss", self.mean)
-
-    def on_validation_epoch_end(self) -> None:
-        self.notes.append(self.matrix.compute().tolist())
-        self.matrix.reset()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.head.parameters(), lr=0.0)
-
-
-def _metrics() -> dict[str, Any]:
-    pl.seed_everything(4, verbose=False)
-    module = Classifier()
-    trainer = quiet_trainer(strategy=FSDP, precision=BF16, max_epochs=2)
-    loader = DataLoader(images(), batch_size=3)
-    trainer.fit(module, loader, loader)
-    # Metric states keep the dtype that they were made with, whatever the module computes in.
-    assert module.mean.mean_value.dtype == torch.float32
-    return {"logged": {k: v.item() for k, v in trainer.callback_metrics.items()}, "matrix": module.notes}
-
-
-def test_metrics_in_the_module_count_the_samples_of_all_ranks() -> None:
-    one, other = run_distributed(_metrics, 2)
-    assert one == other
-    torch.manual_seed(4)
-    module = Classifier().to(torch.bfloat16)
-    x, y = images().tensors
-    with torch.no_grad():
-        logits = module(x.bfloat16())
-    guesses = logits.argmax(-1)
-    matrix = [[int(((y == i) & (guesses == j)).sum()) for j in range(CLASSES)] for i in range(CLASSES)]
-    # 22 samples are 11 for each rank: none is repeated.
-    assert one["matrix"][1:] == [matrix, matrix]
-    assert one["logged"]["train_accuracy"] == pytest.approx((guesses == y).float().mean().item())
-    expected = functional.cross_entropy(logits.float(), y).item()
-    assert one["logged"]["val_loss"] == pytest.approx(expected, rel=ROUNDING)
-
-
 def _batch_size() -> None:
     module = build()
     module.batch_size = 2
@@ -273,52 +153,6 @@ def test_pruning_is_refused_where_parameters_are_cut_or_saved(strategy: str, fla
     for error, message in run_distributed(refusal, 2, _pruned, strategy, **flags):
         assert error == "ConfigurationError"
         assert said in message
-
-
-class Looking(Indexed):
-    """Whether there were gradients when each batch's forward began."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: list[bool] = []
-
-    def training_step(self, *args: Any) -> Any:
-        self.held.append(_has_gradients(self.trainer))
-        return super().training_step(*args)
-
-
-class Watching(pl.Callback):
-    """Whether there were some when they were dropped, which it is to see."""
-
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
-
-    def on_before_zero_grad(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        self.seen.append(_has_gradients(trainer))
-
-
-def _has_gradients(trainer: pl.Trainer) -> bool:
-    # Those that are stepped: inside a step FSDP has others in their place.
-    return any(p.grad is not None for group in trainer.optimizers[0].param_groups for p in group["params"])
-
-
-def _held(callbacks: list[Any], **flags: Any) -> list[bool]:
-    module = Looking()
-    quiet_trainer(strategy=FSDP, precision=BF16, max_epochs=1, callbacks=callbacks, **flags).fit(module, data())
-    return module.held
-
-
-def _held_in_forward() -> Any:
-    watching = Watching()
-    return _held([]), _held([], accumulate_grad_batches=2), _held([watching]), watching.seen
-
-
-def test_no_forward_runs_beside_the_gradients_of_the_step_before() -> None:
-    for held, accumulated, watched, seen in run_distributed(_held_in_forward, 2):
-        assert not any(held)
-        # Those of earlier micro-batches stay, and those that a hook is to see.
-        assert accumulated == [index % 2 == 1 for index in range(len(held))]
-        assert seen == watched == [index > 0 for index in range(len(held))]
 
 
 class Collective(Indexed):

@@ -13,31 +13,7 @@ from lightning_shard import ConfigurationError, ShardPrecision
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole
-from tests.strategies.indexed import PRECISIONS, Indexed, _fit_all, refusal, same_everywhere, samples
-
-# Groups and schedulers
-
-
-class Plateau(Indexed):
-    """The validation loss does not improve, so the rate falls after each epoch; the ranks' own losses differ."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", 1.0 + self.current_epoch * (1 - 2 * self.global_rank) * 0.1)
-
-    def configure_optimizers(self) -> Any:
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.8)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0)
-        return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
-
-    @property
-    def notes(self) -> Any:
-        return self.optimizer.param_groups[0]["lr"]
-
-
-def test_reduce_on_plateau_decides_alike_on_all_ranks() -> None:
-    # Rank 1's own values improve; their mean does not, nor do rank 0's.
-    for runs in run_distributed(_fit_all, 2, ["ddp", "full"], Plateau, "32-true", {}, {"max_epochs": 3}):
-        assert [run["notes"] for run in runs.values()] == [0.2, 0.2]
+from tests.strategies.indexed import PRECISIONS, Indexed, refusal, same_everywhere, samples
 
 
 class Norms(Indexed):
@@ -70,38 +46,6 @@ def test_gradient_norm_is_logged(precision: str, flags: dict[str, Any]) -> None:
     assert all(logged == own > 0.1 for logged, own in run["notes"])
 
 
-class OwnClipping(Indexed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[float] = []
-
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.01 * (self.trainer.global_step + 1))
-        self.notes.append(torch.cat([whole(p.grad).flatten() for p in self.parameters()]).double().norm().item())
-
-
-def test_clipping_overridden_in_the_module() -> None:
-    run = same_everywhere(OwnClipping, "32-true")
-    # torch's coefficient adds 1e-6 to the norm.
-    assert run["notes"] == [pytest.approx(0.01 * (step + 1), rel=1e-4) for step in range(6)]
-
-
-class AddsUp(Indexed):
-    """A user's `optimizer_step` that leaves every other batch's gradients for the next one, and warms the rate up."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if batch_idx % 2 == 0:
-            optimizer_closure()
-            return
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr * (batch_idx + 1) / 6
-        optimizer.step(closure=optimizer_closure)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
-
-
 class Skips(Indexed):
     """Has no loss for some batches, the last one of an accumulation among them."""
 
@@ -110,34 +54,12 @@ class Skips(Indexed):
         return None if batch_idx in (3, 4) else loss
 
 
-def test_gradients_left_for_the_next_step() -> None:
-    same_everywhere(AddsUp, "32-true", strategies=("ddp", "full", "zero_2"))
-
-
 @pytest.mark.parametrize(
     ("strategies", "sync"), [(("ddp", "full", "zero_2"), "micro_batch"), (("ddp", "full"), "boundary")]
 )
 def test_one_process_may_have_no_loss(strategies: tuple[str, ...], sync: str) -> None:
     flags = {"ranks": 1, "accumulate_grad_batches": 2}
     same_everywhere(Skips, "32-true", strategies=strategies, options={"accumulate_sync": sync}, **flags)
-
-
-class CountSteps(Indexed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[int] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.notes.append(self.trainer.fit_loop.epoch_loop.batch_idx)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("sync", sampled(["micro_batch", "boundary"], 1))
-def test_validation_inside_an_accumulation_window(precision: str, sync: str) -> None:
-    flags = {"accumulate_grad_batches": 4, "val_check_interval": 3}
-    run = same_everywhere(CountSteps, precision, options={"accumulate_sync": sync}, **flags)
-    # Of 6 batches in an epoch. Validation is after 2 and 5.
-    assert run["notes"] == [3, 5]
 
 
 class Ignored(nn.Linear):
@@ -200,74 +122,6 @@ class CallsSeveral(Indexed):
 @PRECISIONS
 def test_optimizer_that_calls_its_closure_several_times(precision: str) -> None:
     same_everywhere(CallsSeveral, precision, gradient_clip_val=0.1)
-
-
-class TiedHead(Indexed):
-    """The step goes on after the module's own forward, with a layer that is gathered together with one inside of it; a
-    hook runs one of the two alone.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.body = nn.Linear(3, 8)
-        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.head.weight = self.inner.weight
-        self.notes: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(self.body(x)))
-
-    def loss(self, batch: Any, stage: str) -> Tensor:
-        self._note(stage, batch[0])
-        return (self.head(self(batch[1])).float().mean(-1) - batch[1].sum(-1)).square().mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch, "train"))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.notes.append(float(self.head(torch.ones(1, 8, device=self.device)).float().sum()))
-
-
-def test_a_layer_of_a_unit_that_forward_runs_in_part() -> None:
-    run = same_everywhere(TiedHead, "bf16-mixed", strategies=("ddp", "full", "zero_3"))
-    assert len(set(run["notes"])) == len(run["notes"])  # each of the new weights
-
-
-class Recursive(nn.Module):
-    """Calls itself, and uses its parameters after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, again: int = 2) -> Tensor:
-        x = torch.tanh(self.enter(x))
-        return self.leave(self(x, again - 1) if again else x)
-
-
-class CallsItself(Indexed):
-    """A hook runs units forward between backward and the step, and what that gathers must not outlive the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 8), nn.Sequential(Recursive(), Recursive()))
-        self.notes: list[float] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        x = torch.ones(1, 8, device=self.device)
-        for unit in self.body[1]:  # type: ignore[union-attr]
-            x = unit(x)
-        self.notes.append(float(x.sum()))
-
-
-@PRECISIONS
-def test_units_that_call_themselves_and_run_between_backward_and_step(precision: str) -> None:
-    same_everywhere(CallsItself, precision, strategies=("ddp", "full", "grad_op"))
 
 
 class Halved(Indexed):
