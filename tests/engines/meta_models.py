@@ -16,7 +16,7 @@ from lightning_shard.engines.torch_ddp import DDPOptions, prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.mesh import build_mesh
 from lightning_shard.precision.policy import policy_from
-from tests.models import whole
+from tests.models import llama, whole
 
 CPU = torch.device("cpu")
 SEED = 11
@@ -85,6 +85,13 @@ class Root(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+
+def tied_llama() -> nn.Module:
+    root = nn.Module()
+    with torch.device("meta"):
+        root.model = llama(vocab_size=32)
+    return root
 
 
 def values(root: nn.Module) -> dict[str, Tensor]:

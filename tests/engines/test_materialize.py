@@ -26,6 +26,7 @@ from tests.engines.meta_models import (
     replicated,
     run_on,
     sharded,
+    tied_llama,
     values,
 )
 from tests.harness import run_distributed
@@ -52,8 +53,8 @@ UNITS: list[Any] = ["auto", ["Linear", "MultiheadAttention"], ["Block", "Model"]
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("make", "units"),
-    [(Root, UNITS)],
-    ids=["all"],
+    [(Root, UNITS), (tied_llama, ["auto", ["LlamaMLP", "Linear"], 90])],
+    ids=["all", "llama"],
 )
 def test_the_same_values_on_every_engine_mesh_and_world_size(make: Callable[[], nn.Module], units: list[Any]) -> None:
     reference = run_distributed(_on_every_engine, 1, make, units[:1])[0]["ddp"]
@@ -66,7 +67,10 @@ def test_the_same_values_on_every_engine_mesh_and_world_size(make: Callable[[], 
                 assert found.keys() == reference.keys()
                 wrong = [n for n, tensor in found.items() if not torch.equal(tensor, reference[n])]
                 assert not wrong, f"{engine} on {world} processes"
-    _check_values(reference)
+    if make is Root:
+        _check_values(reference)
+    else:
+        _check_llama(reference)
 
 
 def _check_values(found: dict[str, Tensor]) -> None:
@@ -80,6 +84,15 @@ def _check_values(found: dict[str, Tensor]) -> None:
     assert not torch.equal(found["model.blocks.0.up.weight"], found["model.blocks.1.up.weight"])
     assert all(torch.equal(found[f"model.angles.{name}"], tensor) for name, tensor in Angles().named_buffers())
     assert torch.equal(found["gain"], torch.full((3,), 0.25))
+
+
+def _check_llama(found: dict[str, Tensor]) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    built = dict(LlamaRotaryEmbedding(tied_llama().model.config).named_buffers())
+    assert all(torch.equal(found[f"model.model.rotary_emb.{name}"], tensor) for name, tensor in built.items())
+    assert torch.equal(found["model.model.norm.weight"], torch.ones(8))
+    assert torch.equal(found["model.lm_head.weight"], found["model.model.embed_tokens.weight"])
 
 
 # What can't be done is said before anything is touched.
