@@ -29,10 +29,7 @@ _MISSING = pytest.StashKey[list[str]]()
 
 @pytest.fixture(autouse=True)
 def _own_environment() -> Generator[None, None, None]:
-    """Undo a test's changes to the environment, which processes of later tests would inherit.
-
-    ``seed_everything`` sets a seed there, and a Trainer in this process its port and its rank on the node.
-    """
+    """Undo a test's changes to the environment, which processes of later tests would inherit."""
     before = dict(os.environ)
     yield
     for name in [name for name in os.environ if name not in before and name != "PYTEST_CURRENT_TEST"]:

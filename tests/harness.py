@@ -44,10 +44,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class DistributedError(AssertionError):
-    """At least one rank raised, died or did not end in time; the message has a section for every rank.
-
-    `failed` has a rank's exception's type name, "died" or "did not end"; without the ranks that returned.
-    """
+    """At least one rank raised, died or did not end in time; the message has a section for every rank."""
 
     def __init__(self, message: str, failed: dict[int, str]) -> None:
         super().__init__(message)
@@ -57,10 +54,7 @@ class DistributedError(AssertionError):
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, **kwargs: Any
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on `world_size` processes with an initialised gloo group; results by rank.
-
-    ``fn`` is a module-level function: it is pickled by reference.
-    """
+    """Call ``fn``, pickled by reference, on `world_size` processes with an initialised group; results by rank."""
     payload = pickle.dumps((fn, args, kwargs))
     pool = _POOLS.get(world_size)
     if pool is None or not pool.alive():
@@ -289,11 +283,7 @@ def _joined_path() -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on.
-
-    It is below those that the system gives to whoever asks for any (Linux: from 32,768), so that it stays free until it
-    is used, and each worker of ``pytest -n`` has a range of its own.
-    """
+    """A port that nobody listens on, below those that the system gives out; each worker of ``-n`` has its range."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = 10000 + 2000 * (worker % 10) + random.SystemRandom().randrange(2000)

@@ -1,7 +1,4 @@
-"""The process behind :mod:`tests.harness`: waits for calls on a pipe, runs each in a new process group.
-
-Importing this module imports what most calls use; it is done once, in the process that the workers are forked from.
-"""
+"""The process behind :mod:`tests.harness`: waits for calls on a pipe, runs each in a new process group."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import tomllib
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import pytest
@@ -25,7 +25,6 @@ from lightning_shard import (
     ShardPrecision,
     UnitRule,
 )
-from lightning_shard.arguments import read
 from lightning_shard.engines.memory_model import plain_settings
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, ParameterOffload
 from tests import typed_user
@@ -105,27 +104,6 @@ def test_what_does_not_fit_is_refused_at_construction(kind: type[Any], given: di
         kind(**given)
     assert message in str(refused.value)
     assert isinstance(refused.value, {MeshConfig: MeshError, ShardPrecision: PrecisionError}.get(kind, Exception))
-
-
-class _Twice:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "expected"),
-    [
-        (Literal["auto"] | int | list[str], "auto", "auto"),
-        (bool | int, True, True),
-        (float | None, 3, 3.0),
-        (tuple[str, ...], ["a"], ("a",)),
-        (Any, _Twice, _Twice),
-        (_Twice, (made := _Twice()), made),
-    ],
-)
-def test_reading(kind: Any, value: Any, expected: Any) -> None:
-    found = read(kind, value, "name")
-    assert found == expected
-    assert type(found) is type(expected)
 
 
 def test_checked_dataclasses_stay_dataclasses() -> None:

@@ -30,19 +30,6 @@ def _identity(offset: int, *, scale: int = 1) -> dict[str, object]:
     }
 
 
-def test_results_come_by_rank_from_processes_that_are_kept() -> None:
-    first = run_distributed(_identity, 2, 10, scale=3)
-    second = run_distributed(_identity, 2, 20)
-    assert [result["rank"] for result in first] == [0, 1]
-    assert [result["total"] for result in first] == [63, 63]
-    assert all(result["threads"] == 1 for result in first)
-    pids = [result["pid"] for result in first]
-    assert os.getpid() not in pids
-    assert pids == [result["pid"] for result in second]
-    assert first[0]["cwd"] == first[1]["cwd"] != second[0]["cwd"]
-    assert not Path(str(first[0]["cwd"])).exists()
-
-
 def _raise_while_the_other_waits() -> None:
     if dist.get_rank() == 1:
         print("its last words", flush=True)

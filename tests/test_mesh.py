@@ -44,14 +44,6 @@ def test_two_autos_shard_inside_a_node_and_replicate_across_nodes(nodes: int, pe
     assert resolve_mesh(config, world_size=nodes * per_node, processes_per_node=per_node) == (nodes, per_node)
 
 
-def test_sizes_that_do_not_divide_list_those_that_do() -> None:
-    with pytest.raises(
-        MeshError, match=r"mesh\.shard: 4 do not multiply to the 6 processes.*one of 1, 2, 3, 6"
-    ) as error:
-        resolve_mesh(MeshConfig(replicate="auto", shard=4), world_size=6, processes_per_node=6)
-    assert "devices" in str(error.value)
-
-
 @pytest.mark.parametrize("size", [0, 2.0, True])
 @pytest.mark.parametrize("axis", ["replicate", "shard"])
 def test_sizes_that_are_none_are_refused_by_name_and_value(axis: str, size: Any) -> None:

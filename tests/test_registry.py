@@ -87,15 +87,6 @@ def test_settings_differ_between_names() -> None:
         assert one not in settings[:number]
 
 
-@pytest.mark.parametrize("ask", [registry.find, registry.build, preset_yaml])
-def test_unknown_name(ask: Any) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        ask("shard_fsdp_aligend")
-    message = str(error.value)
-    assert "no strategy 'shard_fsdp_aligend'. Did you mean shard_fsdp_aligned" in message
-    assert all(name in message for name in ALL)
-
-
 def test_names_that_are_advised_are_registered() -> None:
     advised = {name for facts in get_args(EngineFacts) for name in facts.advised}
     assert {*advised, *plan_inputs.NEAREST.values()} <= set(PLAIN)

@@ -31,9 +31,7 @@ READS = {
 
 
 class Waits(TorchDispatchMode):
-    """Counts waits by the innermost function of this package, DeepSpeed or Lightning that they are in, and the objects
-    that ranks exchange, for which their hosts meet.
-    """
+    """Counts waits by the innermost function of a package that they are in, and exchanges of objects."""
 
     def __init__(self) -> None:
         super().__init__()

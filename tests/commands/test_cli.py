@@ -111,23 +111,6 @@ def test_yaml_of_a_strategy_is_an_overlay(command: Callable[..., ShardCLI], caps
     assert cli.trainer.strategy.aligned
 
 
-@pytest.mark.parametrize("kind", [ShardFSDPStrategy])
-def test_help_has_a_text_for_every_field(
-    kind: type, command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
-) -> None:
-    import inspect
-
-    with pytest.raises(SystemExit) as ended:
-        command("fit", "--trainer.strategy.help", f"lightning_shard.{kind.__name__}")
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for name in list(inspect.signature(kind).parameters):
-        # The option, a line break, and a sentence before "(type: ...".
-        entry = re.search(rf"^  --trainer\.strategy\.{name} (.*?)\(type:", text, re.DOTALL | re.MULTILINE)
-        assert entry, name
-        assert len(entry[1].split()) >= 4, f"{name} has no text"
-
-
 def test_later_configurations_win(command: Callable[..., ShardCLI]) -> None:
     first = write_config("1.yaml", _strategy(log_grad_norm=True, timeout_seconds=5))
     second = write_config("2.yaml", _strategy(timeout_seconds=7))

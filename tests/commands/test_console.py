@@ -55,10 +55,7 @@ VARYING = [
 
 
 def console(text: str) -> list[str]:
-    """The lines that stay on a terminal, without progress bars and without parts that vary from run to run.
-
-    Lines of other ranks, which come at any time, are last.
-    """
+    """The lines that stay on a terminal, without what varies; those of other ranks, in any order, are last."""
     lines = []
     for line in re.sub(r"\x1b\[[\d;]*[A-Za-z]", "\r", text).replace("\r", "\n").splitlines():
         kept = "" if re.fullmatch(BAR, line.strip()) else line.rstrip()

@@ -81,22 +81,6 @@ def check_yaml(out: str, folder: Path) -> None:
     assert type(read.trainer.strategy).__name__ == content["trainer"]["strategy"]["class_path"].rpartition(".")[2]
 
 
-@pytest.mark.matrix
-def test_cpus_have_nothing_of_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, "--device-memory", "50MB", *GPT)
-    held = re.search(r"^all +.*", out, re.MULTILINE)
-    found = re.search(r"^fits: (\S+ \w+) at the peak, in the .*, of 50 MB\n(.*)$", out, re.MULTILINE)
-    assert held is not None
-    assert found is not None
-    assert found[1] in held[0]
-    assert found[2].startswith("on CPUs tensors alone are counted, offloaded ones too")
-    assert "CUDA" not in out
-    # What is offloaded stays in the same memory: parameters, masters' gradients and Adam's slots, of two processes.
-    offloaded = plan(capsys, "--device-memory", "50MB", *GPT, "--trainer.strategy=shard_fsdp_offload")
-    sizes = [float(re.search(r"^fits: ([\d.]+) MB", text, re.MULTILINE)[1]) for text in (out, offloaded)]  # type: ignore[index]
-    assert sizes[1] >= sizes[0] - 0.01
-
-
 def test_without_activations(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "--devices", "2", *GPT, "--no-trace")
     assert out.startswith("note: ESTIMATE WITHOUT ACTIVATIONS: --no-trace was given")

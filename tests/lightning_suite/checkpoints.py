@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.lightning_suite.hooks import ManualNet
 from tests.lightning_suite.stock import Net, Runs, cases, data, files, held_out, raised, weights
 
 
@@ -59,13 +58,6 @@ def by_steps_with_metric(runs: Runs) -> Any:
 
 def by_time(runs: Runs) -> Any:
     return fitted(runs, train_time_interval=timedelta(microseconds=1), save_top_k=-1, flags={"max_epochs": 1})
-
-
-def by_hand(runs: Runs) -> Any:
-    return fitted(runs, ManualNet, every_n_train_steps=3, save_top_k=-1, save_last=True)
-
-
-by_hand.leaves_out = True
 
 
 def several(runs: Runs) -> Any:

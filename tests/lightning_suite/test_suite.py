@@ -1,8 +1,4 @@
-"""What Lightning's own tests ask of strategies, checkpoints, optimizers and callbacks, asked of this package's.
-
-The facts are those of ``tests/tests_pytorch`` in Lightning's repository; the cases are written anew, grouped by
-feature, and run at two processes under stock ``ddp`` and under each strategy, which have to show the same.
-"""
+"""What Lightning's own tests ask of strategies, checkpoints, optimizers and callbacks, asked of this package's."""
 
 from __future__ import annotations
 

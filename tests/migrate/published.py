@@ -1,8 +1,4 @@
-"""DeepSpeed files of the kinds that public repositories hold: one line for each kind of content, put together anew.
-
-The kinds are those of the Hugging Face libraries (Transformers, Accelerate, TRL), LLaMA-Factory, axolotl and
-DeepSpeedExamples: "auto" values in the first four, numbers and an optimizer of DeepSpeed's own in the last.
-"""
+"""DeepSpeed files of the kinds that public repositories hold: one line for each kind of content, put together anew."""
 
 from __future__ import annotations
 
