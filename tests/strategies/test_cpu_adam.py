@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shard import ShardPrecision
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.policy import policy_from
-from tests.compiled import NVME, need
+from tests.compiled import need
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer
 from tests.strategies.engines import differences, relative
@@ -63,11 +63,6 @@ CASES: list[tuple[str, str, str, str | None]] = [
     ("3", "16-true", "AdamW", "under DeepSpeedCPUAdam. Use shard_deepspeed_stage_2_offload"),
     ("1", "bf16-true", "CPUAdam with 16-bit state", None),
 ]
-NVME_CASES = [
-    ("3_offload_nvme", "16-true", "CPUAdam", ALONE),
-    ("3_offload_nvme", "bf16-true", "CPUAdam with 16-bit state", None),
-    ("3_offload_nvme_aligned", "bf16-true", "AdamW", None),
-]
 
 
 def check_rows(cases: list[tuple[str, str, str, str | None]]) -> None:
@@ -91,12 +86,6 @@ def check_rows(cases: list[tuple[str, str, str, str | None]]) -> None:
 def test_low_memory_is_stepped_by_cpu_adam_alone(request: pytest.FixtureRequest) -> None:
     need(request, "cpu_adam")
     run_distributed(check_rows, 2, CASES)
-
-
-@pytest.mark.matrix
-def test_low_memory_in_files_too(request: pytest.FixtureRequest) -> None:
-    need(request, "cpu_adam", *NVME)
-    run_distributed(check_rows, 2, NVME_CASES, timeout=600)
 
 
 def beside_torch() -> None:

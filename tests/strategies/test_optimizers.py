@@ -58,6 +58,8 @@ STATE = {
     "AdamW8bit": "exp_avg.codes",
 }
 SHARDING = [f"shard_{name}_aligned" for name in ("fsdp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))]
+HOST = [f"shard_{name}_offload_aligned" for name in ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3")]
+ALL = [*SHARDING, *HOST, "shard_fsdp_hybrid_aligned", "shard_fsdp_grad_op_aligned"]
 
 
 class Model(pl.LightningModule):
@@ -132,6 +134,18 @@ def _differences(names: list[str], make: str, early: bool = False, **settings: A
 @pytest.mark.parametrize("make", sampled(["adafactor", "rprop"], 0))
 def test_engines_agree_bitwise(make: str) -> None:
     assert run_distributed(_differences, 2, SHARDING, make) == [{}] * 2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("make", ["lamb", "adafactor", "muon"])
+def test_all_forms_agree_bitwise(make: str, precision: str, accumulate: int, ranks: int) -> None:
+    settings = {"precision": precision, "accumulate_grad_batches": accumulate}
+    # Stage 1 reduces sums of micro-batches, the others each one.
+    names = [n for n in ALL if accumulate == 1 or "stage_1" not in n]
+    assert run_distributed(_differences, ranks, names, make, **settings, timeout=600) == [{}] * ranks
 
 
 def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Gradients inside a step, thawed parameters, methods other than forward, and several runs of one module."""
+"""Gradients inside a step, methods other than forward, and several runs of one module."""
 
 from __future__ import annotations
 
@@ -67,21 +67,6 @@ class Adversarial(Regression):
         return loss
 
 
-class Thaws(Regression):
-    """A whole unit is frozen at first."""
-
-    def build(self) -> None:
-        super().build()
-        self.net[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.net[0].requires_grad_(True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 def _check_adversarial(precision: str) -> None:
     expected = fit(Adversarial, ShardDDPStrategy(aligned=True), precision)
     for case in [{}, {"units": ["Layer", "Linear"], "reshard_after_forward": False}]:
@@ -90,20 +75,9 @@ def _check_adversarial(precision: str) -> None:
         compare(found, expected, case)
 
 
-def _check_thawed() -> None:
-    # In 16 bits: torch's DDP, which 32-true runs on, never learns of parameters that were frozen when it was built.
-    found = fit(Thaws, ShardFSDPStrategy(aligned=True), "bf16-mixed")
-    assert not torch.equal(whole_parameters(found)["net.0.a.weight"], Thaws().net[0].a.weight)
-    compare(found, fit(Thaws, ShardDDPStrategy(aligned=True), "bf16-mixed"), "thawed")
-
-
 @pytest.mark.parametrize("precision", sampled(["32-true", "bf16-mixed"], 1))
 def test_gradients_inside_a_step(precision: str) -> None:
     run_distributed(_check_adversarial, 2, precision)
-
-
-def test_a_unit_that_is_thawed_later() -> None:
-    run_distributed(_check_thawed, 2)
 
 
 class Encoder(nn.Module):
