@@ -46,22 +46,6 @@ def test_meters(tmp_path: Path) -> None:
     assert communication([]) is None
 
 
-class Summing(Alone):
-    """Steps nothing in this run."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
-
-
-def test_a_fit_without_a_step_leaves_no_meter() -> None:
-    memory = MemoryCallback()
-    fit(Summing(), memory, max_steps=-1, max_epochs=1, limit_train_batches=2)
-    assert memory.measured is None
-    assert memory._meter is None
-
-
 @pytest.mark.parametrize("given", [{"margin": 1.0}, {"largest": 0}, {"limit": 0}])
 def test_numbers_that_can_not_be(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="margin must be from 0 to below 1, and the others 1 or more"):

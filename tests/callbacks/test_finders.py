@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
 from lightning_shard.callbacks import BatchSizeCallback
-from lightning_shard.callbacks.batch_size import split_samples
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, Tokens, quiet_trainer
 
@@ -194,8 +193,3 @@ def _refused(case: str) -> str:
 def test_what_can_not_be_searched_is_refused(case: str, message: str) -> None:
     for text in run_distributed(_refused, 2, case):
         assert message in text
-
-
-@pytest.mark.parametrize(("found", "settled"), [(20, (16, 3)), (48, (48, 1)), (100, (48, 1)), (1, (1, 48))])
-def test_the_global_batch_takes_the_largest_batch_that_divides_it(found: int, settled: tuple[int, int]) -> None:
-    assert split_samples(48, found) == settled

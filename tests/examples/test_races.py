@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -68,11 +67,6 @@ def test_variants_do_what_they_are_called_and_learn_the_same() -> None:
     assert losses["hand_fsdp+boundary"][2] != losses["hand_fsdp"][2]
 
 
-def _without_deepspeed(name: str, work: Workload, place: Place, plan: Plan) -> Any:
-    sys.modules["deepspeed"] = None  # type: ignore[assignment]  # as import has it for what can't be imported
-    return build(name, work, place, plan)
-
-
 def _fails_later(name: str, work: Workload, place: Place, plan: Plan) -> Any:
     contestant: Any = build("hand_ddp", work, place, plan)
     if name == "ends":
@@ -85,14 +79,6 @@ def _fails_later(name: str, work: Workload, place: Place, plan: Plan) -> Any:
 
         contestant.run = ends
     return contestant
-
-
-def test_an_engine_that_is_not_installed_is_left_out() -> None:
-    pytest.importorskip("greenlet")
-    names = ["hand_ddp", "deepspeed_stage_2", "shard_deepspeed_stage_2"]
-    result = time_together(names, TINY, PLAN, _without_deepspeed)
-    assert result.left_out == dict.fromkeys(names[1:], "deepspeed is not installed")
-    assert len(result.seconds["hand_ddp"]) == PLAN.rounds
 
 
 def test_one_that_ends_in_the_middle_leaves_the_others() -> None:

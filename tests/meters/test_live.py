@@ -17,31 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from lightning_shard import ShardDeepSpeedStrategy
-from lightning_shard.engines.memory_breakdown import Resident, module_tensors
+from lightning_shard.engines.memory_breakdown import module_tensors
 from lightning_shard.engines.zero.config.fields import Stage3Options
-from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.meters.memory_account import StepMeter, account
+from lightning_shard.memory import MemoryAccount
+from lightning_shard.meters.memory_account import StepMeter
 from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
 CPU = torch.device("cpu")
-
-
-def test_a_storage_counts_once_for_the_kind_that_comes_first() -> None:
-    whole = torch.zeros(10)
-    held = [
-        Resident("parameters", "device", whole[:4]),
-        Resident("gradients", "device", whole[4:]),
-        Resident("optimizer", "host", torch.zeros(3, dtype=torch.float64)),
-        Resident("optimizer", "nvme", torch.zeros(2)),
-        Resident("buffers", "device", torch.zeros(5, device="meta")),
-        Resident("communication", "device", 7),
-    ]
-    assert account(held) == MemoryAccount(
-        device=KindBytes(parameters=40, communication=7), host=KindBytes(optimizer=24), nvme=KindBytes(optimizer=8)
-    )
 
 
 class _Net(nn.Module):

@@ -30,25 +30,6 @@ def test_one_allocation(size: int, reserved: int, allocated: int) -> None:
     assert block.size == reserved  # Whole again.
 
 
-def test_blocks_are_split_and_joined() -> None:
-    device = Allocator()
-    first, second = device.allocate(3 * MiB), device.allocate(18 * MiB)
-    assert device.reserved == (20 + 18) * MiB  # 17 MiB are left of the first segment: not enough.
-    third = device.allocate(4 * MiB)
-    assert device.reserved == 38 * MiB
-    device.free(first)
-    device.free(third)
-    # 20 MiB in one piece again.
-    whole = device.allocate(19 * MiB)
-    assert (whole.size, device.reserved) == (20 * MiB, 38 * MiB)
-    device.free(second)
-    device.free(whole)
-    # Of what is free the smallest block that is large enough, which is not split where 1 MiB is left.
-    assert device.allocate(17 * MiB).size == 18 * MiB
-    assert device.allocate(17 * MiB).size == 17 * MiB
-    assert device.reserved == 38 * MiB
-
-
 def test_a_step_by_hand() -> None:
     """Two steps: states, a unit's activations, the gradient that stays on a stream of its own."""
     training = Training(model=model(10), policy=BF16)  # One parameter.

@@ -68,14 +68,6 @@ def test_units_with_settings_of_their_own() -> None:
     assert next(c.payload for c in sent if c.what == "parameters, backward") == 2 * 1000
 
 
-def test_traffic_of_a_ring() -> None:
-    nodes = Nodes(nodes=2, devices=4)
-    (reduced,) = collectives(Training(model=model(800), policy=FP32), TorchDDPFacts(ranks=8))
-    # 2 (k - 1) / k of 32,000 bytes from each rank, and over each node's edge once.
-    assert (reduced.kind, reduced.sent) == ("all-reduce", 2 * 7 / 8 * 32_000)
-    assert reduced.inside(nodes) == reduced.between(nodes) == reduced.sent
-
-
 def test_traffic_of_hybrid_sharding() -> None:
     nodes = Nodes(nodes=2, devices=4)
     sent = {

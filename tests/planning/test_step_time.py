@@ -117,20 +117,6 @@ def test_the_optimizer_moves_its_bytes() -> None:
     assert spent == pytest.approx((22 * 15_000 * 4 + 2 * 30_000 * (2 + 2 + 4)) / 1e6, rel=0.01)
 
 
-def test_products_by_shape() -> None:
-    def reached(*shape: int) -> float:
-        batch, m, k, n = shape
-        return 2 * batch * m * k * n / product_seconds(DEVICE, *shape, torch.bfloat16) / DEVICE.products
-
-    assert reached(1, 2560, 1024, 1280) == 1.0  # ten tiles in each of ten waves
-    assert reached(1, 2560, 1024, 1281) == pytest.approx(10 / 11, abs=0.03)  # tiles of nearly nothing
-    assert reached(1, 256, 1024, 128) <= 0.48  # one tile for ten processors, or eight small ones
-    assert reached(1, 256, 65536, 128) > 0.75  # unless the summed dim is cut
-    assert product_seconds(DEVICE, 1, 256, 64, 128, torch.float32) == pytest.approx(
-        10 * product_seconds(DEVICE, 1, 256, 64, 128, torch.bfloat16)
-    )
-
-
 def test_operators_as_they_run_and_compiled() -> None:
     device = replace(DEVICE, memory=1e9, kernel=1e-9)
     times, x = OperatorTimes(device, lambda: 0), torch.zeros(1000, 1000)

@@ -66,20 +66,6 @@ def run_of(module: nn.Module, *traces: Trace) -> Run:
     return Run(training=Training(model=facts, policy=FP32), engine=TorchDDPFacts(ranks=1), traces=traces)
 
 
-def test_activations_grow_with_the_batch() -> None:
-    module = TinyLM()
-    module.configure_model()
-    mode = fake.fake_mode()
-    traces = [trace(module, mode=mode, batch_size=size) for size in (4, 8, 32)]
-    assert [t.batch_size for t in traces] == [4, 8, 32]
-    known = run_of(module, *traces[:2])
-    assert len(known.comparable) == 2
-    expected, found = traces[2].segments, known.at(32).segments
-    assert [(s.phase, s.unit, s.complete) for s in found] == [(s.phase, s.unit, s.complete) for s in expected]
-    # Where a part's most is now one moment and now another, which small parts show, a line lies below it.
-    assert max(s.activations for s in found) == pytest.approx(max(s.activations for s in expected), rel=0.01)
-
-
 def test_the_largest_batch_is_confirmed_by_its_own_trace() -> None:
     module = TinyLM()
     module.configure_model()

@@ -1,11 +1,6 @@
 """A real SLURM of a few virtual nodes on one machine, for the tests of the group ``slurm``.
 
-One slurmd per network, host name and mount namespace, each with an address of its own on a bridge; slurmctld and munge
-beside them. Needs root and Debian's ``slurmctld slurmd slurm-client munge iproute2``. What is the machine's own, its
-``/etc/hosts`` too, stays as it is: the nodes see another one. The machine's file system is the one that all nodes
-share; `Cluster.private` is a folder that each node has for itself.
-
-One cluster at a time runs on a machine; a second one waits for it.
+Needs root and Debian's ``slurmctld slurmd slurm-client munge iproute2``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.commands import init, plan, slurm
+from lightning_shard.commands import slurm
 from lightning_shard.commands.slurm import script
 from tests.harness import ROOT
 from tests.slurm.conftest import Jobs
@@ -39,24 +39,6 @@ def test_a_script_of_the_command_is_stopped_and_goes_on(jobs: Jobs, tmp_path: Pa
     assert f"goes on from step {stopped[0]}" in log
     steps = [int(step) for step in re.findall(r"^train (\d+)", said.read_text(), re.MULTILINE)]
     assert steps == list(range(80))
-
-
-def test_init_plan_slurm_and_sbatch_take_one_file(
-    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    answers = ["devices=2x1 cpu", "slurm=yes", "engine=shard_fsdp_aligned", "precision=bf16-mixed"]
-    assert init.main(["--output", "run.yaml", "--answers", "train=quickstart", *answers]) == 0
-    launch = "lightning-shard slurm --config run.yaml --submit"
-    assert f"train with: {launch}" in capsys.readouterr().out
-    assert plan.main(["--device-memory", "4GB", "--config", "run.yaml"]) == 0
-    assert "2 x 1 devices" in capsys.readouterr().out
-    words = launch.split()[2:-1]
-    environ = ["--env", f"PYTHONPATH={ROOT}", "--env", "OMP_NUM_THREADS=1"]
-    assert slurm.main([*words, *environ, "--logs", str(tmp_path), "--output", "job.sh"]) == 0
-    job = jobs.cluster.submit(tmp_path / "job.sh", cwd=tmp_path)
-    assert jobs.cluster.wait(job) == "COMPLETED"
-    assert re.search(r"^(0: )?checkpoint: runs/", jobs.log(f"train-{job}"), re.MULTILINE)
 
 
 def test_doctor(jobs: Jobs, tmp_path: Path) -> None:

@@ -1,18 +1,7 @@
 """A stand-in for a GPU: an out-of-tree device of torch, ``standin``, on which all engines train without one.
 
-Its memory is host memory and its kernels are the CPU's (`device.cpp`), so that numbers are those of the CPU, but for
-convolutions and attention, where torch chooses other kernels for it. What a GPU does otherwise it does too:
-
-- An operator over tensors of the device and of the host is refused.
-- Random numbers come from the device's own generator.
-- A device has 8 GiB, and torch's ``OutOfMemoryError`` says that there is no more.
-- Memory begins as NaN and becomes NaN when it is freed, also while another stream has yet to read it
-  (``record_stream`` was forgotten).
-- Copies with ``non_blocking=True`` between the device and pinned memory happen late, in the order of their stream: the
-  host sees NaN until it waits for the stream, an event or the device.
-- The default process group has no CPU backend but where ``TESTS_GROUPS=cpu`` asks for it, and is split as NCCL's is.
-- torch and DeepSpeed take it for an accelerator with streams and events, and so choose their kernels over lists of
-  tensors, their streams and their pinned buffers.
+Memory begins as NaN and becomes NaN when it is freed, and late copies happen late: what forgets to wait reads NaN.
+The default process group has no CPU backend but where ``TESTS_GROUPS=cpu`` asks for it, and is split as NCCL's is.
 
 ``TESTS_DEVICE=stand_in pytest tests/strategies`` runs tests on it: what asks for the CPU gets it. `NOT_ON_A_DEVICE` has
 the tests for which that makes no sense.

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_shard.engines.optimizer_probe import Needs, probe
 from lightning_shard.engines.zero import flat_layout
-from lightning_shard.resume.rng import rng_state, same
 from tests import stand_in
 from tests.harness import run_distributed
 from tests.models import TinyLM
-from tests.optimizers import Noisy
 from tests.strategies.engines import NORM, differences
 from tests.strategies.zero import fit
 
@@ -35,17 +32,6 @@ def _memory() -> None:
     for mixed in (torch.add, lambda a, b: torch.stack([a.sum(), b.sum()])):
         with pytest.raises(RuntimeError, match=r"same device|two devices"):
             mixed(on_device, torch.ones(8))
-
-
-def _needs() -> tuple[Needs, bool]:
-    before = rng_state()
-    parameters = [nn.Parameter(torch.zeros(4, 4, device=stand_in.NAME))]
-    needs = probe(Noisy(parameters), dtype=torch.float32, aligned=True, alone=True)
-    return needs, same(before, rng_state())
-
-
-def test_an_optimizer_draws_from_the_generator_of_its_device() -> None:
-    assert run_distributed(_needs, 1) == [(Needs(full=True, draws=True), True)]
 
 
 def _freed_early(recorded: bool) -> list[float]:
