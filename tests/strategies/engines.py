@@ -43,7 +43,6 @@ ENGINES: dict[str, Callable[..., ShardStrategy]] = {
 ZERO = [name for name in ENGINES if name.startswith("zero")]
 OFFLOADED = ["zero_1_offload", "zero_2_offload", "zero_3_offload_optimizer", "zero_3_offload"]
 AT_2 = ["ddp", "full", "grad_op", "hybrid_1x2", "hybrid_2x1", "offload"]
-AT_3 = ["full", "grad_op", "offload", "ddp", "zero_2", "zero_3", "zero_3_offload"]
 AT_4 = ["full", "grad_op", "hybrid_2x2", "offload", "ddp", "zero_2", "zero_3", "zero_3_hpz"]
 
 

@@ -22,7 +22,6 @@ from tests.harness import run_distributed
 from tests.models import Final, TinyLM, all_parameters, quiet_trainer, whole
 from tests.strategies.engines import (
     AT_2,
-    AT_3,
     AT_4,
     BATCH,
     BOUNDARY,
@@ -315,36 +314,14 @@ def test_engines_take_the_steps_of_a_plain_loop(precision: str) -> None:
 def check_summation_order(world_size: int, engines: list[str], precision: str, trainer: dict[str, Any]) -> None:
     for runs in compare(world_size, engines, precision, trainer=trainer):
         for engine in engines[1:]:
-            if world_size == 3 and precision == "bf16-mixed":
-                check_thirds(engine, runs["full"], runs[engine])
-                continue
             for part in ("parameters", "optimizer"):
                 assert relative(runs["full"][part], runs[engine][part]) < SUMMATION_ORDER, (engine, part)
-
-
-def check_thirds(engine: str, full: dict[str, Any], run: dict[str, Any]) -> None:
-    """Compare runs in bf16 on three ranks, a number by which 16 bits can't be divided without a loss."""
-    if not engine.startswith("zero_3"):
-        assert not any(differences(full[part], run[part]) for part in ("parameters", "optimizer")), engine
-        return
-    # Stage 3 sums thirds, of which fp32's last bit differs from a third of the sum. Now and then that rounds a weight
-    # to another bf16, of which AdamW makes a step in another direction where a gradient is small. Thirds in bf16 would
-    # show in the first norm, by 1e-4.
-    assert full["norms"][:1] == pytest.approx(run["norms"][:1], rel=1e-6), engine
-    assert 0 <= off_by(full, run) < 0.05, engine
-
-
-def off_by(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Length of the difference of two runs' parameters, in units of how far the first moved."""
-    off = sum((other["parameters"][n] - tensor).square().sum() for n, tensor in one["parameters"].items())
-    moved = sum((one["start"][n] - tensor).square().sum() for n, tensor in one["parameters"].items())
-    return float((off / moved).sqrt())
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("clip", [{}, NORM, VALUE], ids=["unclipped", "norm", "value"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize(("world_size", "engines"), [(4, AT_4), (3, AT_3)])
+@pytest.mark.parametrize(("world_size", "engines"), [(4, AT_4)])
 def test_other_world_sizes_agree_to_summation_order(
     world_size: int, engines: list[str], precision: str, clip: dict[str, Any]
 ) -> None:

@@ -74,11 +74,39 @@ class Shared(Regression):
         return self.net(self.last(x)) + self.borrowed(x)[:, :WIDTH]
 
 
+class TiedUnits(Regression):
+    """Ties between units side by side, and between an inner one and the one around it."""
+
+    def build(self) -> None:
+        self.model = Tied()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.blocks[2].a.weight = self.blocks[0].a.weight
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.leave = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.leave.weight = self.enter.weight
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x) * self.scale
+
+
 CASES: list[tuple[type[Regression], list[dict[str, Any]]]] = [
     (Frozen, [{}, {"units": 1}]),
     (Shared, [{"units": ["Layer", "Linear"]}]),
     (WithAdapter, [{"ignored_modules": ["Adapter"]}, {"ignored_modules": ["Linear", "Adapter"]}]),
     (Shared, [{}, {"units": ["Linear"]}]),
+    (TiedUnits, [{}, {"units": 1}, {"units": ["Layer", "Linear"]}, {"forward_prefetch": 1, "backward_prefetch": 1}]),
 ]
 
 

@@ -46,12 +46,32 @@ def test_gradient_norm_is_logged(precision: str, flags: dict[str, Any]) -> None:
     assert all(logged == own > 0.1 for logged, own in run["notes"])
 
 
+class AddsUp(Indexed):
+    """A user's `optimizer_step` that leaves every other batch's gradients for the next one, and warms the rate up."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer_closure()
+            return
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr * (batch_idx + 1) / 6
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
 class Skips(Indexed):
     """Has no loss for some batches, the last one of an accumulation among them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx in (3, 4) else loss
+
+
+def test_gradients_left_for_the_next_step() -> None:
+    same_everywhere(AddsUp, "32-true", strategies=("ddp", "full", "zero_2"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import full_tensor
 from lightning_shard.engines import parameter_use
+from lightning_shard.ranks import Ranks
 from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import DistributedError, run_distributed
@@ -48,6 +49,7 @@ class Branches(pl.LightningModule):
             "sizes": (0, rank == 0, rank == 1),
             "times": (1 + rank, False, True),
             "late": (0, not late, late),
+            "steady": (1, True, True),
             "one leaves": (1, True, not (late and rank == 0)),
             "all leave": (1, True, not late),
             "one uses": (1, True, late and rank == 0),
@@ -186,3 +188,24 @@ def test_a_rank_that_changes_late_ends_all(name: str, kind: str, settings: dict[
     assert raised.value.failed[0] == "DifferentUse"
     assert said in str(raised.value).replace("\n", " ")
     assert "find_unused_parameters: true" in str(raised.value)
+
+
+def _compared(name: str, **settings: Any) -> list[int]:
+    """The optimizer steps that were done when ranks compared something, from the first forward on."""
+    modules: list[Branches] = []
+    same, step, calls = Ranks.same, Branches.training_step, list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Branches, "training_step", lambda self, x, index: modules.append(self) or step(self, x, index))
+        patch.setattr(Ranks, "same", lambda *args: calls.extend(m.global_step for m in modules[-1:]) or same(*args))
+        _fit(name, "steady", **settings)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    sampled([("shard_fsdp", UNITS), ("shard_deepspeed_stage_2", {}), ("shard_deepspeed_stage_3", GATHERED)], 0),
+)
+def test_a_steady_step_compares_nothing(name: str, settings: dict[str, Any]) -> None:
+    for steps in run_distributed(_compared, 2, name, **settings):
+        assert max(steps) == 2  # of 0 to 5
+        assert steps.count(1) == steps.count(2) == 1
