@@ -76,7 +76,7 @@ def test_a_run_is_planned(tmp_path: Path) -> None:
     assert found.configured.most.device.total > 0
     assert "fits: " in found.text
     assert not plan(run, device_memory="1KB", devices=2).fits
-    with pytest.raises(ConfigurationError, match="--nodes is 0, but must be 1 or more"):
+    with pytest.raises(UsageError, match="--nodes: got 0, but must be a whole number, 1 or more"):
         plan(run, device_memory="1GB", nodes=0)
     with pytest.raises(UsageError, match=r"nope\.yaml"):
         plan("nope.yaml", device_memory="1GB")

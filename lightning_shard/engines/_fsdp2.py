@@ -28,7 +28,7 @@ require(_groups.FSDPParamGroup, "device fsdp_params mesh_info modules reshard")
 require(_groups.FSDPParamGroup, assigned="_register_post_backward_hook _training_state post_backward post_forward")
 require(_groups.FSDPParamGroup, assigned="pre_backward reshard_after_backward unshard wait_for_unshard")
 require(_groups.FSDPParam, "all_gather_outputs offload_to_cpu sharded_param unsharded_accumulated_grad unsharded_param")
-require(_groups.FSDPParam, "sharded_state")
+require(_groups.FSDPParam, "_sharded_post_forward_param sharded_state")
 if before_2_15.IS_NEEDED:
     require(_groups.FSDPParamGroup, "lazy_init")
     require(_groups.FSDPParam, "reduce_dtype", assigned="unsharded_accumulated_grad")
@@ -270,6 +270,9 @@ def gathered_tensors(root: nn.Module) -> Iterator[Tensor]:
         yield from parameter.all_gather_outputs
         if (full := _full(parameter)) is not None:
             yield full
+        # With an integer `reshard_after_forward` the shard over fewer ranks, while there is one.
+        if (shard := getattr(parameter, "_sharded_post_forward_param", None)) is not None:
+            yield shard
 
 
 def full_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Any]]:

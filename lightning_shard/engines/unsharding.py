@@ -24,6 +24,7 @@ require(nn.Module, "_parameters")
 require(_composable_state, "_module_state_mapping")
 
 _GUARDS = "_shard_guards"
+_MOVES = ("to", "cpu", "cuda")  # Another Trainer calls them at its start and end.
 _MASTERS = "_shard_zero_masters"
 _MARKS = ("_shard", "__composable_api", "ds_")
 _MARKED = {"_external_params", "_fsdp_use_orig_params", "_is_fsdp_managed_module", "_original_parameters"}
@@ -31,7 +32,9 @@ _MARKED = {"_external_params", "_fsdp_use_orig_params", "_is_fsdp_managed_module
 
 
 def guard_module(root: nn.Module) -> None:
-    """Refuse calls and ``state_dict`` of modules with sharded parameters under ``root`` until `unguard_module`."""
+    """Refuse calls and ``state_dict`` of modules with sharded parameters under ``root``, and moves of ``root``, until
+    `unguard_module`.
+    """
     unguard_module(root)
     hooks: list[Any] = []
     for module in root.modules():
@@ -39,13 +42,15 @@ def guard_module(root: nn.Module) -> None:
             hooks.append(module.register_forward_pre_hook(partial(_refuse, "called"), prepend=True))
             hooks.append(module.register_state_dict_pre_hook(_refuse_values))
     if hooks:
-        vars(root)[_GUARDS] = hooks
+        vars(root).update({_GUARDS: hooks, **dict.fromkeys(_MOVES, partial(_refuse, "moved", root))})
 
 
 def unguard_module(root: nn.Module) -> None:
     """Allow a run to use the modules under ``root``."""
     for hook in vars(root).pop(_GUARDS, ()):
         hook.remove()
+    for name in [name for name in _MOVES if _is_engines(vars(root).get(name))]:
+        del vars(root)[name]
 
 
 @contextmanager

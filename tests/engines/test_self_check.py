@@ -116,6 +116,6 @@ def test_a_fit_on_an_untested_version_checks_the_numbers_once() -> None:
     assert steps == went_on == 1
     assert again == "", "once in a process"
     assert "ShardFSDPStrategy in precision 'bf16-true' differs from a plain loop over the same data: units." in warned
-    assert f"With torch {torch.__version__.partition('+')[0]}" in refused
+    assert f"torch {torch.__version__} is newer than" in refused
     assert "aligned: true holds equal numbers. Install torch 2.0.0 to 2.1.0, or a newer lightning_shard." in refused
     assert none == 0

@@ -248,36 +248,45 @@ def test_ranks_step_by_the_mean_of_their_losses(precision: str) -> None:
     same_everywhere(SteppedByLoss, precision, strategies=("ddp", "full", "zero_2"))
 
 
-class MadeEarly(torch.optim.SGD):
-    """Makes its state in its constructor, as DeMo does, and draws noise in its step."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["scale"] = torch.full_like(p, 0.01, requires_grad=False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.addcmul_(self.state[p]["scale"], torch.randn(p.shape, device=p.device))
-        return loss
-
-
 class Drawing(Indexed):
-    """Ranks draw different numbers before each step."""
+    """Ranks draw different numbers before each step, and the optimizer draws in it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.rand(1 + self.global_rank)
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        return MadeEarly(self.parameters(), lr=0.05)
+        return Noisy(self.parameters(), lr=0.01)
 
 
 @PRECISIONS
-def test_replicas_step_their_state_and_draw_the_same_numbers(precision: str) -> None:
+def test_replicas_draw_the_same_numbers_in_a_step(precision: str) -> None:
     same_everywhere(Drawing, precision, strategies=("ddp",))
+
+
+class MadeEarly(torch.optim.SGD):
+    """As DeMo, makes its state in its constructor, and computes with plain tensors."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["scale"] = torch.full_like(p, 0.5, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.addcmul_(self.state[p]["scale"], torch.full(p.shape, 0.01, device=p.device))
+        return loss
+
+
+class SteppedByMadeEarly(Indexed):
+    def configure_optimizers(self) -> Any:
+        return MadeEarly(self.parameters(), lr=0.05)
+
+
+def test_state_of_a_constructor_goes_to_what_replicas_step() -> None:
+    same_everywhere(SteppedByMadeEarly, "bf16-mixed", strategies=("ddp",))
 
 
 class HookedApart(Indexed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from types import SimpleNamespace
 from typing import Any
@@ -172,11 +171,6 @@ class ReplacesInSteps(Changes):
         return super().training_step(batch, batch_idx)
 
 
-class Copies(Changes):
-    def on_fit_start(self) -> None:
-        self.teacher = copy.deepcopy(self)
-
-
 class Prunes(Changes):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
@@ -187,7 +181,6 @@ GROUP, NEW = "add_param_group is called in a fit", "head.weight, head.bias came 
 CHANGES: list[tuple[str, type[Indexed], str]] = [
     ("shard_deepspeed_stage_1", AddsGroup, GROUP),
     ("shard_fsdp", Replaces, NEW),
-    ("shard_fsdp", Copies, "Copy it before, in __init__, setup or"),
     ("shard_fsdp", Prunes, "torch.nn.utils.prune's if it is applied after the model was set up to train. Apply"),
     ("shard_deepspeed_stage_3", AddsGroup, GROUP),
     ("shard_ddp", Replaces, NEW),

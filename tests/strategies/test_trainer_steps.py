@@ -144,6 +144,55 @@ def test_optimizer_that_calls_its_closure_several_times(precision: str) -> None:
     same_everywhere(CallsSeveral, precision, gradient_clip_val=0.1)
 
 
+class Recursive(nn.Module):
+    """Calls itself, and uses its parameters after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, again: int = 2) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        return self.leave(self(x, again - 1) if again else x)
+
+
+class CallsItself(Indexed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.Sequential(Recursive(), Recursive()))
+
+
+@PRECISIONS
+def test_units_that_call_themselves(precision: str) -> None:
+    same_everywhere(CallsItself, precision, strategies=("ddp", "full", "grad_op"))
+
+
+class LooksBack(Indexed):
+    """Forwards without a backward between backward and step: what they gather must not outlive the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[float] = []
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).squeeze(-1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        x = torch.ones(1, 8)
+        for block in self.blocks:
+            x = block(x)
+        self.notes.append(float(x.sum()))
+
+
+@PRECISIONS
+def test_forward_between_backward_and_step(precision: str) -> None:
+    same_everywhere(LooksBack, precision, strategies=("ddp", "full", "grad_op"))
+
+
 class Halved(Indexed):
     """A backward of its own, which `manual_backward` calls too."""
 

@@ -38,7 +38,7 @@ def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
         # Written out, to depend on no default of DeepSpeed.
         for path, (allowed, _) in CONTRACT.items():
             section = path.rpartition(".")[0]
-            if allowed and (section in ("", ZERO) or value_at(config, section) is not None):
+            if allowed and (section in ("", ZERO) or value_at(config, section) is not None) and path not in _BY_POLICY:
                 set_value(config, path, allowed[0])
     config["managed_gradient_accumulation"] = True
     config.pop("checkpoint", None)  # Checkpoints are this package's own. This writer needs DeepSpeed's launcher.
@@ -46,6 +46,10 @@ def deepspeed_config(settings: ZeroSettings, facts: RunFacts) -> dict[str, Any]:
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     plain: dict[str, Any] = json.loads(json.dumps(_drop_auto(config), sort_keys=True, allow_nan=False))
     return plain
+
+
+_BY_POLICY = ("communication_data_type", "data_types.grad_accum_dtype")
+"""Set by the policy already, in fp32 under aligned."""
 
 
 def _drop_auto(config: dict[str, Any]) -> dict[str, Any]:
