@@ -74,6 +74,8 @@ def attempt_of(environ: Mapping[str, str], world_size: int) -> str | None:
 
 def connect_store(at: Rendezvous, seconds: float) -> Store:
     """The store that rank 0 (or torchrun) keeps. ConfigurationError: no such host, a taken port, or no answer."""
+    if not 0 < at.port < 65536:
+        raise ConfigurationError(f"MASTER_PORT is {at.port}, but must be from 1 to 65535.")
     here = f"[rank {at.rank} on {socket.gethostname()}]"
     try:
         socket.getaddrinfo(at.address, at.port)
@@ -137,12 +139,18 @@ def _listens(at: Rendezvous, deadline: float) -> bool:
 
 
 def _allow_connections(ranks: int) -> None:
-    """Raise this process' limit of open files if needed, as far as the system lets it."""
+    """Raise this process' limit of open files if needed. ConfigurationError: the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _CONNECTIONS * ranks + _OWN_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigurationError(
+            f"rank 0 on {socket.gethostname()} keeps {_CONNECTIONS} connections of each of {ranks} ranks, but may "
+            f"have {hard} files open. Raise the limit to {needed} (ulimit -n, or LimitNOFILE of the service that "
+            "starts processes)."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def compare_ranks(

@@ -221,11 +221,18 @@ def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert "in 3 s (init_timeout_seconds)" in told
 
 
-def test_the_limit_of_open_files_is_raised() -> None:
+def test_a_port_that_is_none_is_said() -> None:
+    with pytest.raises(ConfigurationError, match="MASTER_PORT is 70000, but must be from 1 to 65535"):
+        connect_store(_place(70000, 1, 2), 1)
+
+
+def test_the_limit_of_open_files_is_raised_or_said() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1500, hard))
     try:
         connect_store(_place(free_port(), 0, 500), 1)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2000, hard)
+        with pytest.raises(ConfigurationError, match=rf"may have {hard} files open.*ulimit -n"):
+            connect_store(_place(free_port(), 0, hard), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -135,6 +135,23 @@ def streams(runs: Runs) -> Any:
     ]
 
 
+class Gradients(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.enable_grad():
+            x = batch[1].clone().requires_grad_(True)
+            self(x).sum().backward(inputs=[x])
+            self.log("slope", x.grad.abs().sum(), sync_dist=True)
+
+    test_step = validation_step
+
+
+def gradients_in_validation(runs: Runs) -> Any:
+    module = runs.seeded(Gradients)
+    trainer = runs.trainer(inference_mode=False, max_epochs=2)
+    trainer.fit(module, data(), held_out())
+    return trainer.callback_metrics, trainer.test(module, held_out(), verbose=False), weights(module)
+
+
 class Data(pl.LightningDataModule):
     def __init__(self, size: int = 2) -> None:
         super().__init__()

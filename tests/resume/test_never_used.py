@@ -15,7 +15,7 @@ from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
 WRITER = "shard_fsdp_aligned"
-READERS = ["shard_deepspeed_stage_3_aligned", "shard_fsdp_aligned"]
+READERS = ["shard_deepspeed_stage_1_aligned", "shard_deepspeed_stage_3_aligned"]
 
 
 class Pooled(pl.LightningModule):
@@ -57,3 +57,32 @@ def test_every_engine_goes_on_from_a_checkpoint_without_its_state(tmp_path: Path
     for straight, resumed in run_distributed(_runs, 2, str(tmp_path / "three.ckpt")):
         for reader, weights in zip(READERS, resumed, strict=True):
             assert [name for name in straight if not torch.equal(straight[name], weights[name])] == [], reader
+
+
+class GoesBack(Pooled):
+    """Loads an earlier checkpoint's weights and optimizer in mid-fit, as schedules of fine-tuning do."""
+
+    path: str
+    batches = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.batches == 8:
+            strategy: Any = self.trainer.strategy
+            checkpoint = strategy.load_checkpoint(self.path)
+            strategy.load_model_state_dict(checkpoint)
+            strategy.load_optimizer_state_dict(checkpoint)
+
+
+def _goes_back(path: str) -> tuple[int, int]:
+    _fit(WRITER, 3, save=path)
+    module, trainer = GoesBack(), quiet_trainer(strategy=WRITER, max_epochs=2)
+    module.path = path
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4))
+    return module.batches, trainer.global_step
+
+
+def test_a_checkpoint_that_is_loaded_in_mid_fit_leaves_the_loaders(tmp_path: Path) -> None:
+    assert run_distributed(_goes_back, 2, str(tmp_path / "three.ckpt")) == [(16, 16)] * 2

@@ -174,3 +174,18 @@ def _check_meshes() -> None:
 @pytest.mark.parametrize("world_size", sampled([2, 4], 0))
 def test_the_same_norm_and_gradients_on_every_mesh(world_size: int) -> None:
     run_distributed(_check_meshes, world_size)
+
+
+def test_complex_gradients_count_by_their_real_and_imaginary_parts() -> None:
+    own, torchs = (nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64)) for _ in range(2))
+    values = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    # A lazily conjugated gradient has no real view.
+    own.grad, torchs.grad = values.conj(), values.conj().resolve_conj()
+    expected = nn.utils.clip_grad_norm_([torchs], 0.5)
+    gradients = gradients_of([own])
+    norm = gradient_norm(gradients)
+    assert norm == pytest.approx(float(expected), rel=1e-6)  # torch's norm is summed in fp32
+    clip_by_norm(gradients, 0.5, norm)
+    torch.testing.assert_close(own.grad, torchs.grad)
+    clip_by_value(gradients, 0.01)
+    assert torch.view_as_real(own.grad).abs().max() <= 0.01
