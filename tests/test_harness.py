@@ -89,6 +89,7 @@ def _pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
 
 
+@pytest.mark.matrix
 def test_marked_groups_are_left_out_aloud_and_fail_where_required(tmp_path: Path) -> None:
     run = _pytest(tmp_path, "--require-groups=matrix")
     assert run.returncode == 1, run.stdout + run.stderr

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = """
 import lightning_fabric.utilities.seed
 import pytorch_lightning as pl
@@ -49,6 +51,7 @@ print(forecast("shard_fsdp"))
 """
 
 
+@pytest.mark.matrix
 def test_a_package_of_the_older_namespace_trains(tmp_path: Path) -> None:
     (tmp_path / "forecaster.py").write_text(PACKAGE)
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -67,6 +67,7 @@ def test_a_configuration_is_migrated(tmp_path: Path) -> None:
         migrate([source], to="fsdp")
 
 
+@pytest.mark.matrix
 def test_a_run_is_planned(tmp_path: Path) -> None:
     demo = "lightning.pytorch.demos.boring_classes"
     run = tmp_path / "run.yaml"

@@ -137,6 +137,7 @@ def test_the_tuner_finds_a_learning_rate_and_leaves_the_fit_as_it_was(strategy: 
     assert_same(plain, after)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_batch_size_is_found_and_the_fit_is_one_with_it(strategy: str) -> None:
     runs = run_distributed(found, 2, strategy, "32-true", limits=(4 * MB, MB))

@@ -116,6 +116,7 @@ def _compare(facts: dict[int, dict[str, Any]], folders: dict[int, str] | None = 
     return told
 
 
+@pytest.mark.matrix
 def test_ranks_that_are_alike_pass() -> None:
     same = {"versions": {"torch": "2.13"}, "settings": {"trainer.max_steps": "10"}}
     assert run_distributed(_compare, 2, {0: same, 1: same}, {}) == [""] * 2

@@ -39,6 +39,7 @@ def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.matrix
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     more = ["--trainer.precision=bf16-mixed", "--compare", "--picture", str(picture)]
@@ -102,6 +103,7 @@ class NoData(pl.LightningDataModule):
         raise FileNotFoundError("shards/part-0.bin")
 
 
+@pytest.mark.matrix
 def test_estimates_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--trainer.strategy=shard_deepspeed_stage_2", "--trainer.accelerator=cpu", f"--model={__name__}.Masked"]
     out = plan(capsys, *own, f"--data={__name__}.NoData")
@@ -135,6 +137,7 @@ def test_mistakes(arguments: list[str], message: str) -> None:
         plan_command.main(["--device-memory", "80GB", *arguments])
 
 
+@pytest.mark.matrix
 def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "links.json"
     reached = {"products": 1e11, "single": 5e10, "memory": 1e10, "host": 1e10, "launch": 2e-6}

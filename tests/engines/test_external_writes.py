@@ -141,6 +141,7 @@ def _refused() -> list[str]:
     return texts
 
 
+@pytest.mark.matrix
 def test_a_write_to_a_copy_is_refused_on_all_ranks() -> None:
     expected = [(start, case) for start, cases in REFUSED.items() for case in cases]
     for texts in run_distributed(_refused, 2):

@@ -105,6 +105,7 @@ def test_attention_that_drops_out_runs_again() -> None:
     assert not is_kept(aten.gelu.default)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("spec", sampled([None, "units", "selective"], 2))
 def test_a_unit_is_one_graph_whatever_is_cast_and_checkpointed(spec: Checkpointing) -> None:
     """The casts of a 16-bit precision are hooks on each module: compiled with them, and without a break."""

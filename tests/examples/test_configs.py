@@ -66,6 +66,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "ranks", "mesh"), sampled([("hybrid", 2, [1, 2]), ("quickstart", 2, [1, 2]), ("offload", 1, [1, 1])], 0)
 )

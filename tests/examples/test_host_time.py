@@ -45,6 +45,7 @@ def count(race: str) -> list[int]:
     return calls
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("race", sampled(["fsdp", "stage_2", "ddp", "stage_3"], 0))
 def test_calls_of_a_steady_step(race: str) -> None:
     for by_hand, ours in run_distributed(count, 2, race, timeout=190):

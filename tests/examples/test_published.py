@@ -29,6 +29,7 @@ def test_a_run_within_its_bar(tmp_path: Path) -> None:
     assert (tmp_path / "published.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.matrix
 def test_a_step_within_its_bar() -> None:
     row = published.row_of(named("MPT 125m, 4096 tokens, 8 A100, 2 x 16"))
     assert row["step_ratio"] == pytest.approx(1, abs=0.2)

@@ -81,6 +81,7 @@ def _fails_later(name: str, work: Workload, place: Place, plan: Plan) -> Any:
     return contestant
 
 
+@pytest.mark.matrix
 def test_one_that_ends_in_the_middle_leaves_the_others() -> None:
     result = time_together(["ends", "hand_ddp"], TINY, PLAN, _fails_later)
     assert result.left_out == {"ends": "AssertionError: rank 0 takes two steps"}

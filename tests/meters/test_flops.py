@@ -138,6 +138,7 @@ def test_counting_leaves_nothing_behind() -> None:
     assert len(stepped) == 6
 
 
+@pytest.mark.matrix
 def test_compiled_modules_are_counted_without_compiling_them() -> None:
     layer = torch.compile(nn.Linear(2, 3))
     assert _count(lambda layer: layer(torch.zeros(5, 2)), layer).forward == 2 * 5 * 6

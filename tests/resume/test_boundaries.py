@@ -161,6 +161,7 @@ def _saves_within_and_resumed(strategy: str, root: str) -> list[Any]:
     return [*runs, [sorted(path.name for path in Path(root, str(n)).iterdir()) for n in range(3)]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("shard_ddp", 1), pytest.param("shard_deepspeed_stage_2", 2, marks=pytest.mark.matrix)]
 )

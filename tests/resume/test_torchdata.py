@@ -90,6 +90,7 @@ def _runs(path: str) -> Any:
     ]
 
 
+@pytest.mark.matrix
 def test_it_deals_out_and_resumes_as_a_stock_loader_at_another_number_of_processes_too(tmp_path: Any) -> None:
     path = str(tmp_path / "saved.ckpt")
     runs = run_distributed(_runs, 2, path)

@@ -45,6 +45,7 @@ def resumed_after_test(name: str, folder: Path) -> set[float]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", sampled(["shard_fsdp", "shard_ddp"], 0))
 def test_a_checkpoint_saved_after_a_test_has_the_fits_optimizers(name: str, tmp_path: Path) -> None:
     assert run_distributed(resumed_after_test, 2, name, tmp_path) == [{5.0}, {5.0}]

@@ -119,6 +119,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", sampled([signal.SIGKILL, signal.SIGSTOP], 1))
 def test_ranks_end_in_time_when_rank_0_is_gone(how: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing answers any more, or no call of the store comes back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ def _differences(names: list[str], **settings: Any) -> list[str]:
     return found
 
 
+@pytest.mark.matrix
 def test_autocast_gives_stock_ddps_numbers() -> None:
     assert run_distributed(_differences, 2, NAMES, autocast=True) == [[], []]
 

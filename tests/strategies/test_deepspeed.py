@@ -87,6 +87,7 @@ def _overlapped(accumulated: dict[type[TinyLM], int]) -> list[Any]:
     return found
 
 
+@pytest.mark.matrix
 def test_stage_1_reduces_all_that_overlap_leaves() -> None:
     assert run_distributed(_overlapped, 2, {Manual: 1, Early: 2}) == [[{}] * 4] * 2
 
@@ -97,6 +98,7 @@ def test_manual_optimization() -> None:
     check_equal(["zero_2", "zero_3", *OFFLOADED], Manual, "bf16-mixed", every=2, trainer={"max_steps": 3})
 
 
+@pytest.mark.matrix
 def test_adapters_over_a_frozen_bf16_model() -> None:
     ranks = check_equal(["zero_3", "zero_2_offload"], Adapter, "bf16-mixed", dtype=torch.bfloat16)
     for engine, run in ranks[0].items():
@@ -154,6 +156,7 @@ class Sometimes(TinyLM):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("precision", "engines"),
     sampled(

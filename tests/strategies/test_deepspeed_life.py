@@ -81,6 +81,7 @@ def _plain_then_aligned() -> None:
     assert not [name for name, parameter in module.named_parameters() if hasattr(parameter, "comm_dtype")]
 
 
+@pytest.mark.matrix
 def test_a_plain_fit_leaves_the_process_as_it_was() -> None:
     run_distributed(_plain_then_aligned, 2)
 
@@ -128,5 +129,6 @@ def _described() -> None:
         assert made["gradient_accumulation_steps"] == 2
 
 
+@pytest.mark.matrix
 def test_optimizer_and_schedule_of_the_configuration() -> None:
     run_distributed(_described, 2)

@@ -147,6 +147,7 @@ def test_a_run_is_that_of_torchs_grad_scaler() -> None:
     assert all(0.05 < step["norm"] < 10 for step in runs[0]["steps"] if not step["skipped"])
 
 
+@pytest.mark.matrix
 def test_resume_with_the_scale(tmp_path: Path) -> None:
     def settings() -> dict[str, Any]:
         return {"precision": None, "plugins": [ShardPrecision("16-mixed", loss_scale=SCALING)]}

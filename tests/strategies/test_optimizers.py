@@ -243,6 +243,7 @@ class SteppedByLoss(Indexed):
         return ByLoss(self.parameters())
 
 
+@pytest.mark.matrix
 @PRECISIONS
 def test_ranks_step_by_the_mean_of_their_losses(precision: str) -> None:
     same_everywhere(SteppedByLoss, precision, strategies=("ddp", "full", "zero_2"))

@@ -182,6 +182,7 @@ def _resumed(saved_by: str, names: list[str], folder: Path) -> dict[str, list[st
     return {name: [f for f in wanted if not torch.equal(one[f], wanted[f])] for name, one in found.items()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("saved_by", sampled([STAGES[1], FSDP], 0))
 def test_a_run_goes_on_on_another_engine(saved_by: str, tmp_path: Path) -> None:
     names = [STAGES[1], STAGES[2], FSDP]

@@ -129,6 +129,7 @@ def _check_cut(module: Regression, case: dict[str, Any]) -> None:
         assert isinstance(parameter, DTensor) == (parameter not in whole and parameter.ndim > 0), name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", sampled(["32-true", "bf16-mixed"], 0))
 @pytest.mark.parametrize(("kind", "options"), sampled(CASES, 0, 1, 2))
 def test_trains_as_under_ddp(kind: type[Regression], options: list[dict[str, Any]], precision: str) -> None:

@@ -103,6 +103,7 @@ def _fit(strategy: str, precision: Any) -> dict[str, Tensor]:
 STRATEGIES = ["shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "precision"), sampled([(s, p) for s in STRATEGIES for p in ("32-true", "bf16-mixed")], 3)
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,5 +34,6 @@ def _different() -> list[str]:
     return [n for found in runs for n in wanted if not torch.equal(found[n], wanted[n])]  # type: ignore[arg-type]
 
 
+@pytest.mark.matrix
 def test_forward_passes_and_full_tensors_in_hooks() -> None:
     assert run_distributed(_different, 2) == [[], []]

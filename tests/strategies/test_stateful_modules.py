@@ -225,5 +225,6 @@ class ReadElsewhere(Indexed):
             optimizer.step()
 
 
+@pytest.mark.matrix
 def test_where_scalars_are_read_makes_no_difference() -> None:
     same_everywhere(ReadElsewhere, "bf16-mixed", strategies=("ddp", "full", "zero_2", "zero_3"))

@@ -215,6 +215,7 @@ class TwoPasses(Halved):
         optimizer.step()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", sampled([TwoPasses, Halved], 0))
 @PRECISIONS
 def test_a_backward_of_the_modules_own(kind: type[Halved], precision: str) -> None:

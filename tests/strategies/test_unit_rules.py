@@ -60,6 +60,7 @@ def _freed(precision: str) -> tuple[list[Any], list[str]]:
     return stays, [n for n, value in wanted.parameters.items() if not torch.equal(value, found.parameters[n])]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", sampled(["32-true", "bf16-mixed"], 1))
 def test_when_units_are_freed_changes_no_number(precision: str) -> None:
     # The root stays gathered too.
