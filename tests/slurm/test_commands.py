@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.commands import slurm
+from lightning_shard.commands import init, plan, slurm
 from lightning_shard.commands.slurm import script
 from tests.harness import ROOT
 from tests.slurm.conftest import Jobs
@@ -52,3 +52,21 @@ def test_doctor(jobs: Jobs, tmp_path: Path) -> None:
     assert re.search(r"^lsh2 +1 +1 cpu ", log, re.MULTILINE)
     assert re.search(r"^(nothing is odd|odd: slow link.*)$", log, re.MULTILINE)
     assert re.search(r"^code [01]$", log, re.MULTILINE)
+
+
+def test_init_plan_slurm_and_sbatch_take_one_file(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answers = ["devices=2x1 cpu", "slurm=yes", "engine=shard_fsdp_aligned", "precision=bf16-mixed"]
+    assert init.main(["--output", "run.yaml", "--answers", "train=quickstart", *answers]) == 0
+    launch = "lightning-shard slurm --config run.yaml --submit"
+    assert f"train with: {launch}" in capsys.readouterr().out
+    assert plan.main(["--device-memory", "4GB", "--config", "run.yaml"]) == 0
+    assert "2 x 1 devices" in capsys.readouterr().out
+    words = launch.split()[2:-1]
+    environ = ["--env", f"PYTHONPATH={ROOT}", "--env", "OMP_NUM_THREADS=1"]
+    assert slurm.main([*words, *environ, "--logs", str(tmp_path), "--output", "job.sh"]) == 0
+    job = jobs.cluster.submit(tmp_path / "job.sh", cwd=tmp_path)
+    assert jobs.cluster.wait(job) == "COMPLETED"
+    assert re.search(r"^(0: )?checkpoint: runs/", jobs.log(f"train-{job}"), re.MULTILINE)
