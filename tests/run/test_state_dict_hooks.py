@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import CheckpointError, CheckpointMismatchError, full_tensor, load_from_checkpoint
+from lightning_shard.checkpoint.state_dict import _given_to_torch
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
@@ -197,3 +198,23 @@ def test_load_from_checkpoint_follows_it_too(tmp_path: Path) -> None:
     assert torch.equal(found["embed.weight"], torch.cat([stored["embed.weight"], torch.ones(2, 5)]))
     assert found["classifier.bias"][1] == 7.0
     assert torch.equal(found["classifier.weight"], stored["head.weight"])
+
+
+class Lenient(nn.Linear):
+    strict = False
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({"weight": state_dict["old"]}, strict=self.strict)
+
+
+def test_what_an_override_gives_torch_is_noted_and_not_loaded() -> None:
+    module, given = Lenient(2, 2), torch.full((2, 2), 3.0)
+    before = module.weight.detach().clone()
+    found = _given_to_torch(module, {"old": given}, strict=True, missing=["invented"])
+    assert list(found) == ["weight"]
+    assert found["weight"] is given
+    module.strict = True
+    with pytest.raises(RuntimeError, match="invented"):
+        _given_to_torch(module, {"old": given}, strict=True, missing=["invented"])
+    assert torch.equal(module.weight, before)
+    assert not module._load_state_dict_pre_hooks

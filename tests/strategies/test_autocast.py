@@ -74,8 +74,9 @@ def _differences(names: list[str], **settings: Any) -> list[str]:
 
 
 @pytest.mark.matrix
-def test_autocast_gives_stock_ddps_numbers() -> None:
-    assert run_distributed(_differences, 2, NAMES, autocast=True) == [[], []]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_autocast_gives_stock_ddps_numbers(ranks: int) -> None:
+    assert run_distributed(_differences, ranks, NAMES, autocast=True) == [[]] * ranks
 
 
 def test_casting_modules_gives_other_numbers() -> None:

@@ -84,7 +84,7 @@ class ScalarLeaves:
 
     @torch.no_grad()
     def reduce_gradients(self, zero: Any) -> None:
-        """Average the gradients since the last call, and copy them into those of DeepSpeed's ``zero``."""
+        """Average the gradients since the last call, and copy them into the gradients of DeepSpeed's ``zero``."""
         for fqn, leaf in self.leaves.items():
             leaf.grad = self._sums.pop(fqn, None)
         trained = {fqn: leaf for fqn, leaf in self.leaves.items() if leaf.requires_grad}

@@ -90,7 +90,7 @@ class ParameterValues:
         return {fqn: FlatTensor(shapes[fqn], part.data.dtype, [part]) for fqn, part in self.kept.items()}
 
     def copies_in_module(self, running: RunningEngine, unit: nn.Module | None) -> Iterator[SeenParameter]:
-        """The tensors in which a user's writes would be lost. ``unit``: those of a shard unit of stage 3 alone."""
+        """The tensors in which a user's writes would be lost. ``unit``: only the tensors of a shard unit of stage 3."""
         leaves: Mapping[str, Tensor] = running.scalars.leaves if running.scalars else {}
         for fqn, leaf in leaves.items():
             parts = running.scalars.parts(fqn) if running.scalars else []
